@@ -1,0 +1,291 @@
+"""When a layer's input and output gradient become statistics. The one place that touches autograd.
+
+A forward hook on the layer notes its input and sets a tensor hook on its *output*; the tensor hook commits.
+(A module's full backward hook would break in-place activations and residual adds that follow the layer.)
+
+[Note: the commit rule]
+A forward call counts its rows once, however many backwards it gets; a forward without a backward counts
+nothing; a backward that does not reach the layer's weight (`autograd.grad` with respect to inputs, the inner
+pass of a gradient penalty) counts nothing. So evaluation, `no_grad` and recomputed forwards leave no trace.
+When one forward gets several backwards before the step, the losses add up, and so do their gradients: the
+call's gradient is the running sum, and what was counted for the earlier sum is taken back.
+
+[Note: the lifetime of a call]
+A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a forward that never gets a
+backward is freed with it. It drops the input as soon as it has committed, and keeps the gradient, in case
+another backward comes, only until the window closes in `step()`.
+
+[Note: hooks and their owner]
+Modules hold hooks and hooks hold only weak references, so an optimizer that is dropped takes its statistics
+along; a pickled or copied model carries inert hooks.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from kfac_optim.specs import LossTerms
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One forward call of a layer, as a backward through it leaves it."""
+
+    input: Tensor | None
+    """The layer's input; None from the second backward on, when its rows are counted already."""
+    gradient: Tensor
+    """Gradient with respect to the layer's output, summed over the backwards so far."""
+    earlier: Tensor | None = None
+    """The same sum before this backward, to be taken back; None at the first backward."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class LayerWatch:
+    """What the window asks of one layer.
+
+    Attributes:
+        weight: the parameter that a backward must reach to count.
+        unbatched_ndim: dimensions of an input without a batch dimension.
+        wanted: whether the layer's next forward should be captured.
+        emit: receives each committed call.
+    """
+
+    weight: nn.Parameter
+    unbatched_ndim: int
+    wanted: Callable[[], bool]
+    emit: Callable[[LayerCall], None]
+
+
+class RootCall:
+    """One forward call of the whole model: the loss terms it stands for, counted when a backward comes."""
+
+    __slots__ = ("batched", "counted", "terms", "unbatched")
+
+    def __init__(self) -> None:
+        self.terms = 0
+        self.counted = False
+        self.batched = False
+        self.unbatched = False
+
+
+class CaptureWindow:
+    """Everything captured between two optimizer steps.
+
+    Attributes:
+        rule: what the mean in the loss runs over.
+        listening: whether backward passes count; an estimate says which do.
+        dropped_calls: calls whose input was changed in place before the backward, ever.
+    """
+
+    def __init__(self, rule: LossTerms) -> None:
+        self.rule = rule
+        self.listening = False
+        self.dropped_calls = 0
+        self._watches: list[LayerWatch] = []
+        self._roots: list[RootCall] = []
+        self._latest_root: RootCall | None = None
+        self._open: list[ForwardCall] = []
+        self._counted = 0
+        self._stated: int | None = None
+        self._rootless = False
+
+    def watch_root(self, model: nn.Module) -> tuple[RemovableHandle, ...]:
+        """Read the number of loss terms off every forward of `model`."""
+        hooks = _RootHooks(self)
+        return (
+            model.register_forward_pre_hook(_Hook(hooks.enter), prepend=True, with_kwargs=True),
+            model.register_forward_hook(_Hook(hooks.leave), with_kwargs=True, always_call=True),
+        )
+
+    def watch_layer(self, module: nn.Module, watch: LayerWatch) -> RemovableHandle:
+        """Emit the calls of `module` that a backward reaches."""
+        self._watches.append(watch)
+        # First among the module's hooks: the output is then the layer's own, and the root call still open
+        # when the model is this very layer.
+        return module.register_forward_hook(_Hook(_LayerHook(self, watch)), prepend=True, with_kwargs=True)
+
+    def set_loss_terms(self, terms: int) -> None:
+        """State the loss terms of the coming backward; counting is off until the window closes."""
+        self._stated = (self._stated or 0) + terms
+
+    def close(self) -> float:
+        """End the window: the number of loss terms `M` in it, 1 for a summed loss.
+
+        Raises:
+            RuntimeError: a layer was called outside the model's forward, so `M` is unknown.
+        """
+        if self.rule is LossTerms.SUM:
+            terms = 1
+        elif self._stated is not None:
+            terms = self._stated
+        elif self._rootless:
+            raise RuntimeError(
+                "kfac_optim: a layer ran outside the model's forward (a submodule or another method was called "
+                "directly), so the number of terms in the loss's mean is unknown. Call "
+                "optimizer.set_loss_terms(n) before backward(), with n the number of terms the loss is averaged "
+                "over, or run the model through its own forward."
+            )
+        else:
+            terms = self._counted
+        self._reset()
+        return terms
+
+    def _reset(self) -> None:
+        for call in self._open:
+            call.release()
+        self._open.clear()
+        self._counted, self._stated, self._rootless = 0, None, False
+
+    def _current_root(self) -> RootCall | None:
+        if self._roots:
+            return self._roots[-1]
+        # Reentrant checkpointing reruns layers inside backward, after the model's forward has ended.
+        recomputing = torch._C._current_graph_task_id() != -1
+        return self._latest_root if recomputing else None
+
+    def _count(self, root: RootCall | None) -> None:
+        if root is None:
+            self._rootless = True
+        elif not root.counted:
+            root.counted = True
+            # A model that gets a single example without a batch dimension hands none to its layers.
+            single = self.rule is LossTerms.EXAMPLES and root.unbatched and not root.batched
+            self._counted += 1 if single else root.terms
+
+
+class ForwardCall:
+    """Tensor hook on one output of a layer: commits the call when a backward reaches the weight."""
+
+    __slots__ = ("_committed", "_gradient", "_input", "_root", "_version", "_watch", "_window")
+
+    def __init__(self, window: CaptureWindow, watch: LayerWatch, root: RootCall | None, layer_input: Tensor) -> None:
+        self._window = weakref.ref(window)
+        self._watch = weakref.ref(watch)
+        self._root = root
+        self._input: Tensor | None = layer_input.detach()
+        self._version = layer_input._version
+        self._gradient: Tensor | None = None
+        self._committed = False
+
+    @torch.no_grad()
+    def __call__(self, gradient: Tensor) -> None:
+        window, watch = self._window(), self._watch()
+        if window is None or watch is None or not window.listening or not _reaches(watch.weight):
+            return
+        gradient = gradient.detach()
+        if not self._committed:
+            layer_input, self._input = self._input, None
+            self._committed = True
+            if layer_input is None or layer_input._version != self._version:
+                window.dropped_calls += 1
+                return
+            call = LayerCall(layer_input, gradient)
+            window._open.append(self)
+        elif self._gradient is not None:
+            call = LayerCall(None, self._gradient + gradient, earlier=self._gradient)
+        else:
+            return  # the call was counted in a window that has closed
+        window._count(self._root)
+        self._gradient = call.gradient
+        with torch.profiler.record_function("kfac.statistics"):
+            watch.emit(call)
+
+    def release(self) -> None:
+        self._gradient = None
+
+
+def _reaches(weight: nn.Parameter) -> bool:
+    """Whether the backward that is running accumulates into `weight.grad`."""
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        # Private, but the only way to ask; torch's own checkpointing and FSDP rely on it.
+        reached: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad(loss, weights): nothing is accumulated
+        return False
+    return reached
+
+
+class _LayerHook:
+    __slots__ = ("_watch", "_window")
+
+    def __init__(self, window: CaptureWindow, watch: LayerWatch) -> None:
+        self._window = weakref.ref(window)
+        self._watch = weakref.ref(watch)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        window, watch = self._window(), self._watch()
+        if window is None or watch is None or not torch.is_grad_enabled():
+            return
+        if not (isinstance(output, Tensor) and output.requires_grad and watch.weight.requires_grad):
+            return
+        if not watch.wanted():
+            return
+        layer_input = _first_tensor(args, kwargs)
+        if layer_input is None:
+            return
+        root = window._current_root()
+        if root is not None:
+            unbatched = layer_input.dim() == watch.unbatched_ndim
+            root.unbatched |= unbatched
+            root.batched |= not unbatched
+        output.register_hook(ForwardCall(window, watch, root, layer_input))  # type: ignore[no-untyped-call]
+
+
+class _RootHooks:
+    def __init__(self, window: CaptureWindow) -> None:
+        self._window = weakref.ref(window)
+
+    def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        window = self._window()
+        if window is not None:
+            # A model that calls itself is one forward: the outermost counts.
+            window._roots.append(window._roots[-1] if window._roots else RootCall())
+
+    def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        window = self._window()
+        if window is None or not window._roots:
+            return
+        root = window._latest_root = window._roots.pop()
+        by_input = window.rule is LossTerms.EXAMPLES
+        tensor = _first_tensor(args, kwargs) if by_input else _first_tensor(output)
+        if tensor is None or tensor.dim() == 0:
+            root.terms = 1
+        elif by_input:
+            root.terms = tensor.shape[0]
+        elif window.rule is LossTerms.POSITIONS:
+            root.terms = tensor.numel() // max(tensor.shape[-1], 1)
+        else:
+            root.terms = tensor.numel()
+
+
+def _first_tensor(*structures: Any) -> Tensor | None:
+    return next((leaf for leaf in tree_leaves(structures) if isinstance(leaf, Tensor)), None)
+
+
+class _Hook:
+    """A module hook that neither pickles nor copies what it calls."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _inert_hook, ()
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+def _inert_hook() -> Callable[..., None]:
+    return _do_nothing

@@ -1,0 +1,183 @@
+"""What the optimizer says of itself: `summary()`, `metrics()` and `factors()`, as functions over its blocks."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks import Coverage, KFACBlock
+from kfac_optim.capture import CaptureWindow
+from kfac_optim.engine import StepRecord
+from kfac_optim.specs import BlockRecord, ParameterRecord, Structure, WeightSharing
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Every parameter of the optimizer and how it is treated. `str()` is the table."""
+
+    blocks: tuple[BlockRecord, ...]
+    parameters: tuple[ParameterRecord, ...]
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "block", "A", "G", "inverse", "state", "rank", "remarks")
+        by_name = {block.name: block for block in self.blocks}
+        rows: list[tuple[str, ...]] = [header]
+        for parameter in self.parameters:
+            shape = "×".join(map(str, parameter.shape)) or "scalar"
+            if parameter.block is None:
+                rows.append((parameter.name, shape, "—", "", "", "", "", "", f"SGD: {parameter.reason}"))
+                continue
+            block = by_name[parameter.block]
+            if parameter.name != f"{block.name}.{block.params[0]}".lstrip("."):
+                rows.append((parameter.name, shape, block.name or "(model)", "", "", "", "", "", ""))
+                continue
+            sides = [
+                _describe_factor(block.groups, dim, kept)
+                for dim, kept in zip((block.in_dim, block.out_dim), block.structure, strict=True)
+            ]
+            sharing = [block.weight_sharing.value] if block.weight_sharing is not WeightSharing.EXPAND else []
+            remarks = "; ".join([*sharing, *block.notes])
+            rows.append(
+                (
+                    parameter.name,
+                    shape,
+                    block.name or "(model)",
+                    *sides,
+                    block.inverse,
+                    _describe_bytes(block.state_bytes),
+                    str(block.owner),
+                    remarks,
+                )
+            )
+        covered = sum(math.prod(p.shape) for p in self.parameters if p.block is not None)
+        total = sum(math.prod(p.shape) for p in self.parameters)
+        state = sum(block.state_bytes for block in self.blocks)
+        footer = (
+            f"{len(self.blocks)} blocks cover {covered:,} of {total:,} parameters; their state takes "
+            f"{_describe_bytes(state)}."
+        )
+        return "\n".join([*_table(rows), footer])
+
+
+def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter]) -> Summary:
+    """Records of all blocks and of `params`, whose names come from `names`."""
+    block_of = {param: block for block in coverage.blocks for param in block.params}
+    return Summary(
+        blocks=tuple(_record(block) for block in coverage.blocks),
+        parameters=tuple(
+            ParameterRecord(
+                name=names.get(param, "(unnamed)"),
+                shape=tuple(param.shape) if not _is_uninitialised(param) else (),
+                block=block_of[param].name if param in block_of else None,
+                reason=coverage.uncovered.get(param),
+            )
+            for param in params
+        ),
+    )
+
+
+def metrics(blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepRecord | None) -> dict[str, float]:
+    """Plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
+    numbers: dict[str, float] = {
+        "blocks": float(len(blocks)),
+        "blocks_without_statistics": float(sum(block.folded_at < 0 for block in blocks)),
+        "dropped_calls": float(window.dropped_calls),
+    }
+    if record is not None:
+        scale, inner, direction, gradient = torch.stack(
+            [record.scale, record.inner, record.direction_square, record.gradient_square]
+        ).tolist()
+        norms = math.sqrt(direction * gradient)
+        numbers |= {
+            "trust_region_scale": scale,
+            "cosine": inner / norms if norms > 0 else math.nan,
+            "gradient_norm": math.sqrt(gradient),
+            "direction_norm": scale * math.sqrt(direction),
+            "unpreconditioned_blocks": float(record.unpreconditioned),
+        }
+    known = [block for block in blocks if block.folded_at >= 0]
+    if known:
+        numbers["damping"] = max(float(block.group["damping"]) for block in known)
+        # The clocks already stand at the next step.
+        numbers["factor_age"] = float(max(block.step - 1 - block.folded_at for block in known))
+        numbers["inverse_age"] = float(max(block.step - 1 - block.refreshed_at for block in known))
+        numbers |= _merged_counters(known)
+    return numbers
+
+
+def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """`{layer name: (A, G)}`, copies; see `KFACOptimizer.factors`."""
+    result: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    for block in blocks:
+        a, g = block.inverse.factors(block.state)
+        result[block.name] = (None if a is None else a.clone(), None if g is None else g.clone())
+    return result
+
+
+def _merged_counters(blocks: Sequence[KFACBlock]) -> dict[str, float]:
+    """Counts add up over blocks; condition numbers report the worst."""
+    merged: dict[str, float] = {}
+    for block in blocks:
+        for key, value in block.inverse.counters(block.state).items():
+            number = float(value)
+            if key.startswith("condition"):
+                merged[key] = max(merged.get(key, 0.0), number)
+            else:
+                merged[key] = merged.get(key, 0.0) + number
+    return merged
+
+
+def _record(block: KFACBlock) -> BlockRecord:
+    spec = block.spec
+    return BlockRecord(
+        name=block.name,
+        layer=type(block.modules[0]).__name__,
+        params=spec.params,
+        groups=spec.groups,
+        in_dim=spec.in_dim,
+        out_dim=spec.out_dim,
+        structure=spec.structure,
+        weight_sharing=spec.weight_sharing,
+        inverse=repr(block.inverse),
+        state_bytes=sum(t.numel() * t.element_size() for t in _tensors(block.inverse.tensors(block.state))),
+        owner=0,
+        notes=block.notes,
+    )
+
+
+def _tensors(nested: Mapping[str, Any]) -> Iterator[Tensor]:
+    for value in nested.values():
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            yield from _tensors(value)
+
+
+def _is_uninitialised(param: nn.Parameter) -> bool:
+    return isinstance(param, nn.parameter.UninitializedParameter)
+
+
+def _describe_factor(groups: int, dim: int, structure: Structure) -> str:
+    if structure is Structure.IDENTITY:
+        return "identity"
+    size = f"{dim}×{dim}" if structure is Structure.DENSE else f"diag {dim}"
+    return f"{groups}·{size}" if groups > 1 else size
+
+
+def _describe_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        if number == 0:
+            yield "  ".join("-" * width for width in widths)

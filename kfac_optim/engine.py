@@ -1,0 +1,202 @@
+"""One optimizer step as a pipeline over blocks and an executor. Knows no layer type and no communication."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _device_dtype_check_for_fused
+from torch.optim.sgd import sgd
+from torch.profiler import record_function
+
+from kfac_optim.blocks import KFACBlock
+from kfac_optim.capture import CaptureWindow
+from kfac_optim.execution import Executor
+from kfac_optim.trust_region import inner_product, trust_region_scale
+from kfac_optim.validation import check_kfac_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step measured, as device scalars; reading them synchronises.
+
+    Attributes:
+        scale: trust-region scale `ν`, `[]`.
+        inner: `Δᵀ∇` over the preconditioned parameters, before `ν`, `[]`.
+        direction_square: `‖Δ‖²`, `[]`.
+        gradient_square: `‖∇‖²`, `[]`.
+        unpreconditioned: blocks whose gradient went to SGD as it was, for want of an inverse.
+    """
+
+    scale: Tensor
+    inner: Tensor
+    direction_square: Tensor
+    gradient_square: Tensor
+    unpreconditioned: int
+
+
+def step(
+    groups: Sequence[dict[str, Any]],
+    state: MutableMapping[Tensor, Any],
+    blocks: Sequence[KFACBlock],
+    window: CaptureWindow,
+    executor: Executor,
+) -> StepRecord | None:
+    """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
+
+    Args:
+        groups: the optimizer's param groups.
+        state: the optimizer's state, for momentum buffers.
+        blocks: the preconditioned part of the model.
+        window: what was captured since the last step.
+        executor: who does the work.
+
+    Returns:
+        The step's measures, or None when no block had a gradient.
+    """
+    kl_clip = _check(groups, blocks)
+    loss_terms = window.close()
+    executor.wait()
+    with record_function("kfac.fold"):
+        for block in blocks:
+            block.fold(loss_terms)
+    with record_function("kfac.refresh"):
+        due = [block for block in blocks if block.refresh_due()]
+        executor.refresh(due)
+        for block in due:
+            block.refreshed_at = block.step
+    directions, record = _precondition(blocks, executor, kl_clip)
+    with record_function("kfac.update"):
+        for group in groups:
+            params = executor.owned([param for param in group["params"] if param.grad is not None])
+            _sgd(group, params, directions, state)
+            executor.publish(params)
+    for block in blocks:
+        block.step += 1
+    return record
+
+
+def _check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> float | None:
+    """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
+    for i, group in enumerate(groups):
+        check_kfac_numbers(group, f" in param group {i}")
+    clips = {group["kl_clip"] for group in groups}
+    if len(clips) > 1:
+        raise ValueError(
+            f"kfac_optim: the trust region is one for the whole model, but param groups disagree on kl_clip: "
+            f"{', '.join(str(group['kl_clip']) for group in groups)}. Set the same value in every group."
+        )
+    for block in blocks:
+        for param, local in zip(block.params, block.spec.params, strict=True):
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"kfac_optim: '{block.name}.{local}' has a {param.grad.layout} gradient; preconditioning needs "
+                    f"a dense one. Make it dense, or list '{block.name}' in skip_layers."
+                )
+    kl_clip: float | None = clips.pop()
+    return kl_clip
+
+
+def _precondition(
+    blocks: Sequence[KFACBlock], executor: Executor, kl_clip: float | None
+) -> tuple[dict[nn.Parameter, Tensor], StepRecord | None]:
+    """The scaled preconditioned gradient of every parameter that has one."""
+    active: list[KFACBlock] = []
+    grads: list[Tensor] = []
+    unpreconditioned = 0
+    with record_function("kfac.precondition"):
+        for block in blocks:
+            grad = block.gradient()
+            if grad is None:
+                continue
+            if block.refreshed_at < 0:
+                unpreconditioned += 1
+                continue
+            active.append(block)
+            grads.append(grad)
+        if not active:
+            return {}, None
+        matrices = executor.precondition(active, grads)
+    with record_function("kfac.trust_region"):
+        device = active[0].params[0].device
+        inner, quadratic = _inner_products(active, matrices, grads, device)
+        sums = torch.stack(
+            [
+                quadratic,
+                inner,
+                inner_product(matrices, matrices, device),
+                inner_product(grads, grads, device),
+            ]
+        )
+        quadratic, inner, direction_square, gradient_square = executor.all_reduce_scalars(sums).unbind()
+        scale = torch.ones_like(quadratic) if kl_clip is None else trust_region_scale(quadratic, kl_clip)
+        if kl_clip is not None:
+            for matrix in matrices:
+                matrix.mul_(scale.to(matrix.device, non_blocking=True))
+        directions = {
+            param: part
+            for block, matrix in zip(active, matrices, strict=True)
+            for param, part in zip(block.params, block.split(matrix), strict=True)
+            if param.grad is not None
+        }
+    return directions, StepRecord(scale, inner, direction_square, gradient_square, unpreconditioned)
+
+
+def _inner_products(
+    blocks: Sequence[KFACBlock], matrices: Sequence[Tensor], grads: Sequence[Tensor], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`Σ Δᵀ∇` and `Σ lr² Δᵀ∇`, both `[]`; weight and bias may have different learning rates."""
+    by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+    for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
+        whole = all(group is block.group for group in block.groups)
+        parts = ((matrix,), (grad,)) if whole else tuple(block.adapter.unpack(block.spec, m) for m in (matrix, grad))
+        for group, left, right in zip(block.groups, *parts, strict=False):
+            _, lefts, rights = by_group.setdefault(id(group), (group, [], []))
+            lefts.append(left)
+            rights.append(right)
+    inner = torch.zeros((), device=device)
+    quadratic = torch.zeros((), device=device)
+    for group, lefts, rights in by_group.values():
+        product = inner_product(lefts, rights, device)
+        lr = group["lr"].reshape(()).to(device) if isinstance(group["lr"], Tensor) else group["lr"]
+        inner = inner + product
+        quadratic = quadratic + product * lr**2
+    return inner, quadratic
+
+
+def _sgd(
+    group: Mapping[str, Any],
+    params: Sequence[nn.Parameter],
+    directions: Mapping[nn.Parameter, Tensor],
+    state: MutableMapping[Tensor, Any],
+) -> None:
+    """Take torch's own SGD step on the directions, or on the raw gradient where there is none."""
+    # torch's foreach path of Nesterov adds the momentum to the gradients in place; `.grad` belongs to the user.
+    overwritten = group["nesterov"] and group["foreach"] is not False
+    grads: list[Tensor] = []
+    for param in params:
+        assert param.grad is not None
+        raw = param.grad.clone() if overwritten and param not in directions else param.grad
+        grads.append(directions.get(param, raw))
+    if group["fused"]:
+        for param in params:
+            _device_dtype_check_for_fused(param)
+    has_momentum = group["momentum"] != 0
+    buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
+    sgd(
+        list(params),
+        grads,
+        buffers,
+        has_sparse_grad=any(grad.is_sparse for grad in grads),
+        foreach=group["foreach"],
+        fused=group["fused"],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+    )
+    for param, buffer in zip(params, buffers, strict=False):
+        state[param]["momentum_buffer"] = buffer

@@ -1,0 +1,221 @@
+"""What a layer family must provide, and the parts they share.
+
+Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]`, output gradients
+`[groups, batch, shared, out]`, gradient matrices `[groups, out, in]`, with the bias as the last input column.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
+from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class LayerStatistics(ABC):
+    """Second moments of one call of a layer, computed when asked for."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Rows behind the input moment: its mass."""
+
+    @abstractmethod
+    def input_moment(self, structure: Structure) -> Tensor:
+        """`Σ a aᵀ`, `[groups, in, in]`, or its diagonal `[groups, in]`."""
+
+    @abstractmethod
+    def output_moment(self, structure: Structure) -> Tensor:
+        """`Σ g gᵀ`, `[groups, out, out]`, or its diagonal `[groups, out]`."""
+
+    @abstractmethod
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """`a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
+
+
+class RowStatistics(LayerStatistics):
+    """Statistics of a layer whose output is `W a` at each position; families say what `a` and `g` are.
+
+    Args:
+        spec: the layer.
+        call: the call, in the layout of the module.
+        dtype: of the moments, and of the products that make them.
+    """
+
+    def __init__(self, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.call = call
+        self.dtype = dtype
+
+    @abstractmethod
+    def input_rows(self, layer_input: Tensor) -> Tensor:
+        """Canonical `a` without the bias column, `[groups, batch, shared, in]`."""
+
+    @abstractmethod
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        """Canonical `g`, `[groups, batch, shared, out]`."""
+
+    @property
+    def count(self) -> int:
+        if self.call.input is None:
+            return 0
+        _, batch, shared, _ = self.gradient_rows(self.call.gradient).shape
+        return batch * shared if self.spec.weight_sharing is WeightSharing.EXPAND else batch
+
+    def input_moment(self, structure: Structure) -> Tensor:
+        return gram(self._shared_inputs(), structure)
+
+    def output_moment(self, structure: Structure) -> Tensor:
+        moment = gram(self._shared_gradients(self.call.gradient), structure)
+        if self.call.earlier is not None:
+            moment -= gram(self._shared_gradients(self.call.earlier), structure)
+        return moment
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        return self._shared_inputs(), self._shared_gradients(self.call.gradient)
+
+    def _shared_inputs(self) -> Tensor:
+        assert self.call.input is not None, "the input was released after the first backward"
+        a = self.input_rows(self.call.input.to(self.dtype))
+        if self.spec.weight_sharing is WeightSharing.REDUCE:
+            a = a.mean(2, keepdim=True)
+        if self.spec.has_bias:
+            a = torch.cat([a, a.new_ones(()).expand(*a.shape[:-1], 1)], dim=-1)
+        return a
+
+    def _shared_gradients(self, gradient: Tensor) -> Tensor:
+        g = self.gradient_rows(gradient.to(self.dtype))
+        return g.sum(2, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else g
+
+
+def gram(rows: Tensor, structure: Structure) -> Tensor:
+    """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it."""
+    rows = rows.flatten(1, 2)
+    if structure is Structure.DIAGONAL:
+        return rows.square().sum(1)
+    return rows.mT @ rows
+
+
+class LayerAdapter(ABC, Generic[M]):
+    """How one family of modules takes part in K-FAC.
+
+    An own layer needs an adapter passed in `KFACOptimizer(adapters={**DEFAULT_ADAPTERS, MyLayer: MyAdapter()})`;
+    subclasses of a module are found along its method resolution order.
+    """
+
+    @abstractmethod
+    def refusal(self, module: M) -> str | None:
+        """Why this very module cannot be preconditioned, or None when it can."""
+
+    @abstractmethod
+    def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
+        """The matrices of `module`, empty when its weight is not trained.
+
+        Args:
+            module: the layer.
+            name: its fully qualified name.
+            trained: names, within the module, of the parameters that the optimizer trains.
+        """
+
+    @abstractmethod
+    def capture(
+        self,
+        module: M,
+        specs: Sequence[LayerSpec],
+        window: CaptureWindow,
+        wanted: Callable[[], bool],
+        emit: Callable[[int, LayerStatistics], None],
+        dtype: torch.dtype,
+    ) -> RemovableHandle:
+        """Emit `(index of spec, statistics)` for every call of `module` that a backward reaches.
+
+        Args:
+            module: the layer.
+            specs: what `specs()` gave, with the structure and weight sharing chosen by the user.
+            window: where to listen.
+            wanted: whether the next forward should be captured.
+            emit: takes the statistics at once; they hold the call's tensors alive.
+            dtype: of the moments.
+        """
+
+    @abstractmethod
+    def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors shaped like the parameters of `spec` as one matrix `[groups, out, in]`."""
+
+    @abstractmethod
+    def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `pack`, up to a final reshape to each parameter's shape."""
+
+
+class WeightBiasAdapter(LayerAdapter[M]):
+    """A module with one `weight` `[out, in/groups, *kernel]`, an optional `bias` `[out]`, and one output."""
+
+    @abstractmethod
+    def unbatched_ndim(self, module: M) -> int:
+        """Dimensions of an input that has no batch dimension."""
+
+    @abstractmethod
+    def statistics(self, module: M, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
+        """Moments of one call."""
+
+    def groups(self, module: M) -> int:
+        return 1
+
+    def refusal(self, module: M) -> str | None:
+        return None
+
+    def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
+        if "weight" not in trained:
+            return ()
+        params = ("weight", "bias") if "bias" in trained else ("weight",)
+        groups = self.groups(module)
+        weight = module.get_parameter("weight")
+        return (
+            LayerSpec(
+                name=name,
+                params=params,
+                in_dim=math.prod(weight.shape[1:]) + len(params) - 1,
+                out_dim=weight.shape[0] // groups,
+                groups=groups,
+            ),
+        )
+
+    def capture(
+        self,
+        module: M,
+        specs: Sequence[LayerSpec],
+        window: CaptureWindow,
+        wanted: Callable[[], bool],
+        emit: Callable[[int, LayerStatistics], None],
+        dtype: torch.dtype,
+    ) -> RemovableHandle:
+        (spec,) = specs
+        watch = LayerWatch(
+            weight=module.get_parameter("weight"),
+            unbatched_ndim=self.unbatched_ndim(module),
+            wanted=wanted,
+            emit=lambda call: emit(0, self.statistics(module, spec, call, dtype)),
+        )
+        return window.watch_layer(module, watch)
+
+    def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
+        columns = [tensor.reshape(spec.groups, spec.out_dim, -1) for tensor in tensors]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+
+    def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
+        return (matrix[..., :-1], matrix[..., -1]) if spec.has_bias else (matrix,)
+
+
+Adapters = Mapping[type[nn.Module], LayerAdapter[Any]]
+
+
+def find_adapter(module: nn.Module, adapters: Adapters) -> LayerAdapter[Any] | None:
+    """The adapter of the nearest class in the module's method resolution order."""
+    return next((adapters[cls] for cls in type(module).__mro__ if cls in adapters), None)

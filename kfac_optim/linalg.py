@@ -1,0 +1,59 @@
+"""Pure functions on stacks of symmetric matrices `[..., d, d]`."""
+
+import torch
+from torch import Tensor
+
+# A failed factorisation is tried again with ten times the shift, three times: a shift that is 1000 times
+# the one asked for (or 1000 rounding units of the matrix) says that the factor is beyond repair.
+_RETRIES = 3
+_RETRY_GROWTH = 10.0
+
+
+def shift_diagonal(matrix: Tensor, shift: Tensor) -> Tensor:
+    """`matrix + shift·I`, out of place.
+
+    Args:
+        matrix: `[..., d, d]`.
+        shift: `[...]`.
+    """
+    shifted = matrix.clone()
+    shifted.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+    return shifted
+
+
+def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `matrix + shift·I` by Cholesky factorisation, retried with a larger shift where it fails.
+
+    The test for failure is one host synchronisation per call.
+
+    Args:
+        matrix: symmetric positive semi-definite, `[n, d, d]`.
+        shift: damping per matrix, `[n]`, non-negative.
+
+    Returns:
+        The inverses `[n, d, d]`, and the attempts each one took `[n]` (int64): 1 is a clean success, more
+        means that the shift was raised by ten for each further attempt, 0 that every attempt failed and the
+        inverse is not to be used.
+    """
+    d = matrix.shape[-1]
+    factor, info = torch.linalg.cholesky_ex(shift_diagonal(matrix, shift))
+    inverse = torch.cholesky_inverse(factor)
+    attempts = torch.where(_usable(inverse, info), 1, 0)
+    # A shift of zero cannot grow; one rounding unit of the mean eigenvalue can.
+    unit = torch.finfo(matrix.dtype).eps * d * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+    retry_shift = torch.maximum(shift, unit)
+    for attempt in range(2, 2 + _RETRIES):
+        failed = (attempts == 0).nonzero().squeeze(-1)
+        if len(failed) == 0:
+            break
+        retry_shift = retry_shift * _RETRY_GROWTH
+        factor, info = torch.linalg.cholesky_ex(shift_diagonal(matrix[failed], retry_shift[failed]))
+        candidate = torch.cholesky_inverse(factor)
+        inverse[failed] = candidate
+        attempts[failed] = torch.where(_usable(candidate, info), attempt, 0)
+    return inverse, attempts
+
+
+def _usable(inverse: Tensor, info: Tensor) -> Tensor:
+    # A positive definite matrix is bounded by its diagonal, so a finite diagonal is a finite matrix.
+    return (info == 0) & inverse.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)

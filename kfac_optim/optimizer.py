@@ -1,0 +1,436 @@
+"""`KFACOptimizer`: param groups, checkpoints, hooks. No arithmetic."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from kfac_optim import checkpoint, diagnostics, engine
+from kfac_optim.blocks import BlockOptions, Coverage, attach, build_blocks, qualified_name
+from kfac_optim.capture import CaptureWindow
+from kfac_optim.diagnostics import Summary
+from kfac_optim.estimates import Empirical, Estimate
+from kfac_optim.execution import Executor, SingleDevice
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.inverses.cholesky import Cholesky
+from kfac_optim.layers import DEFAULT_ADAPTERS
+from kfac_optim.layers.base import Adapters, LayerAdapter
+from kfac_optim.selection import Choice, Pattern, check_pattern, check_patterns_match
+from kfac_optim.specs import LossTerms, Structure, WeightSharing
+from kfac_optim.validation import check_count, check_dtype, check_flag, check_group
+
+Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+_DENSE = (Structure.DENSE, Structure.DENSE)
+
+
+class KFACOptimizer(Optimizer):
+    """SGD on gradients preconditioned by a Kronecker-factored Fisher matrix (K-FAC; Martens & Grosse 2015).
+
+    Takes the place of `torch.optim.SGD` by changing one line:
+
+        optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+
+    Each layer's gradient matrix `∇W` `[out, in]` becomes `Δ = (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹`, with `A` and `G` the
+    second moments of the layer's inputs and output gradients; the trust region scales all `Δ` by one number; then
+    torch's own SGD takes the step, momentum and weight decay included. Parameters that no layer of a known kind
+    owns take the plain SGD step; `summary()` lists them with the reason. `.grad` is left as it was, so gradient
+    clipping between `backward()` and `step()` acts on the raw gradient, before preconditioning.
+
+    The first six parameters are those of `optim.SGD`. Those marked (group) are numbers of the param groups: they
+    may differ per group, be edited, and be scheduled.
+
+    Args:
+        params: the model; or parameters, named parameters or group dicts as for any `torch.optim` optimizer,
+            together with `model`.
+        lr: learning rate (group), a number or a 1-element tensor.
+        momentum: momentum (group), applied to the preconditioned gradient.
+        dampening: dampening of the momentum (group).
+        weight_decay: added to the *preconditioned* gradient (group), times the parameter.
+        nesterov: Nesterov momentum (group).
+        model: the module whose layers are preconditioned, when `params` is not a module.
+        damping: `λ` (group), in units of the loss's curvature. As `G` has the same scale at every batch size, so
+            has `λ`. A block takes its weight's group's.
+        factor_decay: decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
+        factor_update_period: optimizer steps between statistics (group), at least 1.
+        inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
+            refresh comes at the first step with statistics.
+        kl_clip: `κ` of the trust region (group; the same in all): a step's squared length in the Fisher metric,
+            `lr² Δᵀ∇`, is bounded by it (Ba, Grosse & Martens 2017, §5). None turns it off.
+        inverse: representation of the inverse curvature; one, or a mapping from name globs or module classes.
+        estimate: which output gradients make `G`.
+        loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
+        weight_sharing: expand or reduce over shared positions; one, or a mapping as for `inverse`.
+        structure: kept structure of `(A, G)`; one pair, or a mapping as for `inverse`; None is dense.
+        skip_layers: name globs or module classes to leave to plain SGD, with everything inside them.
+        adapters: module class → adapter, `{**DEFAULT_ADAPTERS, MyLayer: MyAdapter()}` to add one's own.
+        max_factor_dim: a factor wider than this is kept diagonal.
+        factor_dtype: dtype of the factors; None is the parameter's, but at least float32.
+        include_factors: whether `state_dict()` holds factors and inverses; without them statistics start anew
+            on loading.
+        distributed: None refuses to run in a process group of several ranks, where each would precondition by
+            its own batch alone; False does it all the same.
+        maximize: ascend instead of descend (group).
+        foreach: as in `optim.SGD` (group).
+        fused: as in `optim.SGD` (group).
+
+    Raises:
+        TypeError: an argument of the wrong kind, or no model to be found.
+        ValueError: a number out of range, or a pattern that matches no module.
+        RuntimeError: a process group of several ranks with `distributed=None`.
+    """
+
+    # GradScaler then hands the scale over instead of calling step() on unscaled gradients behind our back.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        model: nn.Module | None = None,
+        damping: float = 1e-3,
+        factor_decay: float = 0.95,
+        factor_update_period: int = 1,
+        inverse_update_period: int = 10,
+        kl_clip: float | None = 1e-3,
+        inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]] = Cholesky(),  # noqa: B008 (immutable)
+        estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
+        loss_terms: LossTerms = LossTerms.EXAMPLES,
+        weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing] = WeightSharing.EXPAND,
+        structure: tuple[Structure, Structure] | Mapping[Pattern, tuple[Structure, Structure]] | None = None,
+        skip_layers: Sequence[Pattern] = (),
+        adapters: Adapters = DEFAULT_ADAPTERS,
+        max_factor_dim: int = 8192,
+        factor_dtype: torch.dtype | None = None,
+        include_factors: bool = True,
+        distributed: bool | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        self._coverage = Coverage()
+        self._incoming: list[Mapping[str, Any]] = []
+        self._built = False
+        self._model = _find_model(params, model)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "damping": damping,
+            "factor_decay": factor_decay,
+            "factor_update_period": factor_update_period,
+            "inverse_update_period": inverse_update_period,
+            "kl_clip": kl_clip,
+        }
+        check_group(defaults)
+        _check_kind("estimate", estimate, Estimate)
+        _check_kind("loss_terms", loss_terms, LossTerms)
+        check_flag("include_factors", include_factors, optional=False)
+        self._include_factors = include_factors
+        self._options = _block_options(
+            self._model,
+            adapters=adapters,
+            skip_layers=skip_layers,
+            inverse=inverse,
+            weight_sharing=weight_sharing,
+            structure=structure,
+            max_factor_dim=max_factor_dim,
+            factor_dtype=factor_dtype,
+        )
+        self._executor: Executor = _choose_executor(distributed)
+        self._window = CaptureWindow(loss_terms)
+        self._record: engine.StepRecord | None = None
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
+        estimate.arm(self._window)
+        self._root_handles = self._window.watch_root(self._model)
+        self._build()
+        weakref.finalize(self, _remove, self._root_handles, self._handles)
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: a layer ran outside the model's forward and `set_loss_terms` was not called; a covered
+                parameter has a sparse gradient; a `GradScaler` drives the step.
+            ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                "kfac_optim: torch.amp.GradScaler is not supported yet: the output gradients behind G carry its scale. "
+                "Use torch.autocast with bfloat16, which needs no scaler, and call optimizer.step() directly."
+            )
+        self._record = engine.step(self.param_groups, self.state, self._coverage.blocks, self._window, self._executor)
+        return loss
+
+    def set_loss_terms(self, terms: int) -> None:
+        """State the number of terms `M` that the loss's mean runs over, before `backward()`.
+
+        Gradients of a mean carry a factor `1/M` each, so `G = M Σ g gᵀ`. `M` is read off the model's forward by the
+        rule `loss_terms`; state it where that rule is wrong: masks and `ignore_index` (the number of targets that
+        count), several forwards in one loss term, layers called outside the model's own forward. It holds until
+        the next `step()`; with accumulated gradients state it for each backward, the numbers add up.
+
+        Args:
+            terms: at least 1.
+        """
+        check_count("terms", terms)
+        if self._window.rule is LossTerms.SUM:
+            raise ValueError(
+                "kfac_optim: set_loss_terms was called, but loss_terms=LossTerms.SUM says that the loss is a sum, "
+                "which has no number of terms; pass another loss_terms, or drop the call."
+            )
+        self._window.set_loss_terms(terms)
+
+    # -- param groups ------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as to any `torch.optim` optimizer; layers they complete are preconditioned from now on."""
+        if isinstance(param_group, dict):
+            number = len(self.param_groups)
+            check_group({**self.defaults, **param_group}, f" in param group {number}")
+        super().add_param_group(param_group)
+        if self._built:
+            self._build()
+
+    def remove_hooks(self) -> None:
+        """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
+        _remove(self._root_handles, self._handles)
+
+    # -- reports -----------------------------------------------------------------------------------------------
+
+    def summary(self) -> Summary:
+        """Each parameter, its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return diagnostics.summary(self._coverage, self._names(), params)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step, for any logger. Synchronises with the device.
+
+        `trust_region_scale` (ν), `cosine` (between raw and preconditioned gradient), `gradient_norm` and
+        `direction_norm` over the preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps;
+        `condition_A` and `condition_G` (largest 1-norm condition number of a damped factor); counts of
+        `refused_statistics` (non-finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed
+        in place before backward), `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
+        What is not known yet is absent.
+        """
+        return diagnostics.metrics(self._coverage.blocks, self._window, self._record)
+
+    def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """`{layer name: (A, G)}`, copies of the undamped running averages.
+
+        `A` is `[groups, in, in]` (bias column last) and `G` `[groups, out, out]`; a diagonal factor is `[groups, d]`,
+        an identity None. `A ⊗ G` approximates the Fisher of the loss as the user wrote it.
+        """
+        return diagnostics.factors(self._coverage.blocks)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it."""
+        self._publish_blocks()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim`; factors keep their own dtype.
+
+        Raises:
+            ValueError: the checkpoint belongs to other layers, which are named; nothing is changed.
+        """
+        # Last of the pre-hooks, so that it sees what the user's own hooks made of the checkpoint.
+        handle = self.register_load_state_dict_pre_hook(_take_blocks)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._incoming = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for block, incoming in zip(self._coverage.blocks, self._incoming, strict=True):
+            checkpoint.restore(block, incoming)
+        self._bind_groups()
+        self._publish_blocks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "kfac_optim: a KFACOptimizer is bound to its model by hooks and cannot be pickled or copied. Save "
+            "optimizer.state_dict(), build a new optimizer on the (copied) model and load it there."
+        )
+
+    # -- internals ---------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Find the blocks of all groups; keep those that exist, hook in those that are new."""
+        old = self._coverage.blocks
+        self._coverage = build_blocks(self._model, self._group_of(), self._options, old)
+        blocks = self._coverage.blocks
+        for block in old:
+            if block not in blocks:
+                for handle in self._handles.pop(id(block), []):
+                    handle.remove()
+                self.state[block.params[0]].pop(checkpoint.KEY, None)
+        for block in blocks:
+            if id(block) not in self._handles:
+                self._handles[id(block)] = attach([block], self._window, self._executor.reduce)
+        self._bind_groups()
+        self._publish_blocks()
+        self._built = True
+        if not blocks and not self._options.skip_layers:
+            warnings.warn(
+                "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
+                "optimizer.summary() lists the reasons.",
+                stacklevel=3,
+            )
+
+    def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return {param: group for group in self.param_groups for param in group["params"]}
+
+    def _bind_groups(self) -> None:
+        group_of = self._group_of()
+        for block in self._coverage.blocks:
+            block.groups = tuple(group_of[param] for param in block.params)
+
+    def _publish_blocks(self) -> None:
+        for block in self._coverage.blocks:
+            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=self._include_factors)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {param: qualified_name(name) for name, param in self._model.named_parameters()}
+
+
+def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Check the blocks' part of a checkpoint and set it aside, for torch would cast it to the parameters' dtype."""
+    assert isinstance(optimizer, KFACOptimizer)
+    blocks = optimizer._coverage.blocks
+    saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if len(saved_ids) != len(params):
+        return state_dict  # torch's own message is next
+    id_of = dict(zip(params, saved_ids, strict=True))
+    states = {i: s[checkpoint.KEY] for i, s in state_dict["state"].items() if checkpoint.KEY in s}
+    incoming = [states.pop(id_of[block.params[0]], None) for block in blocks]
+    checkpoint.check(blocks, incoming, [checkpoint.layer_name(state) for state in states.values()])
+    optimizer._incoming = [state for state in incoming if state is not None]
+    rest = {
+        i: {key: value for key, value in s.items() if key != checkpoint.KEY} if isinstance(s, dict) else s
+        for i, s in state_dict["state"].items()
+    }
+    return {**state_dict, "state": rest}
+
+
+def _find_model(params: object, model: nn.Module | None) -> nn.Module:
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"kfac_optim: model must be an nn.Module, got {type(model).__name__}.")
+    if isinstance(params, nn.Module):
+        if model is not None and model is not params:
+            raise TypeError("kfac_optim: params is a module and model is another; pass one of them.")
+        return params
+    if model is None:
+        raise TypeError(
+            f"kfac_optim: no model to find the layers in: params is {type(params).__name__}. Pass the model itself, "
+            "KFACOptimizer(model, ...), or name it beside the parameters, KFACOptimizer(params, ..., model=model)."
+        )
+    return model
+
+
+def _block_options(
+    model: nn.Module,
+    *,
+    adapters: Adapters,
+    skip_layers: Sequence[Pattern],
+    inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]],
+    weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
+    structure: tuple[Structure, Structure] | Mapping[Pattern, tuple[Structure, Structure]] | None,
+    max_factor_dim: int,
+    factor_dtype: torch.dtype | None,
+) -> BlockOptions:
+    """The choices about layers, checked against the model."""
+    if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
+        raise TypeError(
+            f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
+            f"wrap a single one in a list."
+        )
+    _check_kind("adapters", adapters, Mapping)
+    for cls, adapter in adapters.items():
+        check_pattern("adapters", cls)
+        _check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
+    check_count("max_factor_dim", max_factor_dim)
+    check_dtype("factor_dtype", factor_dtype)
+    options = BlockOptions(
+        adapters=adapters,
+        skip_layers=tuple(skip_layers),
+        inverse=Choice("inverse", inverse, Inverse, Cholesky()),
+        weight_sharing=Choice("weight_sharing", weight_sharing, WeightSharing, WeightSharing.EXPAND),
+        structure=Choice("structure", _DENSE if structure is None else structure, tuple, _DENSE),
+        max_factor_dim=max_factor_dim,
+        factor_dtype=factor_dtype,
+    )
+    for pair in (options.structure.default, *options.structure.by_pattern.values()):
+        if len(pair) != 2 or not all(isinstance(side, Structure) for side in pair):
+            raise TypeError(f"kfac_optim: structure must be a pair of Structure values for (A, G), got {pair!r}.")
+        if pair == (Structure.IDENTITY, Structure.IDENTITY):
+            raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
+    modules = {qualified_name(name): module for name, module in model.named_modules()}
+    for pattern in options.skip_layers:
+        check_pattern("skip_layers", pattern)
+    check_patterns_match("skip_layers", options.skip_layers, modules)
+    for choice in (options.inverse, options.weight_sharing, options.structure):
+        check_patterns_match(choice.argument, choice.by_pattern, modules)
+    return options
+
+
+def _choose_executor(distributed: bool | None) -> Executor:
+    if distributed is not None and distributed is not False:
+        raise TypeError(f"kfac_optim: distributed must be None or False, got {distributed!r}.")
+    if distributed is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"kfac_optim: running on {dist.get_world_size()} ranks, each of which would precondition by its own batch, "
+            "so that their parameters drift apart. Sharing factors is not supported yet; train on one process, or "
+            "pass distributed=False where every rank trains a model of its own."
+        )
+    return SingleDevice()
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"kfac_optim: {name} must be a {kind.__name__}, got {value!r}.")
+
+
+def _remove(root: Sequence[RemovableHandle], layers: Mapping[int, Sequence[RemovableHandle]]) -> None:
+    for handle in [*root, *(handle for handles in layers.values() for handle in handles)]:
+        handle.remove()

@@ -1,0 +1,113 @@
+"""Schedules for any number of a param group. For lr, use `torch.optim.lr_scheduler`: it works unchanged."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+_PERIODS = ("factor_update_period", "inverse_update_period")
+
+
+@dataclass(frozen=True)
+class ExponentialDecay:
+    """`gamma ** (step // every)`, clipped below: a factor for `HyperparameterScheduler`.
+
+    Ba, Grosse & Martens 2017 (§5) decay the trust region by 0.96 every half epoch, starting from 0.01.
+
+    Args:
+        gamma: multiplier per interval, in (0, 1].
+        every: scheduler steps per interval.
+        minimum: smallest factor.
+    """
+
+    gamma: float
+    every: int = 1
+    minimum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"kfac_optim: gamma must be in (0, 1], got {self.gamma!r}.")
+        if self.every < 1:
+            raise ValueError(f"kfac_optim: every must be at least 1, got {self.every!r}.")
+
+    def __call__(self, step: int) -> float:
+        return max(float(self.gamma ** (step // self.every)), self.minimum)
+
+
+class HyperparameterScheduler:
+    """Sets one number of every param group to its base value times `factor(step)`.
+
+    The semantics are those of `torch.optim.lr_scheduler.LambdaLR`: call `step()` once per epoch (or batch); the
+    value is always computed from the base value, never from the last one; `state_dict()` resumes it. A period is
+    rounded and never falls below 1.
+
+    Args:
+        optimizer: whose groups have the number.
+        key: `"damping"`, `"kl_clip"`, `"factor_decay"`, `"factor_update_period"`, `"inverse_update_period"`, or
+            any other number of the groups.
+        factor: multiplier of the base value at a step (an int from 0), or one per group.
+        last_epoch: index of the last step taken; -1 starts afresh.
+
+    Raises:
+        KeyError: a group has no such number.
+        TypeError: the value is not a number, as when `kl_clip` is None.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        key: str,
+        factor: Callable[[int], float] | list[Callable[[int], float]],
+        last_epoch: int = -1,
+    ) -> None:
+        groups = optimizer.param_groups
+        for i, group in enumerate(groups):
+            if key not in group:
+                numbers = sorted(k for k, v in group.items() if isinstance(v, (int, float)) and v is not True)
+                raise KeyError(f"kfac_optim: param group {i} has no {key!r} to schedule; it has {numbers}.")
+            if isinstance(group[key], bool) or not isinstance(group[key], (int, float)):
+                raise TypeError(
+                    f"kfac_optim: {key!r} of param group {i} is {group[key]!r}, which is no number to schedule."
+                )
+        self.factors = factor if isinstance(factor, list) else [factor] * len(groups)
+        if len(self.factors) != len(groups):
+            raise ValueError(
+                f"kfac_optim: {len(groups)} param groups need one factor or {len(groups)}, got {len(self.factors)}."
+            )
+        self.optimizer = optimizer
+        self.key = key
+        self.last_epoch = last_epoch
+        initial = f"initial_{key}"
+        for group in groups:
+            if last_epoch == -1:
+                group[initial] = group[key]
+            else:
+                group.setdefault(initial, group[key])
+        self.base_values: list[float] = [group[initial] for group in groups]
+        self.step()
+
+    def step(self) -> None:
+        """Move on by one epoch (or batch) and set the values."""
+        self.last_epoch += 1
+        for group, base, factor in zip(self.optimizer.param_groups, self.base_values, self.factors, strict=False):
+            value = base * factor(self.last_epoch)
+            group[self.key] = max(1, round(value)) if self.key in _PERIODS else value
+
+    def get_last_value(self) -> list[float]:
+        """The present value in each group."""
+        return [group[self.key] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers only; the factors are code and are given again when the scheduler is rebuilt."""
+        return {"key": self.key, "last_epoch": self.last_epoch, "base_values": list(self.base_values)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from `state_dict()`. The optimizer's groups hold the present values in its own checkpoint."""
+        if state_dict["key"] != self.key:
+            raise ValueError(
+                f"kfac_optim: this scheduler drives {self.key!r}, the checkpoint {state_dict['key']!r}; "
+                "load each scheduler's own state."
+            )
+        self.last_epoch = state_dict["last_epoch"]
+        self.base_values = list(state_dict["base_values"])

@@ -1,0 +1,83 @@
+"""Checks of the numbers a user passes. Each error names the argument, what it got and what it should be."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_number(
+    name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+) -> None:
+    """Raise TypeError for what is not a real number, ValueError for one out of range (or NaN)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"kfac_optim: {name} must be a number, got {value!r}.")
+    if not (math.isfinite(value) and value > above and at_least <= value <= at_most):
+        bounds = [f"above {above:g}"] if above > -math.inf else []
+        bounds += [f"at least {at_least:g}"] if at_least > -math.inf else []
+        bounds += [f"at most {at_most:g}"] if at_most < math.inf else []
+        raise ValueError(f"kfac_optim: {name} must be finite, {' and '.join(bounds)}, got {value!r}.")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise TypeError for what is not an integer, ValueError for one below 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"kfac_optim: {name} must be an integer, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"kfac_optim: {name} must be at least 1, got {value!r}.")
+
+
+def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
+    """Check the numbers of a param group that are not SGD's; cheap enough for every step."""
+    check_number(f"damping{where}", group["damping"], above=0)
+    check_number(f"factor_decay{where}", group["factor_decay"], above=0, at_most=1)
+    check_count(f"factor_update_period{where}", group["factor_update_period"])
+    check_count(f"inverse_update_period{where}", group["inverse_update_period"])
+    if group["kl_clip"] is not None:
+        check_number(f"kl_clip{where} (None turns it off)", group["kl_clip"], above=0)
+
+
+def check_group(group: Mapping[str, Any], where: str = "") -> None:
+    """Check every number of a param group, with `optim.SGD`'s rules for its own.
+
+    Args:
+        group: with all defaults filled in.
+        where: appended to names in messages, as in `" in param group 1"`.
+    """
+    for name in ("lr", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"kfac_optim: a tensor {name}{where} must have 1 element, got {value.numel()}.")
+            value = float(value)
+        check_number(f"{name}{where}", value, at_least=0)
+    check_number(f"momentum{where}", group["momentum"], at_least=0)
+    check_number(f"dampening{where}", group["dampening"])
+    if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise ValueError(
+            f"kfac_optim: nesterov{where} requires momentum above 0 and dampening 0, got "
+            f"momentum={group['momentum']!r} and dampening={group['dampening']!r}."
+        )
+    for name in ("nesterov", "maximize"):
+        check_flag(f"{name}{where}", group[name], optional=False)
+    for name in ("foreach", "fused"):
+        check_flag(f"{name}{where}", group[name], optional=True)
+    if group["foreach"] and group["fused"]:
+        raise ValueError(f"kfac_optim: foreach and fused{where} cannot both be True; set one of them.")
+    check_kfac_numbers(group, where)
+
+
+def check_flag(name: str, value: object, *, optional: bool) -> None:
+    if not (isinstance(value, bool) or (optional and value is None)):
+        allowed = "True, False or None" if optional else "True or False"
+        raise TypeError(f"kfac_optim: {name} must be {allowed}, got {value!r}.")
+
+
+def check_dtype(name: str, value: object) -> None:
+    """Raise unless `value` is None or a real floating dtype."""
+    if value is not None and not isinstance(value, torch.dtype):
+        raise TypeError(f"kfac_optim: {name} must be a torch.dtype or None, got {value!r}.")
+    if isinstance(value, torch.dtype) and not value.is_floating_point:
+        raise ValueError(f"kfac_optim: {name} must be a real floating-point dtype, got {value}.")
