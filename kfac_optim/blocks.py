@@ -23,6 +23,23 @@ _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
+# The averages change fastest while they are young: an inverse is out of date once they have grown by this factor.
+_GROWTH_BEFORE_REFRESH = 1.5
+
+
+@dataclass
+class Clock:
+    """When a block did what, in optimizer steps since it was built; -1 is never."""
+
+    step: int = 0
+    """The current step."""
+    folds: int = 0
+    """Statistics steps so far."""
+    folded_at: int = -1
+    refreshed_at: int = -1
+    folds_at_refresh: int = 0
+
+
 @dataclass(eq=False)
 class KFACBlock:
     """One gradient matrix `[groups, out, in]` of one module, or of several that share its parameters.
@@ -38,10 +55,9 @@ class KFACBlock:
         state: of `inverse`.
         groups: the optimizer's param group of each parameter; the first one's damping, decay and periods are
             the block's.
-        step: optimizer steps taken since the block was built.
-        folded_at: step of the last fold of statistics, or -1.
-        refreshed_at: step of the last refresh, or -1 before the first.
+        dtype: of the factors and of the gradient matrix.
         notes: choices made for the user, for `summary()`.
+        clock: what was done when.
     """
 
     name: str
@@ -55,17 +71,20 @@ class KFACBlock:
     dtype: torch.dtype
     groups: tuple[dict[str, Any], ...]
     notes: tuple[str, ...] = ()
-    step: int = 0
-    folded_at: int = -1
-    refreshed_at: int = -1
+    clock: Clock = field(default_factory=Clock)
 
     @property
     def group(self) -> dict[str, Any]:
         return self.groups[0]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an inverse to precondition with."""
+        return self.clock.refreshed_at >= 0
+
     def wants_statistics(self) -> bool:
         """Whether the current step is one of statistics: by period, or because nothing is known yet."""
-        return self.folded_at < 0 or self.step % self.group["factor_update_period"] == 0
+        return not self.is_ready or self.clock.step % self.group["factor_update_period"] == 0
 
     def accumulate(self, stats: LayerStatistics) -> None:
         self.inverse.accumulate(self.state, stats)
@@ -74,15 +93,26 @@ class KFACBlock:
         """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
         if not self.inverse.has_pending(self.state):
             return
-        elapsed = self.step - self.folded_at if self.folded_at >= 0 else 0
+        clock = self.clock
+        elapsed = clock.step - clock.folded_at if clock.folds else 0
         self.inverse.fold(self.state, loss_terms, self.group["factor_decay"] ** elapsed)
-        self.folded_at = self.step
+        clock.folded_at = clock.step
+        clock.folds += 1
 
     def refresh_due(self) -> bool:
-        """By period, and at the first step with statistics."""
-        if self.folded_at < 0:
+        """By period; at the first step with statistics; and at folds 1, 2, 3, 5, 8, … while the averages are young."""
+        clock = self.clock
+        if clock.folds == 0:
             return False
-        return self.refreshed_at < 0 or self.step % self.group["inverse_update_period"] == 0
+        outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
+        fresh = clock.folded_at == clock.step
+        return not self.is_ready or (fresh and outgrown) or clock.step % self.group["inverse_update_period"] == 0
+
+    def mark_refreshed(self) -> None:
+        """Note the refresh; until a sample was accepted there is nothing behind it, and it does not count."""
+        if self.is_ready or self.inverse.has_statistics(self.state):
+            self.clock.refreshed_at = self.clock.step
+            self.clock.folds_at_refresh = self.clock.folds
 
     def gradient(self) -> Tensor | None:
         """`[groups, out, in]` in the block's dtype, missing parts zero; None when no parameter has a gradient."""

@@ -1,12 +1,13 @@
 """Block state in and out of `Optimizer.state_dict()`: tensors and numbers only, and refused when it does not fit."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_optim.blocks import KFACBlock
+from kfac_optim.blocks import Clock, KFACBlock
 
 KEY = "kfac"
 """Where a block's state stands in the optimizer's state of the block's first parameter."""
@@ -16,9 +17,7 @@ def dump(block: KFACBlock, *, include_factors: bool) -> dict[str, Any]:
     """The state of `block`. Its name is kept as UTF-8 bytes, so that a checkpoint can name its layers."""
     state: dict[str, Any] = {
         "name": torch.tensor(list(block.name.encode()), dtype=torch.uint8),
-        "step": block.step,
-        "folded_at": block.folded_at,
-        "refreshed_at": block.refreshed_at,
+        "clock": asdict(block.clock),
     }
     if include_factors:
         state["inverse"] = block.inverse.tensors(block.state)
@@ -27,13 +26,11 @@ def dump(block: KFACBlock, *, include_factors: bool) -> dict[str, Any]:
 
 def restore(block: KFACBlock, state: Mapping[str, Any]) -> None:
     """Copy into `block`; without factors its statistics start anew at the next step."""
-    block.step = int(state["step"])
     if "inverse" in state:
-        block.folded_at = int(state["folded_at"])
-        block.refreshed_at = int(state["refreshed_at"])
+        block.clock = Clock(**state["clock"])
         block.inverse.load(block.state, state["inverse"])
     else:
-        block.folded_at = block.refreshed_at = -1
+        block.clock = Clock(step=state["clock"]["step"])
 
 
 def check(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None], strays: Sequence[str]) -> None:

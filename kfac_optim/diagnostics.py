@@ -83,7 +83,7 @@ def metrics(blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepReco
     """Plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
     numbers: dict[str, float] = {
         "blocks": float(len(blocks)),
-        "blocks_without_statistics": float(sum(block.folded_at < 0 for block in blocks)),
+        "blocks_without_statistics": float(sum(block.clock.folds == 0 for block in blocks)),
         "dropped_calls": float(window.dropped_calls),
     }
     if record is not None:
@@ -98,12 +98,13 @@ def metrics(blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepReco
             "direction_norm": scale * math.sqrt(direction),
             "unpreconditioned_blocks": float(record.unpreconditioned),
         }
-    known = [block for block in blocks if block.folded_at >= 0]
+    known = [block for block in blocks if block.clock.folds > 0]
     if known:
         numbers["damping"] = max(float(block.group["damping"]) for block in known)
         # The clocks already stand at the next step.
-        numbers["factor_age"] = float(max(block.step - 1 - block.folded_at for block in known))
-        numbers["inverse_age"] = float(max(block.step - 1 - block.refreshed_at for block in known))
+        clocks = [block.clock for block in known]
+        numbers["factor_age"] = float(max(clock.step - 1 - clock.folded_at for clock in clocks))
+        numbers["inverse_age"] = float(max(clock.step - 1 - clock.refreshed_at for clock in clocks))
         numbers |= _merged_counters(known)
     return numbers
 

@@ -65,7 +65,7 @@ def step(
         due = [block for block in blocks if block.refresh_due()]
         executor.refresh(due)
         for block in due:
-            block.refreshed_at = block.step
+            block.mark_refreshed()
     directions, record = _precondition(blocks, executor, kl_clip)
     with record_function("kfac.update"):
         for group in groups:
@@ -73,7 +73,7 @@ def step(
             _sgd(group, params, directions, state)
             executor.publish(params)
     for block in blocks:
-        block.step += 1
+        block.clock.step += 1
     return record
 
 
@@ -110,7 +110,7 @@ def _precondition(
             grad = block.gradient()
             if grad is None:
                 continue
-            if block.refreshed_at < 0:
+            if not block.is_ready:
                 unpreconditioned += 1
                 continue
             active.append(block)
@@ -120,17 +120,19 @@ def _precondition(
         matrices = executor.precondition(active, grads)
     with record_function("kfac.trust_region"):
         device = active[0].params[0].device
-        inner, quadratic = _inner_products(active, matrices, grads, device)
+        inner, decrease, quadratic = _inner_products(active, matrices, grads, device)
         sums = torch.stack(
             [
                 quadratic,
+                decrease,
                 inner,
                 inner_product(matrices, matrices, device),
                 inner_product(grads, grads, device),
             ]
         )
-        quadratic, inner, direction_square, gradient_square = executor.all_reduce_scalars(sums).unbind()
-        scale = torch.ones_like(quadratic) if kl_clip is None else trust_region_scale(quadratic, kl_clip)
+        sums = executor.all_reduce_scalars(sums)
+        quadratic, decrease, inner, direction_square, gradient_square = sums.unbind()
+        scale = torch.ones_like(inner) if kl_clip is None else trust_region_scale(quadratic, decrease, kl_clip)
         if kl_clip is not None:
             for matrix in matrices:
                 matrix.mul_(scale.to(matrix.device, non_blocking=True))
@@ -145,8 +147,8 @@ def _precondition(
 
 def _inner_products(
     blocks: Sequence[KFACBlock], matrices: Sequence[Tensor], grads: Sequence[Tensor], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """`Σ Δᵀ∇` and `Σ lr² Δᵀ∇`, both `[]`; weight and bias may have different learning rates."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Σ Δᵀ∇`, `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`; weight and bias may have different learning rates."""
     by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
     for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
         whole = all(group is block.group for group in block.groups)
@@ -156,13 +158,15 @@ def _inner_products(
             lefts.append(left)
             rights.append(right)
     inner = torch.zeros((), device=device)
+    decrease = torch.zeros((), device=device)
     quadratic = torch.zeros((), device=device)
     for group, lefts, rights in by_group.values():
         product = inner_product(lefts, rights, device)
         lr = group["lr"].reshape(()).to(device) if isinstance(group["lr"], Tensor) else group["lr"]
         inner = inner + product
+        decrease = decrease + product * lr
         quadratic = quadratic + product * lr**2
-    return inner, quadratic
+    return inner, decrease, quadratic
 
 
 def _sgd(

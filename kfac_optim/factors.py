@@ -35,7 +35,7 @@ class Factor:
         shape = (groups, dim, dim) if structure is Structure.DENSE else (groups, dim)
         self.structure = structure
         self.average = torch.zeros(shape, dtype=dtype, device=device)
-        self.mass = torch.zeros((), dtype=dtype, device=device)
+        self.mass = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.pending: Tensor | None = None
 
     def add(self, moment: Tensor) -> None:
@@ -65,7 +65,7 @@ class Factor:
         self.mass.mul_(decay).add_(weight)
         # Nothing held and nothing gained is 0/0: such a step leaves the average as it is.
         gain = torch.where(self.mass > 0, weight / self.mass, 0.0)
-        self.average.lerp_(sample, gain)
+        self.average.lerp_(sample, gain.to(sample.dtype))
         self.pending = None
 
     def trace(self) -> Tensor:

@@ -36,9 +36,8 @@ def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tens
         inverse is not to be used.
     """
     d = matrix.shape[-1]
-    factor, info = torch.linalg.cholesky_ex(shift_diagonal(matrix, shift))
-    inverse = torch.cholesky_inverse(factor)
-    attempts = torch.where(_usable(inverse, info), 1, 0)
+    inverse, usable = _try_inverse(shift_diagonal(matrix, shift))
+    attempts = torch.where(usable, 1, 0)
     # A shift of zero cannot grow; one rounding unit of the mean eigenvalue can.
     unit = torch.finfo(matrix.dtype).eps * d * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
     retry_shift = torch.maximum(shift, unit)
@@ -47,13 +46,17 @@ def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tens
         if len(failed) == 0:
             break
         retry_shift = retry_shift * _RETRY_GROWTH
-        factor, info = torch.linalg.cholesky_ex(shift_diagonal(matrix[failed], retry_shift[failed]))
-        candidate = torch.cholesky_inverse(factor)
-        inverse[failed] = candidate
-        attempts[failed] = torch.where(_usable(candidate, info), attempt, 0)
+        inverse[failed], usable = _try_inverse(shift_diagonal(matrix[failed], retry_shift[failed]))
+        attempts[failed] = torch.where(usable, attempt, 0)
     return inverse, attempts
 
 
-def _usable(inverse: Tensor, info: Tensor) -> Tensor:
+def _try_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverses `[n, d, d]` and whether each is usable `[n]`."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    # cholesky_inverse raises on a zero pivot, so what failed is replaced before it gets there.
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    inverse = torch.cholesky_inverse(torch.where((info == 0)[:, None, None], factor, identity))
     # A positive definite matrix is bounded by its diagonal, so a finite diagonal is a finite matrix.
-    return (info == 0) & inverse.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+    finite = inverse.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+    return inverse, (info == 0) & finite

@@ -59,9 +59,10 @@ class KFACOptimizer(Optimizer):
         factor_decay: decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
         factor_update_period: optimizer steps between statistics (group), at least 1.
         inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
-            refresh comes at the first step with statistics.
-        kl_clip: `κ` of the trust region (group; the same in all): a step's squared length in the Fisher metric,
-            `lr² Δᵀ∇`, is bounded by it (Ba, Grosse & Martens 2017, §5). None turns it off.
+            refresh comes at the first step with statistics, more of them while the averages are young (at the 2nd,
+            3rd, 5th, 8th, … statistics).
+        kl_clip: `κ` of the trust region (group; the same in all), in nats: bounds the squared length of a step in the
+            Fisher metric (Ba, Grosse & Martens 2017, §5; `trust_region.py`). None turns it off.
         inverse: representation of the inverse curvature; one, or a mapping from name globs or module classes.
         estimate: which output gradients make `G`.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.

@@ -6,18 +6,25 @@ import torch
 from torch import Tensor
 
 
-def trust_region_scale(quadratic: Tensor, kl_clip: float) -> Tensor:
-    """`ν = min(1, √(κ / (lr² ΔᵀFΔ)))` (Ba, Grosse & Martens 2017, §5), on the device.
+def trust_region_scale(quadratic: Tensor, decrease: Tensor, kl_clip: float) -> Tensor:
+    """`ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5), on the device.
+
+    `sᵀFs` is taken as the larger of two estimates. One is the paper's, `lr² Δᵀ∇`, which trusts the factors: exact if
+    they were the Fisher. The other is `(sᵀ∇)²`, which needs no factors: the Fisher of the batch's own gradients is
+    `E[g gᵀ]`, and `E[(sᵀg)²] ≥ (E[sᵀg])²`. It holds the step where the factors underestimate the curvature, by few
+    samples in wide layers, by averages that lag, by inverses that are stale; the first estimate then only shrinks as
+    the square root of the error. In other words no step may promise to lower the loss by more than `√κ`.
 
     Args:
-        quadratic: `[]`, `lr² Δᵀ∇` summed over every covered parameter; `Δᵀ∇` stands for `ΔᵀFΔ`.
+        quadratic: `lr² Δᵀ∇` summed over every covered parameter, `[]`.
+        decrease: `sᵀ∇ = lr Δᵀ∇` summed likewise, `[]`.
         kl_clip: `κ`, positive, in nats.
 
     Returns:
         `[]`, in (0, 1].
     """
-    # A quadratic of zero (no gradient) divides to inf and clamps to 1.
-    return (kl_clip / quadratic.clamp(min=0)).sqrt().clamp(max=1)
+    # A step of zero (no gradient) divides to inf and clamps to 1.
+    return (kl_clip / torch.maximum(quadratic, decrease.square())).sqrt().clamp(max=1)
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_FACTOR_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
 
 def check_number(
     name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
@@ -76,8 +78,11 @@ def check_flag(name: str, value: object, *, optional: bool) -> None:
 
 
 def check_dtype(name: str, value: object) -> None:
-    """Raise unless `value` is None or a real floating dtype."""
+    """Raise unless `value` is None or a floating dtype with the range that squared gradients need."""
     if value is not None and not isinstance(value, torch.dtype):
         raise TypeError(f"kfac_optim: {name} must be a torch.dtype or None, got {value!r}.")
-    if isinstance(value, torch.dtype) and not value.is_floating_point:
-        raise ValueError(f"kfac_optim: {name} must be a real floating-point dtype, got {value}.")
+    if value is not None and value not in _FACTOR_DTYPES:
+        raise ValueError(
+            f"kfac_optim: {name} must be one of {', '.join(map(str, _FACTOR_DTYPES))} (float16 cannot hold squared "
+            f"gradients), got {value}."
+        )

@@ -33,6 +33,10 @@ class Inverse(ABC, Generic[S]):
         """Whether anything was accumulated since the last fold."""
 
     @abstractmethod
+    def has_statistics(self, state: S) -> bool:
+        """Whether any sample was ever accepted. Synchronises; asked only until the first yes."""
+
+    @abstractmethod
     def fold(self, state: S, loss_terms: float, decay: float) -> None:
         """Take the sums of this step into the running averages.
 

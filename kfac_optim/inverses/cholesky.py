@@ -59,6 +59,9 @@ class Cholesky(Inverse[CholeskyState]):
     def has_pending(self, state: CholeskyState) -> bool:
         return state.pair.rows > 0
 
+    def has_statistics(self, state: CholeskyState) -> bool:
+        return bool(state.pair.held())
+
     def fold(self, state: CholeskyState, loss_terms: float, decay: float) -> None:
         state.pair.fold(loss_terms, decay)
 

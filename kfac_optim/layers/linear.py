@@ -1,5 +1,7 @@
 """`nn.Linear`, with any leading dimensions: the first is the batch, the others are shared."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -28,4 +30,4 @@ def _canonical(tensor: Tensor) -> Tensor:
     """`[d]`, `[batch, d]` or `[batch, *shared, d]` as `[1, batch, shared, d]`."""
     if tensor.dim() == 1:
         return tensor.view(1, 1, 1, -1)
-    return tensor.reshape(1, tensor.shape[0], -1, tensor.shape[-1])
+    return tensor.reshape(1, tensor.shape[0], math.prod(tensor.shape[1:-1]), tensor.shape[-1])
