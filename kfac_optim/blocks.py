@@ -55,7 +55,7 @@ class KFACBlock:
         state: of `inverse`.
         groups: the optimizer's param group of each parameter; the first one's damping, decay and periods are
             the block's.
-        dtype: of the factors and of the gradient matrix.
+        dtype: of the factors.
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
     """
@@ -89,6 +89,15 @@ class KFACBlock:
     def accumulate(self, stats: LayerStatistics) -> None:
         self.inverse.accumulate(self.state, stats)
 
+    def discard(self) -> None:
+        """Forget the sums of this step."""
+        self.inverse.discard(self.state)
+
+    def restart(self) -> None:
+        """Forget all statistics; the step count goes on."""
+        self.clock = Clock(step=self.clock.step)
+        self.state = self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
+
     def fold(self, loss_terms: float) -> None:
         """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
         if not self.inverse.has_pending(self.state):
@@ -115,11 +124,12 @@ class KFACBlock:
             self.clock.folds_at_refresh = self.clock.folds
 
     def gradient(self) -> Tensor | None:
-        """`[groups, out, in]` in the block's dtype, missing parts zero; None when no parameter has a gradient."""
+        """`[groups, out, in]` in at least float32, missing parts zero; None when no parameter has a gradient."""
         if all(param.grad is None for param in self.params):
             return None
+        dtype = torch.promote_types(self.dtype, torch.float32)
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
-        return self.adapter.pack(self.spec, [grad.to(self.dtype) for grad in grads])
+        return self.adapter.pack(self.spec, [grad.to(dtype) for grad in grads])
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """The parts of `matrix` that belong to each parameter, in its shape, dtype and memory layout.

@@ -15,11 +15,16 @@ A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a 
 backward is freed with it. It drops the input as soon as it has committed, and keeps the gradient, in case
 another backward comes, only until the window closes in `step()`.
 
+[Note: recomputed layers]
+Reentrant checkpointing runs layers without gradients inside the model's forward and again inside backward, when the
+forward they belong to has ended. Such a forward leaves a hook on the model's output, which says whose backward it is.
+
 [Note: hooks and their owner]
 Modules hold hooks and hooks hold only weak references, so an optimizer that is dropped takes its statistics
 along; a pickled or copied model carries inert hooks.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,10 +70,11 @@ class LayerWatch:
 class RootCall:
     """One forward call of the whole model: the loss terms it stands for, counted when a backward comes."""
 
-    __slots__ = ("batched", "counted", "terms", "unbatched")
+    __slots__ = ("batched", "counted", "recomputes", "terms", "unbatched")
 
     def __init__(self) -> None:
         self.terms = 0
+        self.recomputes = False
         self.counted = False
         self.batched = False
         self.unbatched = False
@@ -89,7 +95,7 @@ class CaptureWindow:
         self.dropped_calls = 0
         self._watches: list[LayerWatch] = []
         self._roots: list[RootCall] = []
-        self._latest_root: RootCall | None = None
+        self._backward_root: RootCall | None = None
         self._open: list[ForwardCall] = []
         self._counted = 0
         self._stated: int | None = None
@@ -133,21 +139,26 @@ class CaptureWindow:
             )
         else:
             terms = self._counted
-        self._reset()
+        self.reset()
         return terms
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forget everything captured and stated since the last step."""
         for call in self._open:
             call.release()
         self._open.clear()
         self._counted, self._stated, self._rootless = 0, None, False
+        self._backward_root = None
+
+    def is_empty(self) -> bool:
+        """Whether no backward has been counted since the last step."""
+        return not self._open
 
     def _current_root(self) -> RootCall | None:
         if self._roots:
             return self._roots[-1]
-        # Reentrant checkpointing reruns layers inside backward, after the model's forward has ended.
         recomputing = torch._C._current_graph_task_id() != -1
-        return self._latest_root if recomputing else None
+        return self._backward_root if recomputing else None
 
     def _count(self, root: RootCall | None) -> None:
         if root is None:
@@ -202,6 +213,8 @@ class ForwardCall:
 
 def _reaches(weight: nn.Parameter) -> bool:
     """Whether the backward that is running accumulates into `weight.grad`."""
+    if not weight.requires_grad:
+        return False
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         # Private, but the only way to ask; torch's own checkpointing and FSDP rely on it.
@@ -220,7 +233,13 @@ class _LayerHook:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window, watch = self._window(), self._watch()
-        if window is None or watch is None or not torch.is_grad_enabled():
+        if window is None or watch is None:
+            return
+        if not torch.is_grad_enabled():
+            if window._roots:
+                window._roots[-1].recomputes = True  # or is evaluated; see [Note: recomputed layers]
+            return
+        if _in_function_transform():
             return
         if not (isinstance(output, Tensor) and output.requires_grad and watch.weight.requires_grad):
             return
@@ -251,7 +270,7 @@ class _RootHooks:
         window = self._window()
         if window is None or not window._roots:
             return
-        root = window._latest_root = window._roots.pop()
+        root = window._roots.pop()
         by_input = window.rule is LossTerms.EXAMPLES
         tensor = _first_tensor(args, kwargs) if by_input else _first_tensor(output)
         if tensor is None or tensor.dim() == 0:
@@ -262,6 +281,20 @@ class _RootHooks:
             root.terms = tensor.numel() // max(tensor.shape[-1], 1)
         else:
             root.terms = tensor.numel()
+        if root.recomputes and torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(functools.partial(_enter_backward, self._window, root))  # type: ignore[no-untyped-call]
+
+
+def _enter_backward(window_ref: "weakref.ref[CaptureWindow]", root: RootCall, _gradient: Tensor) -> None:
+    if (window := window_ref()) is not None:
+        window._backward_root = root
+
+
+def _in_function_transform() -> bool:
+    """Whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _first_tensor(*structures: Any) -> Tensor | None:

@@ -30,7 +30,8 @@ def restore(block: KFACBlock, state: Mapping[str, Any]) -> None:
         block.clock = Clock(**state["clock"])
         block.inverse.load(block.state, state["inverse"])
     else:
-        block.clock = Clock(step=state["clock"]["step"])
+        block.clock.step = state["clock"]["step"]
+        block.restart()
 
 
 def check(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None], strays: Sequence[str]) -> None:

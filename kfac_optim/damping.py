@@ -40,11 +40,12 @@ def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: fl
         damped[carrier] = Damped(scale=product, shift=one * damping)
         return damped
 
-    norms = {i: traces[i] / dims[i] for i in matrices}
-    norms[carrier] = norms[carrier] * product
+    # A zero scalar makes the whole product zero: nothing of the other factors must remain but their share of λ.
+    alive = (product > 0).to(product.dtype)
+    norms = {i: traces[i] / dims[i] * (product if i == carrier else alive) for i in matrices}
     k = len(matrices)
     geometric_mean = torch.stack([norms[i] for i in matrices]).pow(1 / k).prod(0)
     for i in matrices:
         share = torch.where(geometric_mean > 0, norms[i] / geometric_mean, 1.0)
-        damped[i] = Damped(scale=product if i == carrier else one, shift=damping ** (1 / k) * share)
+        damped[i] = Damped(scale=product if i == carrier else alive, shift=damping ** (1 / k) * share)
     return damped

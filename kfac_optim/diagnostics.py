@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from kfac_optim.blocks import Coverage, KFACBlock
 from kfac_optim.capture import CaptureWindow
@@ -26,7 +27,7 @@ class Summary:
         by_name = {block.name: block for block in self.blocks}
         rows: list[tuple[str, ...]] = [header]
         for parameter in self.parameters:
-            shape = "×".join(map(str, parameter.shape)) or "scalar"
+            shape = _describe_shape(parameter.shape)
             if parameter.block is None:
                 rows.append((parameter.name, shape, "—", "", "", "", "", "", f"SGD: {parameter.reason}"))
                 continue
@@ -52,8 +53,8 @@ class Summary:
                     remarks,
                 )
             )
-        covered = sum(math.prod(p.shape) for p in self.parameters if p.block is not None)
-        total = sum(math.prod(p.shape) for p in self.parameters)
+        covered = sum(math.prod(p.shape) for p in self.parameters if p.shape is not None and p.block is not None)
+        total = sum(math.prod(p.shape) for p in self.parameters if p.shape is not None)
         state = sum(block.state_bytes for block in self.blocks)
         footer = (
             f"{len(self.blocks)} blocks cover {covered:,} of {total:,} parameters; their state takes "
@@ -70,7 +71,7 @@ def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Itera
         parameters=tuple(
             ParameterRecord(
                 name=names.get(param, "(unnamed)"),
-                shape=tuple(param.shape) if not _is_uninitialised(param) else (),
+                shape=None if is_lazy(param) else tuple(param.shape),
                 block=block_of[param].name if param in block_of else None,
                 reason=coverage.uncovered.get(param),
             )
@@ -157,8 +158,10 @@ def _tensors(nested: Mapping[str, Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _is_uninitialised(param: nn.Parameter) -> bool:
-    return isinstance(param, nn.parameter.UninitializedParameter)
+def _describe_shape(shape: tuple[int, ...] | None) -> str:
+    if shape is None:
+        return "uninitialised"
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def _describe_factor(groups: int, dim: int, structure: Structure) -> str:

@@ -79,7 +79,6 @@ class Factor:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.average.copy_(tensors["average"])
         self.mass.copy_(tensors["mass"])
-        self.pending = None
 
     def _diagonal(self, tensor: Tensor) -> Tensor:
         return tensor.diagonal(dim1=-2, dim2=-1) if self.structure is Structure.DENSE else tensor

@@ -190,13 +190,23 @@ class KFACOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "found_inf", None) is not None:
+        if self.__dict__.pop("found_inf", None) is not None:
+            self.__dict__.pop("grad_scale", None)  # GradScaler does not clear them when step() raises
             raise RuntimeError(
                 "kfac_optim: torch.amp.GradScaler is not supported yet: the output gradients behind G carry its scale. "
                 "Use torch.autocast with bfloat16, which needs no scaler, and call optimizer.step() directly."
             )
         self._record = engine.step(self.param_groups, self.state, self._coverage.blocks, self._window, self._executor)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in `torch.optim`; the statistics of the gradients that are dropped are dropped with them.
+
+        `model.zero_grad()` drops the gradients alone: after a backward whose gradients are to be thrown away, use this.
+        """
+        super().zero_grad(set_to_none)
+        if not self._window.is_empty():  # else keep what set_loss_terms said of the backward to come
+            self._discard_captured()
 
     def set_loss_terms(self, terms: int) -> None:
         """State the number of terms `M` that the loss's mean runs over, before `backward()`.
@@ -282,6 +292,10 @@ class KFACOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # torch's groups take over those of the checkpoint, which may lack a number
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._discard_captured()
         for block, incoming in zip(self._coverage.blocks, self._incoming, strict=True):
             checkpoint.restore(block, incoming)
         self._bind_groups()
@@ -317,6 +331,11 @@ class KFACOptimizer(Optimizer):
                 "optimizer.summary() lists the reasons.",
                 stacklevel=3,
             )
+
+    def _discard_captured(self) -> None:
+        self._window.reset()
+        for block in self._coverage.blocks:
+            block.discard()
 
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {param: group for group in self.param_groups for param in group["params"]}

@@ -1,6 +1,6 @@
 """Schedules for any number of a param group. For lr, use `torch.optim.lr_scheduler`: it works unchanged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,19 +46,20 @@ class HyperparameterScheduler:
         optimizer: whose groups have the number.
         key: `"damping"`, `"kl_clip"`, `"factor_decay"`, `"factor_update_period"`, `"inverse_update_period"`, or
             any other number of the groups.
-        factor: multiplier of the base value at a step (an int from 0), or one per group.
+        factor: multiplier of the base value at a step (an int from 0), or a list or tuple with one per group.
         last_epoch: index of the last step taken; -1 starts afresh.
 
     Raises:
-        KeyError: a group has no such number.
+        KeyError: a group has no such number, or, when resuming, no base value of it (`initial_{key}`).
         TypeError: the value is not a number, as when `kl_clip` is None.
+        ValueError: the number of factors is not that of the groups.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         key: str,
-        factor: Callable[[int], float] | list[Callable[[int], float]],
+        factor: Callable[[int], float] | Sequence[Callable[[int], float]],
         last_epoch: int = -1,
     ) -> None:
         groups = optimizer.param_groups
@@ -70,7 +71,7 @@ class HyperparameterScheduler:
                 raise TypeError(
                     f"kfac_optim: {key!r} of param group {i} is {group[key]!r}, which is no number to schedule."
                 )
-        self.factors = factor if isinstance(factor, list) else [factor] * len(groups)
+        self.factors = list(factor) if isinstance(factor, Sequence) else [factor] * len(groups)
         if len(self.factors) != len(groups):
             raise ValueError(
                 f"kfac_optim: {len(groups)} param groups need one factor or {len(groups)}, got {len(self.factors)}."
@@ -79,17 +80,25 @@ class HyperparameterScheduler:
         self.key = key
         self.last_epoch = last_epoch
         initial = f"initial_{key}"
-        for group in groups:
+        for i, group in enumerate(groups):
+            # As with torch's initial_lr, the base is what the first schedule found, never a scheduled value.
             if last_epoch == -1:
-                group[initial] = group[key]
-            else:
                 group.setdefault(initial, group[key])
+            elif initial not in group:
+                raise KeyError(
+                    f"kfac_optim: resuming from last_epoch={last_epoch} needs {initial!r} in param group {i}; load the "
+                    "optimizer's checkpoint first, or start afresh with last_epoch=-1."
+                )
         self.base_values: list[float] = [group[initial] for group in groups]
         self.step()
 
     def step(self) -> None:
         """Move on by one epoch (or batch) and set the values."""
         self.last_epoch += 1
+        self._set_values()
+
+    def _set_values(self) -> None:
+        # Groups added since keep their own values.
         for group, base, factor in zip(self.optimizer.param_groups, self.base_values, self.factors, strict=False):
             value = base * factor(self.last_epoch)
             group[self.key] = max(1, round(value)) if self.key in _PERIODS else value
@@ -103,11 +112,21 @@ class HyperparameterScheduler:
         return {"key": self.key, "last_epoch": self.last_epoch, "base_values": list(self.base_values)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from `state_dict()`. The optimizer's groups hold the present values in its own checkpoint."""
+        """Resume from `state_dict()` and set the values, whether the optimizer was loaded before or comes after.
+
+        Raises:
+            ValueError: the state is that of another number, or of another number of groups.
+        """
         if state_dict["key"] != self.key:
             raise ValueError(
                 f"kfac_optim: this scheduler drives {self.key!r}, the checkpoint {state_dict['key']!r}; "
                 "load each scheduler's own state."
             )
+        if len(state_dict["base_values"]) != len(self.base_values):
+            raise ValueError(
+                f"kfac_optim: this scheduler drives {len(self.base_values)} param groups, the checkpoint "
+                f"{len(state_dict['base_values'])}; build the optimizer with the groups it had."
+            )
         self.last_epoch = state_dict["last_epoch"]
         self.base_values = list(state_dict["base_values"])
+        self._set_values()

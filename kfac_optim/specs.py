@@ -96,6 +96,7 @@ class ParameterRecord:
     """One parameter of the optimizer: the block that covers it, or the reason why none does."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    """None for a lazy parameter that has none yet."""
     block: str | None
     reason: str | None

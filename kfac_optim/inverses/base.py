@@ -33,6 +33,10 @@ class Inverse(ABC, Generic[S]):
         """Whether anything was accumulated since the last fold."""
 
     @abstractmethod
+    def discard(self, state: S) -> None:
+        """Forget what was accumulated since the last fold."""
+
+    @abstractmethod
     def has_statistics(self, state: S) -> bool:
         """Whether any sample was ever accepted. Synchronises; asked only until the first yes."""
 
@@ -118,6 +122,12 @@ class FactorPair:
         self.refused += ~accept
         self.rows = 0
 
+    def discard(self) -> None:
+        for factor in (self.a, self.g):
+            if factor is not None:
+                factor.pending = None
+        self.rows = 0
+
     def held(self) -> Tensor:
         """`[]` bool: whether any sample was ever accepted."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
@@ -135,4 +145,4 @@ class FactorPair:
         for name, factor in (("A", self.a), ("G", self.g)):
             if factor is not None:
                 factor.load(tensors[name])
-        self.rows = 0
+        self.discard()

@@ -59,6 +59,9 @@ class Cholesky(Inverse[CholeskyState]):
     def has_pending(self, state: CholeskyState) -> bool:
         return state.pair.rows > 0
 
+    def discard(self, state: CholeskyState) -> None:
+        state.pair.discard()
+
     def has_statistics(self, state: CholeskyState) -> bool:
         return bool(state.pair.held())
 
