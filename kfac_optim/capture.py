@@ -68,16 +68,23 @@ class LayerWatch:
 
 
 class RootCall:
-    """One forward call of the whole model: the loss terms it stands for, counted when a backward comes."""
+    """One forward call of the whole model, whose loss terms count once in each window that has a backward through it.
 
-    __slots__ = ("batched", "counted", "recomputes", "terms", "unbatched")
+    Attributes:
+        terms: what the window's rule reads off the call.
+        counted_in: number of the window that counted it last.
+        batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
+        recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
+    """
+
+    __slots__ = ("batched", "counted_in", "recomputes", "terms", "unbatched")
 
     def __init__(self) -> None:
         self.terms = 0
-        self.recomputes = False
-        self.counted = False
+        self.counted_in = -1
         self.batched = False
         self.unbatched = False
+        self.recomputes = False
 
 
 class CaptureWindow:
@@ -97,6 +104,7 @@ class CaptureWindow:
         self._roots: list[RootCall] = []
         self._backward_root: RootCall | None = None
         self._open: list[ForwardCall] = []
+        self._number = 0
         self._counted = 0
         self._stated: int | None = None
         self._rootless = False
@@ -147,6 +155,7 @@ class CaptureWindow:
         for call in self._open:
             call.release()
         self._open.clear()
+        self._number += 1
         self._counted, self._stated, self._rootless = 0, None, False
         self._backward_root = None
 
@@ -163,8 +172,8 @@ class CaptureWindow:
     def _count(self, root: RootCall | None) -> None:
         if root is None:
             self._rootless = True
-        elif not root.counted:
-            root.counted = True
+        elif root.counted_in != self._number:
+            root.counted_in = self._number
             # A model that gets a single example without a batch dimension hands none to its layers.
             single = self.rule is LossTerms.EXAMPLES and root.unbatched and not root.batched
             self._counted += 1 if single else root.terms

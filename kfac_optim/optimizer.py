@@ -23,7 +23,7 @@ from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters, LayerAdapter
 from kfac_optim.selection import Choice, Pattern, check_pattern, check_patterns_match
 from kfac_optim.specs import LossTerms, Structure, WeightSharing
-from kfac_optim.validation import check_count, check_dtype, check_flag, check_group
+from kfac_optim.validation import check_dtype, check_flag, check_group, check_integer, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 _DENSE = (Structure.DENSE, Structure.DENSE)
@@ -138,7 +138,9 @@ class KFACOptimizer(Optimizer):
             "inverse_update_period": inverse_update_period,
             "kl_clip": kl_clip,
         }
+        defaults = {key: plain_number(value) for key, value in defaults.items()}
         check_group(defaults)
+        self._group_keys = tuple(defaults)  # torch adds keys of its own to `defaults`
         _check_kind("estimate", estimate, Estimate)
         _check_kind("loss_terms", loss_terms, LossTerms)
         check_flag("include_factors", include_factors, optional=False)
@@ -219,7 +221,7 @@ class KFACOptimizer(Optimizer):
         Args:
             terms: at least 1.
         """
-        check_count("terms", terms)
+        check_integer("terms", terms)
         if self._window.rule is LossTerms.SUM:
             raise ValueError(
                 "kfac_optim: set_loss_terms was called, but loss_terms=LossTerms.SUM says that the loss is a sum, "
@@ -233,6 +235,7 @@ class KFACOptimizer(Optimizer):
         """Add parameters, as to any `torch.optim` optimizer; layers they complete are preconditioned from now on."""
         if isinstance(param_group, dict):
             number = len(self.param_groups)
+            param_group = {key: plain_number(value) for key, value in param_group.items()}
             check_group({**self.defaults, **param_group}, f" in param group {number}")
         super().add_param_group(param_group)
         if self._built:
@@ -292,9 +295,9 @@ class KFACOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # torch's groups take over those of the checkpoint, which may lack a number
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+        for group in self.param_groups:  # these are the checkpoint's, which may lack a number
+            for key in self._group_keys:
+                group.setdefault(key, self.defaults[key])
         self._discard_captured()
         for block, incoming in zip(self._coverage.blocks, self._incoming, strict=True):
             checkpoint.restore(block, incoming)
@@ -407,9 +410,10 @@ def _block_options(
         )
     _check_kind("adapters", adapters, Mapping)
     for cls, adapter in adapters.items():
-        check_pattern("adapters", cls)
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"kfac_optim: a key of adapters must be a subclass of nn.Module, got {cls!r}.")
         _check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
-    check_count("max_factor_dim", max_factor_dim)
+    check_integer("max_factor_dim", max_factor_dim)
     check_dtype("factor_dtype", factor_dtype)
     options = BlockOptions(
         adapters=adapters,

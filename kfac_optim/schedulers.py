@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from kfac_optim.validation import check_integer, check_number
+
 _PERIODS = ("factor_update_period", "inverse_update_period")
 
 
@@ -26,10 +28,9 @@ class ExponentialDecay:
     minimum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"kfac_optim: gamma must be in (0, 1], got {self.gamma!r}.")
-        if self.every < 1:
-            raise ValueError(f"kfac_optim: every must be at least 1, got {self.every!r}.")
+        check_number("gamma", self.gamma, above=0, at_most=1)
+        check_integer("every", self.every)
+        check_number("minimum", self.minimum, at_least=0)
 
     def __call__(self, step: int) -> float:
         return max(float(self.gamma ** (step // self.every)), self.minimum)
@@ -62,6 +63,9 @@ class HyperparameterScheduler:
         factor: Callable[[int], float] | Sequence[Callable[[int], float]],
         last_epoch: int = -1,
     ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"kfac_optim: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        check_integer("last_epoch", last_epoch, at_least=-1)
         groups = optimizer.param_groups
         for i, group in enumerate(groups):
             if key not in group:
@@ -72,6 +76,9 @@ class HyperparameterScheduler:
                     f"kfac_optim: {key!r} of param group {i} is {group[key]!r}, which is no number to schedule."
                 )
         self.factors = list(factor) if isinstance(factor, Sequence) else [factor] * len(groups)
+        for each in self.factors:
+            if not callable(each):
+                raise TypeError(f"kfac_optim: factor must be a function of the step, or a list of them, got {each!r}.")
         if len(self.factors) != len(groups):
             raise ValueError(
                 f"kfac_optim: {len(groups)} param groups need one factor or {len(groups)}, got {len(self.factors)}."

@@ -20,6 +20,9 @@ def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
+    """Whether `pattern` names this very module. `"*"` matches all, the nameless model too; `""` matches nothing."""
+    if pattern == "":
+        return False
     if isinstance(pattern, str):
         return fnmatchcase(name, pattern)
     return isinstance(module, pattern)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -14,29 +15,30 @@ def check_number(
     name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
 ) -> None:
     """Raise TypeError for what is not a real number, ValueError for one out of range (or NaN)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"kfac_optim: {name} must be a number, got {value!r}.")
-    if not (math.isfinite(value) and value > above and at_least <= value <= at_most):
+    number = float(value)
+    if not (math.isfinite(number) and number > above and at_least <= number <= at_most):
         bounds = [f"above {above:g}"] if above > -math.inf else []
         bounds += [f"at least {at_least:g}"] if at_least > -math.inf else []
         bounds += [f"at most {at_most:g}"] if at_most < math.inf else []
         raise ValueError(f"kfac_optim: {name} must be finite, {' and '.join(bounds)}, got {value!r}.")
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise TypeError for what is not an integer, ValueError for one below 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_integer(name: str, value: object, *, at_least: int = 1) -> None:
+    """Raise TypeError for what is not an integer, ValueError for one below `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"kfac_optim: {name} must be an integer, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"kfac_optim: {name} must be at least 1, got {value!r}.")
+    if int(value) < at_least:
+        raise ValueError(f"kfac_optim: {name} must be at least {at_least}, got {value!r}.")
 
 
 def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
     """Check the numbers of a param group that are not SGD's; cheap enough for every step."""
     check_number(f"damping{where}", group["damping"], above=0)
     check_number(f"factor_decay{where}", group["factor_decay"], above=0, at_most=1)
-    check_count(f"factor_update_period{where}", group["factor_update_period"])
-    check_count(f"inverse_update_period{where}", group["inverse_update_period"])
+    check_integer(f"factor_update_period{where}", group["factor_update_period"])
+    check_integer(f"inverse_update_period{where}", group["inverse_update_period"])
     if group["kl_clip"] is not None:
         check_number(f"kl_clip{where} (None turns it off)", group["kl_clip"], above=0)
 
@@ -48,6 +50,10 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
         group: with all defaults filled in.
         where: appended to names in messages, as in `" in param group 1"`.
     """
+    for name in ("nesterov", "maximize"):
+        check_flag(f"{name}{where}", group[name], optional=False)
+    for name in ("foreach", "fused"):
+        check_flag(f"{name}{where}", group[name], optional=True)
     for name in ("lr", "weight_decay"):
         value = group[name]
         if isinstance(value, Tensor):
@@ -62,13 +68,16 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
             f"kfac_optim: nesterov{where} requires momentum above 0 and dampening 0, got "
             f"momentum={group['momentum']!r} and dampening={group['dampening']!r}."
         )
-    for name in ("nesterov", "maximize"):
-        check_flag(f"{name}{where}", group[name], optional=False)
-    for name in ("foreach", "fused"):
-        check_flag(f"{name}{where}", group[name], optional=True)
     if group["foreach"] and group["fused"]:
         raise ValueError(f"kfac_optim: foreach and fused{where} cannot both be True; set one of them.")
     check_kfac_numbers(group, where)
+
+
+def plain_number(value: Any) -> Any:
+    """Numpy's scalars as Python's, which `torch.load(weights_only=True)` reads; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_flag(name: str, value: object, *, optional: bool) -> None:
