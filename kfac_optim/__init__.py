@@ -6,11 +6,12 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
     capture                     L1  when a forward and a backward become statistics; the only file on autograd
-    selection                   L1  layers by name glob or class
+    selection                   L1  module names; layers by name glob or class
     layers/                     L2  a module's input and output gradient as second moments, one family per file
     damping                     L2  how λ is shared among factors
     inverses/                   L3  accumulate, refresh (dear), apply (cheap), one representation per file
-    blocks                      L4  layer + adapter + inverse + clock; finding them in a model
+    blocks                      L4  layer + adapter + inverse + clock
+    discovery                   L5  the blocks of a model
     estimates                   L5  which output gradients count
     execution                   L5  who does the work: one device, later many
     checkpoint                  L5  block state in and out of state_dict

@@ -25,17 +25,21 @@ along; a pickled or copied model carries inert hooks.
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.specs import LossTerms
+
+_BY_INPUT = (LossTerms.EXAMPLES, LossTerms.SUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +63,40 @@ class LayerWatch:
         unbatched_ndim: dimensions of an input without a batch dimension.
         wanted: whether the layer's next forward should be captured.
         emit: receives each committed call.
+        discard: forgets the calls emitted since the last step.
     """
 
     weight: nn.Parameter
     unbatched_ndim: int
     wanted: Callable[[], bool]
     emit: Callable[[LayerCall], None]
+    discard: Callable[[], None]
+
+
+class Handle(Protocol):
+    """Takes hooks off a module."""
+
+    def remove(self) -> None:
+        """Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerHandle:
+    watches: list[LayerWatch]
+    watch: LayerWatch
+    hook: RemovableHandle
+
+    def remove(self) -> None:
+        self.hook.remove()
+        if self.watch in self.watches:
+            self.watches.remove(self.watch)
 
 
 class RootCall:
     """One forward call of the whole model, whose loss terms count once in each window that has a backward through it.
 
     Attributes:
-        terms: what the window's rule reads off the call.
+        terms: what the window's rule reads off the call; None where it finds nothing to read.
         counted_in: number of the window that counted it last.
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
@@ -80,7 +105,7 @@ class RootCall:
     __slots__ = ("batched", "counted_in", "recomputes", "terms", "unbatched")
 
     def __init__(self) -> None:
-        self.terms = 0
+        self.terms: int | None = None
         self.counted_in = -1
         self.batched = False
         self.unbatched = False
@@ -94,6 +119,8 @@ class CaptureWindow:
         rule: what the mean in the loss runs over.
         listening: whether backward passes count; an estimate says which do.
         dropped_calls: calls whose input was changed in place before the backward, ever.
+        summed_terms: how many terms' gradients are summed in the gradient rather than averaged: 1 for a mean. For a
+            sum the number of examples at the last statistics, infinity before.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -108,8 +135,10 @@ class CaptureWindow:
         self._counted = 0
         self._stated: int | None = None
         self._rootless = False
+        self._stale = False
+        self.summed_terms = math.inf if rule is LossTerms.SUM else 1.0
 
-    def watch_root(self, model: nn.Module) -> tuple[RemovableHandle, ...]:
+    def watch_root(self, model: nn.Module) -> tuple[Handle, ...]:
         """Read the number of loss terms off every forward of `model`."""
         hooks = _RootHooks(self)
         return (
@@ -117,12 +146,13 @@ class CaptureWindow:
             model.register_forward_hook(_Hook(hooks.leave), with_kwargs=True, always_call=True),
         )
 
-    def watch_layer(self, module: nn.Module, watch: LayerWatch) -> RemovableHandle:
+    def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
         """Emit the calls of `module` that a backward reaches."""
         self._watches.append(watch)
         # First among the module's hooks: the output is then the layer's own, and the root call still open
         # when the model is this very layer.
-        return module.register_forward_hook(_Hook(_LayerHook(self, watch)), prepend=True, with_kwargs=True)
+        hook = module.register_forward_hook(_Hook(_LayerHook(self, watch)), prepend=True, with_kwargs=True)
+        return _LayerHandle(self._watches, watch, hook)
 
     def set_loss_terms(self, terms: int) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
@@ -132,36 +162,53 @@ class CaptureWindow:
         """End the window: the number of loss terms `M` in it, 1 for a summed loss.
 
         Raises:
-            RuntimeError: a layer was called outside the model's forward, so `M` is unknown.
+            RuntimeError: `M` is unknown: a layer was called outside the model's forward, or neither the model's input
+                nor its output has a tensor to read it off.
         """
+        if self._stale:
+            self.discard()
+        terms: float
         if self.rule is LossTerms.SUM:
             terms = 1
+            if self._counted and not self._rootless:
+                self.summed_terms = self._counted
         elif self._stated is not None:
             terms = self._stated
         elif self._rootless:
             raise RuntimeError(
-                "kfac_optim: a layer ran outside the model's forward (a submodule or another method was called "
-                "directly), so the number of terms in the loss's mean is unknown. Call "
-                "optimizer.set_loss_terms(n) before backward(), with n the number of terms the loss is averaged "
-                "over, or run the model through its own forward."
+                "kfac_optim: the number of terms in the loss's mean is unknown: a layer ran outside the model's "
+                f"forward (a submodule or another method was called directly), or loss_terms={self.rule} finds no "
+                "tensor with a dimension to read it off. Call optimizer.set_loss_terms(n) before backward(), with n "
+                "the number of terms the loss is averaged over, or run the model through its own forward."
             )
         else:
             terms = self._counted
-        self.reset()
+        self._reset()
         return terms
 
-    def reset(self) -> None:
+    def mark_stale(self) -> None:
+        """The gradients so far were thrown away: forget their statistics when the next forward call counts.
+
+        Not at once: further backwards through the same forward go on from the same running sum, as when several
+        losses are backpropagated one by one and their gradients combined by hand.
+        """
+        if self._open:  # else keep what set_loss_terms said of the backward to come
+            self._stale = True
+
+    def discard(self) -> None:
         """Forget everything captured and stated since the last step."""
+        for watch in self._watches:
+            watch.discard()
+        self._reset()
+
+    def _reset(self) -> None:
         for call in self._open:
             call.release()
         self._open.clear()
         self._number += 1
-        self._counted, self._stated, self._rootless = 0, None, False
+        self._roots.clear()  # an interrupted forward (KeyboardInterrupt) leaves its own behind
+        self._counted, self._stated, self._rootless, self._stale = 0, None, False, False
         self._backward_root = None
-
-    def is_empty(self) -> bool:
-        """Whether no backward has been counted since the last step."""
-        return not self._open
 
     def _current_root(self) -> RootCall | None:
         if self._roots:
@@ -170,12 +217,12 @@ class CaptureWindow:
         return self._backward_root if recomputing else None
 
     def _count(self, root: RootCall | None) -> None:
-        if root is None:
+        if root is None or root.terms is None:
             self._rootless = True
         elif root.counted_in != self._number:
             root.counted_in = self._number
             # A model that gets a single example without a batch dimension hands none to its layers.
-            single = self.rule is LossTerms.EXAMPLES and root.unbatched and not root.batched
+            single = self.rule in _BY_INPUT and root.unbatched and not root.batched
             self._counted += 1 if single else root.terms
 
 
@@ -200,6 +247,8 @@ class ForwardCall:
             return
         gradient = gradient.detach()
         if not self._committed:
+            if window._stale:
+                window.discard()
             layer_input, self._input = self._input, None
             self._committed = True
             if layer_input is None or layer_input._version != self._version:
@@ -208,6 +257,7 @@ class ForwardCall:
             call = LayerCall(layer_input, gradient)
             window._open.append(self)
         elif self._gradient is not None:
+            window._stale = False
             call = LayerCall(None, self._gradient + gradient, earlier=self._gradient)
         else:
             return  # the call was counted in a window that has closed
@@ -252,7 +302,7 @@ class _LayerHook:
             return
         if not (isinstance(output, Tensor) and output.requires_grad and watch.weight.requires_grad):
             return
-        if not watch.wanted():
+        if not watch.wanted() or is_parametrized(module):
             return
         layer_input = _first_tensor(args, kwargs)
         if layer_input is None:
@@ -280,10 +330,10 @@ class _RootHooks:
         if window is None or not window._roots:
             return
         root = window._roots.pop()
-        by_input = window.rule is LossTerms.EXAMPLES
+        by_input = window.rule in _BY_INPUT
         tensor = _first_tensor(args, kwargs) if by_input else _first_tensor(output)
-        if tensor is None or tensor.dim() == 0:
-            root.terms = 1
+        if tensor is None:
+            root.terms = None
         elif by_input:
             root.terms = tensor.shape[0]
         elif window.rule is LossTerms.POSITIONS:
@@ -307,7 +357,8 @@ def _in_function_transform() -> bool:
 
 
 def _first_tensor(*structures: Any) -> Tensor | None:
-    return next((leaf for leaf in tree_leaves(structures) if isinstance(leaf, Tensor)), None)
+    """The first tensor with a dimension; a scalar in front of the batch (a time, a temperature) is not the batch."""
+    return next((leaf for leaf in tree_leaves(structures) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
 
 
 class _Hook:

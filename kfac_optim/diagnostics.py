@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from kfac_optim.blocks import Coverage, KFACBlock
+from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
+from kfac_optim.discovery import Coverage
 from kfac_optim.engine import StepRecord
 from kfac_optim.specs import BlockRecord, ParameterRecord, Structure, WeightSharing
 
@@ -88,8 +89,11 @@ def metrics(blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepReco
         "dropped_calls": float(window.dropped_calls),
     }
     if record is not None:
+        numbers["unpreconditioned_blocks"] = float(len(record.unpreconditioned))
+    if record is not None and record.measures is not None:
+        measures = record.measures
         scale, inner, direction, gradient = torch.stack(
-            [record.scale, record.inner, record.direction_square, record.gradient_square]
+            [measures.scale, measures.inner, measures.direction_square, measures.gradient_square]
         ).tolist()
         norms = math.sqrt(direction * gradient)
         numbers |= {
@@ -97,7 +101,6 @@ def metrics(blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepReco
             "cosine": inner / norms if norms > 0 else math.nan,
             "gradient_norm": math.sqrt(gradient),
             "direction_norm": scale * math.sqrt(direction),
-            "unpreconditioned_blocks": float(record.unpreconditioned),
         }
     known = [block for block in blocks if block.clock.folds > 0]
     if known:

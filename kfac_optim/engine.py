@@ -18,22 +18,33 @@ from kfac_optim.validation import check_kfac_numbers
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What one step measured, as device scalars; reading them synchronises.
+class StepMeasures:
+    """Sums over the preconditioned parameters, as device scalars; reading them synchronises.
 
     Attributes:
         scale: trust-region scale `ν`, `[]`.
-        inner: `Δᵀ∇` over the preconditioned parameters, before `ν`, `[]`.
+        inner: `Δᵀ∇` before `ν`, `[]`.
         direction_square: `‖Δ‖²`, `[]`.
         gradient_square: `‖∇‖²`, `[]`.
-        unpreconditioned: blocks whose gradient went to SGD as it was, for want of an inverse.
     """
 
     scale: Tensor
     inner: Tensor
     direction_square: Tensor
     gradient_square: Tensor
-    unpreconditioned: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did.
+
+    Attributes:
+        measures: None when nothing was preconditioned.
+        unpreconditioned: names of blocks whose gradient went to SGD as it was, for want of an inverse.
+    """
+
+    measures: StepMeasures | None
+    unpreconditioned: tuple[str, ...]
 
 
 def step(
@@ -42,7 +53,7 @@ def step(
     blocks: Sequence[KFACBlock],
     window: CaptureWindow,
     executor: Executor,
-) -> StepRecord | None:
+) -> StepRecord:
     """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
 
     Args:
@@ -52,8 +63,9 @@ def step(
         window: what was captured since the last step.
         executor: who does the work.
 
-    Returns:
-        The step's measures, or None when no block had a gradient.
+    Raises:
+        RuntimeError: what cannot be stepped (see `KFACOptimizer.step`); nothing is changed then.
+        ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
     """
     kl_clip = _check(groups, blocks)
     loss_terms = window.close()
@@ -66,7 +78,7 @@ def step(
         executor.refresh(due)
         for block in due:
             block.mark_refreshed()
-    directions, record = _precondition(blocks, executor, kl_clip)
+    directions, record = _precondition(blocks, executor, kl_clip, window.summed_terms)
     with record_function("kfac.update"):
         for group in groups:
             params = executor.owned([param for param in group["params"] if param.grad is not None])
@@ -99,24 +111,24 @@ def _check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> 
 
 
 def _precondition(
-    blocks: Sequence[KFACBlock], executor: Executor, kl_clip: float | None
-) -> tuple[dict[nn.Parameter, Tensor], StepRecord | None]:
+    blocks: Sequence[KFACBlock], executor: Executor, kl_clip: float | None, summed_terms: float
+) -> tuple[dict[nn.Parameter, Tensor], StepRecord]:
     """The scaled preconditioned gradient of every parameter that has one."""
     active: list[KFACBlock] = []
     grads: list[Tensor] = []
-    unpreconditioned = 0
+    unpreconditioned: list[str] = []
     with record_function("kfac.precondition"):
         for block in blocks:
             grad = block.gradient()
             if grad is None:
                 continue
-            if not block.is_ready:
-                unpreconditioned += 1
+            if not block.is_ready or block.is_parametrized:
+                unpreconditioned.append(block.name)
                 continue
             active.append(block)
             grads.append(grad)
         if not active:
-            return {}, None
+            return {}, StepRecord(None, tuple(unpreconditioned))
         matrices = executor.precondition(active, grads)
     with record_function("kfac.trust_region"):
         device = active[0].params[0].device
@@ -132,8 +144,10 @@ def _precondition(
         )
         sums = executor.all_reduce_scalars(sums)
         quadratic, decrease, inner, direction_square, gradient_square = sums.unbind()
-        scale = torch.ones_like(inner) if kl_clip is None else trust_region_scale(quadratic, decrease, kl_clip)
-        if kl_clip is not None:
+        if kl_clip is None:
+            scale = torch.ones_like(inner)
+        else:
+            scale = trust_region_scale(quadratic, decrease, summed_terms, kl_clip)
             for matrix in matrices:
                 matrix.mul_(scale.to(matrix.device, non_blocking=True))
         directions = {
@@ -142,7 +156,8 @@ def _precondition(
             for param, part in zip(block.params, block.split(matrix), strict=True)
             if param.grad is not None
         }
-    return directions, StepRecord(scale, inner, direction_square, gradient_square, unpreconditioned)
+    measures = StepMeasures(scale, inner, direction_square, gradient_square)
+    return directions, StepRecord(measures, tuple(unpreconditioned))
 
 
 def _inner_products(

@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from kfac_optim import checkpoint, diagnostics, engine
-from kfac_optim.blocks import BlockOptions, Coverage, attach, build_blocks, qualified_name
-from kfac_optim.capture import CaptureWindow
+from kfac_optim.blocks import attach
+from kfac_optim.capture import CaptureWindow, Handle
 from kfac_optim.diagnostics import Summary
+from kfac_optim.discovery import BlockOptions, Coverage, build_blocks
 from kfac_optim.estimates import Empirical, Estimate
 from kfac_optim.execution import Executor, SingleDevice
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters, LayerAdapter
-from kfac_optim.selection import Choice, Pattern, check_pattern, check_patterns_match
+from kfac_optim.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
 from kfac_optim.specs import LossTerms, Structure, WeightSharing
 from kfac_optim.validation import check_dtype, check_flag, check_group, check_integer, plain_number
 
@@ -158,7 +158,8 @@ class KFACOptimizer(Optimizer):
         self._executor: Executor = _choose_executor(distributed)
         self._window = CaptureWindow(loss_terms)
         self._record: engine.StepRecord | None = None
-        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._warned = False
+        self._handles: dict[int, list[Handle]] = {}
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         estimate.arm(self._window)
         self._root_handles = self._window.watch_root(self._model)
@@ -199,6 +200,7 @@ class KFACOptimizer(Optimizer):
                 "Use torch.autocast with bfloat16, which needs no scaler, and call optimizer.step() directly."
             )
         self._record = engine.step(self.param_groups, self.state, self._coverage.blocks, self._window, self._executor)
+        self._warn_of_unseen_layers(self._record.unpreconditioned)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -207,8 +209,7 @@ class KFACOptimizer(Optimizer):
         `model.zero_grad()` drops the gradients alone: after a backward whose gradients are to be thrown away, use this.
         """
         super().zero_grad(set_to_none)
-        if not self._window.is_empty():  # else keep what set_loss_terms said of the backward to come
-            self._discard_captured()
+        self._window.mark_stale()
 
     def set_loss_terms(self, terms: int) -> None:
         """State the number of terms `M` that the loss's mean runs over, before `backward()`.
@@ -298,7 +299,7 @@ class KFACOptimizer(Optimizer):
         for group in self.param_groups:  # these are the checkpoint's, which may lack a number
             for key in self._group_keys:
                 group.setdefault(key, self.defaults[key])
-        self._discard_captured()
+        self._window.discard()
         for block, incoming in zip(self._coverage.blocks, self._incoming, strict=True):
             checkpoint.restore(block, incoming)
         self._bind_groups()
@@ -335,10 +336,16 @@ class KFACOptimizer(Optimizer):
                 stacklevel=3,
             )
 
-    def _discard_captured(self) -> None:
-        self._window.reset()
-        for block in self._coverage.blocks:
-            block.discard()
+    def _warn_of_unseen_layers(self, names: Sequence[str]) -> None:
+        if names and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"kfac_optim: {len(names)} layers have gradients but no statistics and take the plain SGD step, the "
+                f"first of them {names[0]!r}. Either no finite statistics came yet, or their forward or backward is "
+                "out of sight: under torch.compile, torch.func, or with gradients from autograd.grad. Later such steps are "
+                "counted in metrics()['unpreconditioned_blocks'].",
+                stacklevel=4,
+            )
 
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {param: group for group in self.param_groups for param in group["params"]}
@@ -353,7 +360,7 @@ class KFACOptimizer(Optimizer):
             self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=self._include_factors)
 
     def _names(self) -> dict[nn.Parameter, str]:
-        return {param: qualified_name(name) for name, param in self._model.named_parameters()}
+        return ModuleNames(self._model).parameters()
 
 
 def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -429,12 +436,12 @@ def _block_options(
             raise TypeError(f"kfac_optim: structure must be a pair of Structure values for (A, G), got {pair!r}.")
         if pair == (Structure.IDENTITY, Structure.IDENTITY):
             raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
-    modules = {qualified_name(name): module for name, module in model.named_modules()}
+    names = ModuleNames(model)
     for pattern in options.skip_layers:
         check_pattern("skip_layers", pattern)
-    check_patterns_match("skip_layers", options.skip_layers, modules)
+    check_patterns_match("skip_layers", options.skip_layers, names)
     for choice in (options.inverse, options.weight_sharing, options.structure):
-        check_patterns_match(choice.argument, choice.by_pattern, modules)
+        check_patterns_match(choice.argument, choice.by_pattern, names)
     return options
 
 
@@ -455,6 +462,6 @@ def _check_kind(name: str, value: object, kind: type) -> None:
         raise TypeError(f"kfac_optim: {name} must be a {kind.__name__}, got {value!r}.")
 
 
-def _remove(root: Sequence[RemovableHandle], layers: Mapping[int, Sequence[RemovableHandle]]) -> None:
+def _remove(root: Sequence[Handle], layers: Mapping[int, Sequence[Handle]]) -> None:
     for handle in [*root, *(handle for handles in layers.values() for handle in handles)]:
         handle.remove()

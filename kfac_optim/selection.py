@@ -1,4 +1,4 @@
-"""Choosing layers by name glob or module class."""
+"""Names of modules without wrapper prefixes, and choosing layers by name glob or module class."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -12,11 +12,49 @@ Pattern = str | type[nn.Module]
 V = TypeVar("V")
 
 
-def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The module called `name` and all that contain it, nearest first, the model itself (`""`) last."""
-    parts = name.split(".") if name else []
-    names = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
-    return [(ancestor, model.get_submodule(ancestor)) for ancestor in names]
+# What torch.compile, FSDP and activation-checkpoint wrappers call the module they wrap; DDP's "module" is also an
+# ordinary name, so there the wrapper's class decides.
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS_OF_MODULE = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+class ModuleNames:
+    """The modules of a model by their path, and the names to show for them: without what wrappers put in between.
+
+    Attributes:
+        model: the model, wrapped or not.
+        shown: path as in `model.named_modules()` → fully qualified name without wrapper prefixes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.shown: dict[str, str] = {"": ""}
+        for path in self._modules:
+            parent, _, last = path.rpartition(".")
+            wrapper = self._modules[parent]
+            if path and (last in _WRAPPED or (last == "module" and isinstance(wrapper, _WRAPPERS_OF_MODULE))):
+                self.shown[path] = self.shown[parent]
+            elif path:
+                self.shown[path] = f"{self.shown[parent]}.{last}".lstrip(".")
+
+    def lineage(self, path: str) -> list[tuple[str, nn.Module]]:
+        """Shown name and module at `path` and of all that contain it, nearest first, the model itself last."""
+        parts = path.split(".") if path else []
+        paths = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+        return [(self.shown[each], self._modules[each]) for each in paths]
+
+    def all(self) -> list[tuple[str, nn.Module]]:
+        """Shown name and module of every module."""
+        return [(self.shown[path], module) for path, module in self._modules.items()]
+
+    def parameters(self) -> dict[nn.Parameter, str]:
+        """The shown name of every parameter, of the first module that has it."""
+        names: dict[nn.Parameter, str] = {}
+        for path, module in self._modules.items():
+            for local, param in module.named_parameters(recurse=False):
+                names.setdefault(param, f"{self.shown[path]}.{local}".lstrip("."))
+        return names
 
 
 def matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
@@ -57,9 +95,9 @@ class Choice(Generic[V]):
                     f"classes to such values, got {chosen!r}."
                 )
 
-    def of(self, model: nn.Module, name: str) -> V:
-        """The value for the module called `name`."""
-        ancestry = lineage(model, name)
+    def of(self, names: ModuleNames, path: str) -> V:
+        """The value for the module at `path`."""
+        ancestry = names.lineage(path)
         for pattern, value in self.by_pattern.items():
             if any(matches(pattern, ancestor, module) for ancestor, module in ancestry):
                 return value
@@ -73,14 +111,16 @@ def check_pattern(argument: str, pattern: object) -> None:
         )
 
 
-def check_patterns_match(argument: str, patterns: Iterable[Pattern], modules: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a pattern that matches none of `modules` (by name)."""
+def check_patterns_match(argument: str, patterns: Iterable[Pattern], names: ModuleNames) -> None:
+    """Raise ValueError for a pattern that matches no module."""
+    modules = names.all()
     for pattern in patterns:
-        if not any(matches(pattern, name, module) for name, module in modules.items()):
+        if not any(matches(pattern, name, module) for name, module in modules):
             shown = pattern if isinstance(pattern, str) else pattern.__name__
             raise ValueError(
                 f"kfac_optim: {argument} entry {shown!r} matches no module. Module names are "
-                f"{_listed(name for name in modules if name)}; a pattern is a glob over these, or a class."
+                f"{_listed(dict.fromkeys(name for name, _ in modules if name))}; a pattern is a glob over these, or a "
+                "class."
             )
 
 

@@ -6,25 +6,27 @@ import torch
 from torch import Tensor
 
 
-def trust_region_scale(quadratic: Tensor, decrease: Tensor, kl_clip: float) -> Tensor:
+def trust_region_scale(quadratic: Tensor, decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:
     """`ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5), on the device.
 
     `sᵀFs` is taken as the larger of two estimates. One is the paper's, `lr² Δᵀ∇`, which trusts the factors: exact if
     they were the Fisher. The other is `(sᵀ∇)²`, which needs no factors: the Fisher of the batch's own gradients is
     `E[g gᵀ]`, and `E[(sᵀg)²] ≥ (E[sᵀg])²`. It holds the step where the factors underestimate the curvature, by few
     samples in wide layers, by averages that lag, by inverses that are stale; the first estimate then only shrinks as
-    the square root of the error. In other words no step may promise to lower the loss by more than `√κ`.
+    the square root of the error. In other words no step may promise to lower the loss by more than `√κ`. (For a loss
+    that is a sum of N terms the Fisher is a sum too, and the second estimate is `(sᵀ∇)² / N`.)
 
     Args:
         quadratic: `lr² Δᵀ∇` summed over every covered parameter, `[]`.
         decrease: `sᵀ∇ = lr Δᵀ∇` summed likewise, `[]`.
+        summed_terms: N for a summed loss, 1 for a mean.
         kl_clip: `κ`, positive, in nats.
 
     Returns:
         `[]`, in (0, 1].
     """
     # A step of zero (no gradient) divides to inf and clamps to 1.
-    return (kl_clip / torch.maximum(quadratic, decrease.square())).sqrt().clamp(max=1)
+    return (kl_clip / torch.maximum(quadratic, decrease.square() / summed_terms)).sqrt().clamp(max=1)
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:

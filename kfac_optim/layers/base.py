@@ -6,14 +6,13 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
+from kfac_optim.capture import CaptureWindow, Handle, LayerCall, LayerWatch
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
@@ -103,6 +102,19 @@ def gram(rows: Tensor, structure: Structure) -> Tensor:
     return rows.mT @ rows
 
 
+class StatisticsSink(Protocol):
+    """Where an adapter's statistics go."""
+
+    def wanted(self) -> bool:
+        """Whether the next forward should be captured."""
+
+    def emit(self, index: int, stats: LayerStatistics) -> None:
+        """Take the statistics of spec number `index` at once; they hold the call's tensors alive."""
+
+    def discard(self) -> None:
+        """Forget what was emitted since the last step."""
+
+
 class LayerAdapter(ABC, Generic[M]):
     """How one family of modules takes part in K-FAC.
 
@@ -130,18 +142,16 @@ class LayerAdapter(ABC, Generic[M]):
         module: M,
         specs: Sequence[LayerSpec],
         window: CaptureWindow,
-        wanted: Callable[[], bool],
-        emit: Callable[[int, LayerStatistics], None],
+        sink: StatisticsSink,
         dtype: torch.dtype,
-    ) -> RemovableHandle:
-        """Emit `(index of spec, statistics)` for every call of `module` that a backward reaches.
+    ) -> Handle:
+        """Hand `sink` the statistics of every call of `module` that a backward reaches.
 
         Args:
             module: the layer.
             specs: what `specs()` gave, with the structure and weight sharing chosen by the user.
             window: where to listen.
-            wanted: whether the next forward should be captured.
-            emit: takes the statistics at once; they hold the call's tensors alive.
+            sink: takes the statistics.
             dtype: of the moments.
         """
 
@@ -169,6 +179,8 @@ class WeightBiasAdapter(LayerAdapter[M]):
         return 1
 
     def refusal(self, module: M) -> str | None:
+        if not isinstance(module._parameters.get("weight"), nn.Parameter):
+            return "the layer's weight is computed from other parameters (pruning, weight_norm, …)"
         return None
 
     def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
@@ -192,16 +204,16 @@ class WeightBiasAdapter(LayerAdapter[M]):
         module: M,
         specs: Sequence[LayerSpec],
         window: CaptureWindow,
-        wanted: Callable[[], bool],
-        emit: Callable[[int, LayerStatistics], None],
+        sink: StatisticsSink,
         dtype: torch.dtype,
-    ) -> RemovableHandle:
+    ) -> Handle:
         (spec,) = specs
         watch = LayerWatch(
             weight=module.get_parameter("weight"),
             unbatched_ndim=self.unbatched_ndim(module),
-            wanted=wanted,
-            emit=lambda call: emit(0, self.statistics(module, spec, call, dtype)),
+            wanted=sink.wanted,
+            emit=lambda call: sink.emit(0, self.statistics(module, spec, call, dtype)),
+            discard=sink.discard,
         )
         return window.watch_layer(module, watch)
 
