@@ -192,6 +192,7 @@ class CaptureWindow:
         Not at once: further backwards through the same forward go on from the same running sum, as when several
         losses are backpropagated one by one and their gradients combined by hand.
         """
+        self._roots.clear()  # an interrupted forward (KeyboardInterrupt) leaves its own behind
         if self._open:  # else keep what set_loss_terms said of the backward to come
             self._stale = True
 
@@ -206,7 +207,7 @@ class CaptureWindow:
             call.release()
         self._open.clear()
         self._number += 1
-        self._roots.clear()  # an interrupted forward (KeyboardInterrupt) leaves its own behind
+        self._roots.clear()
         self._counted, self._stated, self._rootless, self._stale = 0, None, False, False
         self._backward_root = None
 
@@ -236,7 +237,7 @@ class ForwardCall:
         self._watch = weakref.ref(watch)
         self._root = root
         self._input: Tensor | None = layer_input.detach()
-        self._version = layer_input._version
+        self._version = _version(layer_input)
         self._gradient: Tensor | None = None
         self._committed = False
 
@@ -251,7 +252,7 @@ class ForwardCall:
                 window.discard()
             layer_input, self._input = self._input, None
             self._committed = True
-            if layer_input is None or layer_input._version != self._version:
+            if layer_input is None or _version(layer_input) != self._version:
                 window.dropped_calls += 1
                 return
             call = LayerCall(layer_input, gradient)
@@ -268,6 +269,11 @@ class ForwardCall:
 
     def release(self) -> None:
         self._gradient = None
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts the changes in place; inference tensors allow none and have no counter."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _reaches(weight: nn.Parameter) -> bool:

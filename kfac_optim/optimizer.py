@@ -341,9 +341,9 @@ class KFACOptimizer(Optimizer):
             self._warned = True
             warnings.warn(
                 f"kfac_optim: {len(names)} layers have gradients but no statistics and take the plain SGD step, the "
-                f"first of them {names[0]!r}. Either no finite statistics came yet, or their forward or backward is "
-                "out of sight: under torch.compile, torch.func, or with gradients from autograd.grad. Later such steps are "
-                "counted in metrics()['unpreconditioned_blocks'].",
+                f"first of them {names[0]!r}. Either no finite statistics came yet, or the layer was parametrized "
+                "since, or its forward or backward is out of sight: torch.compile, torch.func, or gradients "
+                "from autograd.grad. Later such steps are counted in metrics()['unpreconditioned_blocks'].",
                 stacklevel=4,
             )
 
