@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from kfac_optim.capture import CaptureWindow, Handle
+from kfac_optim.capture import CaptureWindow, Handle, LossCount
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.layers.base import LayerAdapter, LayerStatistics
 from kfac_optim.specs import LayerSpec
@@ -29,6 +29,8 @@ class Clock:
     folded_at: int = -1
     refreshed_at: int = -1
     folds_at_refresh: int = 0
+    summed_terms: float = 1
+    """`LossCount.summed` of the last statistics."""
 
 
 @dataclass(eq=False)
@@ -94,14 +96,15 @@ class KFACBlock:
         self.clock = Clock(step=self.clock.step)
         self.state = self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
 
-    def fold(self, loss_terms: float) -> None:
+    def fold(self, count: LossCount) -> None:
         """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
         if not self.inverse.has_pending(self.state):
             return
         clock = self.clock
         elapsed = clock.step - clock.folded_at if clock.folds else 0
-        self.inverse.fold(self.state, loss_terms, self.group["factor_decay"] ** elapsed)
+        self.inverse.fold(self.state, count.averaged, self.group["factor_decay"] ** elapsed)
         clock.folded_at = clock.step
+        clock.summed_terms = count.summed
         clock.folds += 1
 
     def refresh_due(self) -> bool:

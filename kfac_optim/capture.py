@@ -29,7 +29,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,15 @@ class LayerWatch:
     wanted: Callable[[], bool]
     emit: Callable[[LayerCall], None]
     discard: Callable[[], None]
+
+
+class LossCount(NamedTuple):
+    """The terms of a step's loss."""
+
+    averaged: float
+    """`M`, the terms that the mean runs over; 1 for a summed loss."""
+    summed: float
+    """Terms that are summed instead; 1 for a mean, infinity where the number is unknown."""
 
 
 class Handle(Protocol):
@@ -119,8 +128,6 @@ class CaptureWindow:
         rule: what the mean in the loss runs over.
         listening: whether backward passes count; an estimate says which do.
         dropped_calls: calls whose input was changed in place before the backward, ever.
-        summed_terms: how many terms' gradients are summed in the gradient rather than averaged: 1 for a mean. For a
-            sum the number of examples at the last statistics, infinity before.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -136,7 +143,6 @@ class CaptureWindow:
         self._stated: int | None = None
         self._rootless = False
         self._stale = False
-        self.summed_terms = math.inf if rule is LossTerms.SUM else 1.0
 
     def watch_root(self, model: nn.Module) -> tuple[Handle, ...]:
         """Read the number of loss terms off every forward of `model`."""
@@ -158,8 +164,8 @@ class CaptureWindow:
         """State the loss terms of the coming backward; counting is off until the window closes."""
         self._stated = (self._stated or 0) + terms
 
-    def close(self) -> float:
-        """End the window: the number of loss terms `M` in it, 1 for a summed loss.
+    def close(self) -> LossCount:
+        """End the window and count the loss terms in it.
 
         Raises:
             RuntimeError: `M` is unknown: a layer was called outside the model's forward, or neither the model's input
@@ -167,13 +173,10 @@ class CaptureWindow:
         """
         if self._stale:
             self.discard()
-        terms: float
         if self.rule is LossTerms.SUM:
-            terms = 1
-            if self._counted and not self._rootless:
-                self.summed_terms = self._counted
+            count = LossCount(averaged=1, summed=math.inf if self._rootless else self._counted)
         elif self._stated is not None:
-            terms = self._stated
+            count = LossCount(averaged=self._stated, summed=1)
         elif self._rootless:
             raise RuntimeError(
                 "kfac_optim: the number of terms in the loss's mean is unknown: a layer ran outside the model's "
@@ -182,9 +185,9 @@ class CaptureWindow:
                 "the number of terms the loss is averaged over, or run the model through its own forward."
             )
         else:
-            terms = self._counted
+            count = LossCount(averaged=self._counted, summed=1)
         self._reset()
-        return terms
+        return count
 
     def mark_stale(self) -> None:
         """The gradients so far were thrown away: forget their statistics when the next forward call counts.

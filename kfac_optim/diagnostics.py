@@ -92,12 +92,19 @@ def metrics(blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepReco
         numbers["unpreconditioned_blocks"] = float(len(record.unpreconditioned))
     if record is not None and record.measures is not None:
         measures = record.measures
-        scale, inner, direction, gradient = torch.stack(
-            [measures.scale, measures.inner, measures.direction_square, measures.gradient_square]
+        scale, held, inner, direction, gradient = torch.stack(
+            [
+                measures.scale,
+                measures.momentum_scale,
+                measures.inner,
+                measures.direction_square,
+                measures.gradient_square,
+            ]
         ).tolist()
         norms = math.sqrt(direction * gradient)
         numbers |= {
             "trust_region_scale": scale,
+            "momentum_scale": held,
             "cosine": inner / norms if norms > 0 else math.nan,
             "gradient_norm": math.sqrt(gradient),
             "direction_norm": scale * math.sqrt(direction),

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.execution import Executor
-from kfac_optim.trust_region import inner_product, trust_region_scale
+from kfac_optim.trust_region import inner_product, momentum_scale, trust_region_scale
 from kfac_optim.validation import check_kfac_numbers
 
 
@@ -23,12 +23,14 @@ class StepMeasures:
 
     Attributes:
         scale: trust-region scale `ν`, `[]`.
+        momentum_scale: what the momentum of earlier steps was multiplied by, `[]`.
         inner: `Δᵀ∇` before `ν`, `[]`.
         direction_square: `‖Δ‖²`, `[]`.
         gradient_square: `‖∇‖²`, `[]`.
     """
 
     scale: Tensor
+    momentum_scale: Tensor
     inner: Tensor
     direction_square: Tensor
     gradient_square: Tensor
@@ -68,17 +70,17 @@ def step(
         ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
     """
     kl_clip = _check(groups, blocks)
-    loss_terms = window.close()
+    count = window.close()
     executor.wait()
     with record_function("kfac.fold"):
         for block in blocks:
-            block.fold(loss_terms)
+            block.fold(count)
     with record_function("kfac.refresh"):
         due = [block for block in blocks if block.refresh_due()]
         executor.refresh(due)
         for block in due:
             block.mark_refreshed()
-    directions, record = _precondition(blocks, executor, kl_clip, window.summed_terms)
+    directions, record = _precondition(blocks, state, executor, kl_clip)
     with record_function("kfac.update"):
         for group in groups:
             params = executor.owned([param for param in group["params"] if param.grad is not None])
@@ -111,7 +113,7 @@ def _check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> 
 
 
 def _precondition(
-    blocks: Sequence[KFACBlock], executor: Executor, kl_clip: float | None, summed_terms: float
+    blocks: Sequence[KFACBlock], state: MutableMapping[Tensor, Any], executor: Executor, kl_clip: float | None
 ) -> tuple[dict[nn.Parameter, Tensor], StepRecord]:
     """The scaled preconditioned gradient of every parameter that has one."""
     active: list[KFACBlock] = []
@@ -133,30 +135,33 @@ def _precondition(
     with record_function("kfac.trust_region"):
         device = active[0].params[0].device
         inner, decrease, quadratic = _inner_products(active, matrices, grads, device)
+        buffers, momentum_decrease = _momentum(active, state, device)
         sums = torch.stack(
             [
                 quadratic,
                 decrease,
+                momentum_decrease,
                 inner,
                 inner_product(matrices, matrices, device),
                 inner_product(grads, grads, device),
             ]
         )
         sums = executor.all_reduce_scalars(sums)
-        quadratic, decrease, inner, direction_square, gradient_square = sums.unbind()
-        if kl_clip is None:
-            scale = torch.ones_like(inner)
-        else:
-            scale = trust_region_scale(quadratic, decrease, summed_terms, kl_clip)
-            for matrix in matrices:
-                matrix.mul_(scale.to(matrix.device, non_blocking=True))
+        quadratic, decrease, momentum_decrease, inner, direction_square, gradient_square = sums.unbind()
+        scale = held = torch.ones_like(inner)
+        if kl_clip is not None:
+            summed = max(block.clock.summed_terms for block in active)
+            scale = trust_region_scale(quadratic, decrease, summed, kl_clip)
+            held = momentum_scale(momentum_decrease, summed, kl_clip)
+            _scale(matrices, scale)
+            _scale(buffers, held)
         directions = {
             param: part
             for block, matrix in zip(active, matrices, strict=True)
             for param, part in zip(block.params, block.split(matrix), strict=True)
             if param.grad is not None
         }
-    measures = StepMeasures(scale, inner, direction_square, gradient_square)
+    measures = StepMeasures(scale, held, inner, direction_square, gradient_square)
     return directions, StepRecord(measures, tuple(unpreconditioned))
 
 
@@ -177,11 +182,42 @@ def _inner_products(
     quadratic = torch.zeros((), device=device)
     for group, lefts, rights in by_group.values():
         product = inner_product(lefts, rights, device)
-        lr = group["lr"].reshape(()).to(device) if isinstance(group["lr"], Tensor) else group["lr"]
+        lr = _scalar(group["lr"], device)
         inner = inner + product
         decrease = decrease + product * lr
         quadratic = quadratic + product * lr**2
     return inner, decrease, quadratic
+
+
+def _momentum(
+    blocks: Sequence[KFACBlock], state: MutableMapping[Tensor, Any], device: torch.device
+) -> tuple[list[Tensor], Tensor]:
+    """Momentum buffers `b` of the blocks' parameters, and the decrease `Σ lr μ bᵀ∇` that they promise, `[]`."""
+    buffers: list[Tensor] = []
+    decrease = torch.zeros((), device=device)
+    by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+    for block in blocks:
+        for param, group in zip(block.params, block.groups, strict=True):
+            buffer = state[param].get("momentum_buffer") if param in state else None
+            if param.grad is not None and buffer is not None and group["momentum"] != 0:
+                _, lefts, rights = by_group.setdefault(id(group), (group, [], []))
+                lefts.append(buffer)
+                rights.append(param.grad)
+    for group, lefts, rights in by_group.values():
+        buffers += lefts
+        sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
+        rate = sign * group["momentum"] * _scalar(group["lr"], device)
+        decrease = decrease + inner_product(lefts, rights, device) * rate
+    return buffers, decrease
+
+
+def _scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor.to(tensor.device, non_blocking=True))
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+    return value.reshape(()).to(device) if isinstance(value, Tensor) else value
 
 
 def _sgd(

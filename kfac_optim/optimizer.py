@@ -62,7 +62,8 @@ class KFACOptimizer(Optimizer):
             refresh comes at the first step with statistics, more of them while the averages are young (at the 2nd,
             3rd, 5th, 8th, … statistics).
         kl_clip: `κ` of the trust region (group; the same in all), in nats: bounds the squared length of a step in the
-            Fisher metric (Ba, Grosse & Martens 2017, §5; `trust_region.py`). None turns it off.
+            Fisher metric, and the rise that momentum may cause (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
+            None turns it off.
         inverse: representation of the inverse curvature; one, or a mapping from name globs or module classes.
         estimate: which output gradients make `G`.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
@@ -256,11 +257,12 @@ class KFACOptimizer(Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step, for any logger. Synchronises with the device.
 
-        `trust_region_scale` (ν), `cosine` (between raw and preconditioned gradient), `gradient_norm` and
-        `direction_norm` over the preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps;
-        `condition_A` and `condition_G` (largest 1-norm condition number of a damped factor); counts of
-        `refused_statistics` (non-finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed
-        in place before backward), `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
+        `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); `cosine`
+        (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` over the preconditioned
+        parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G` (largest 1-norm
+        condition number of a damped factor); counts of `refused_statistics` (non-finite), `retried_refreshes` and
+        `failed_refreshes`, `dropped_calls` (input changed in place before backward), `blocks`,
+        `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
         What is not known yet is absent.
         """
         return diagnostics.metrics(self._coverage.blocks, self._window, self._record)

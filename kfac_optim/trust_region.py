@@ -1,5 +1,6 @@
 """KL trust region: one scalar that bounds how far a step moves the model's predictive distribution."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,22 @@ def trust_region_scale(quadratic: Tensor, decrease: Tensor, summed_terms: float,
     """
     # A step of zero (no gradient) divides to inf and clamps to 1.
     return (kl_clip / torch.maximum(quadratic, decrease.square() / summed_terms)).sqrt().clamp(max=1)
+
+
+def momentum_scale(decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:
+    """Factor in (0, 1] for the momentum `b` of earlier steps, on the device.
+
+    The bound on the new step is of no use where the momentum of earlier ones, taken before the curvature rose, goes on
+    uphill. So it too may not raise the loss by more than `√κ`: where `lr μ bᵀ∇ < 0` it is scaled to that, for good
+    (compare the gradient restart of O'Donoghue & Candès 2015). Momentum that goes downhill is left alone.
+
+    Args:
+        decrease: `lr μ bᵀ∇` summed over every covered parameter, `[]`.
+        summed_terms: N for a summed loss, 1 for a mean.
+        kl_clip: `κ`, positive, in nats.
+    """
+    rise = (-decrease).clamp(min=0)
+    return (rise.reciprocal() * math.sqrt(kl_clip * summed_terms)).clamp(max=1)
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:
