@@ -162,6 +162,8 @@ class CaptureWindow:
 
     def set_loss_terms(self, terms: int) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
+        if self._stale:
+            self.discard()
         self._stated = (self._stated or 0) + terms
 
     def close(self) -> LossCount:
@@ -186,7 +188,9 @@ class CaptureWindow:
             )
         else:
             count = LossCount(averaged=self._counted, summed=1)
-        self._reset()
+        self._forget_calls()
+        self._roots.clear()
+        self._backward_root = None
         return count
 
     def mark_stale(self) -> None:
@@ -200,19 +204,17 @@ class CaptureWindow:
             self._stale = True
 
     def discard(self) -> None:
-        """Forget everything captured and stated since the last step."""
+        """Forget everything captured and stated since the last step. Also runs inside backward."""
         for watch in self._watches:
             watch.discard()
-        self._reset()
+        self._forget_calls()
 
-    def _reset(self) -> None:
+    def _forget_calls(self) -> None:
         for call in self._open:
             call.release()
         self._open.clear()
         self._number += 1
-        self._roots.clear()
         self._counted, self._stated, self._rootless, self._stale = 0, None, False, False
-        self._backward_root = None
 
     def _current_root(self) -> RootCall | None:
         if self._roots:
