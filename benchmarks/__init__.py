@@ -1,0 +1,9 @@
+"""Benchmarks of ``kfac_optim``: one module for each question, one shared harness, JSON out, plots from the JSON.
+
+    python -m benchmarks quickstart         does K-FAC beat a tuned SGD on real data?
+    python -m benchmarks step-cost          what does a step cost, and how far is that from the arithmetic floor?
+    python -m benchmarks preconditioning    does it precondition at all, and is the cold start safe?
+
+They need ``pip install -e ".[benchmarks]"``. A new question is a new module with ``HELP``, ``add_arguments(parser)``
+and ``run(args)``, and one line in ``__main__.py``.
+"""

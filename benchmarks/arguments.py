@@ -1,0 +1,75 @@
+"""Types of command-line arguments: each turns a word into a value or says what was expected instead."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+from dataclasses import dataclass
+
+import torch
+
+
+class UsageError(ValueError):
+    """Arguments that are right one by one and wrong together; the command line reports it and exits with 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Periods:
+    """Optimizer steps between statistics, and between refreshes of the inverses."""
+
+    factor: int
+    inverse: int
+
+    def __str__(self) -> str:
+        return f"{self.factor},{self.inverse}"
+
+    @property
+    def common(self) -> int:
+        """Steps after which both periods start anew."""
+        return math.lcm(self.factor, self.inverse)
+
+
+def positive_int(word: str) -> int:
+    try:
+        number = int(word)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ArgumentTypeError(f"expected a whole number of at least 1, got {word!r}")
+    return number
+
+
+def positive_float(word: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not (0 < number < math.inf):
+        raise ArgumentTypeError(f"expected a number above 0, got {word!r}")
+    return number
+
+
+def periods(word: str) -> Periods:
+    try:
+        factor, inverse = map(int, word.split(","))
+    except ValueError:
+        factor = inverse = 0
+    if min(factor, inverse) < 1:
+        raise ArgumentTypeError(
+            f"expected FACTOR,INVERSE, two whole numbers of at least 1 such as 10,100, got {word!r}"
+        )
+    return Periods(factor, inverse)
+
+
+def device(word: str) -> torch.device:
+    try:
+        found = torch.device(word)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {word!r}")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ArgumentTypeError(
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices, got {word!r}; use --device cpu"
+        )
+    return found

@@ -1,0 +1,112 @@
+"""What every benchmark shares: pinned threads, interleaved timing, a description of the machine, results as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def pin_threads(threads: int | None) -> int:
+    """Fix the number of torch's CPU threads; None keeps torch's own choice. Returns the number in use."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """What decides how fast a benchmark runs. Nothing that tells one owner's machine from another's."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def write_json(path: Path, report: Mapping[str, Any], device: torch.device) -> None:
+    """Write ``report`` with the command and the machine that made it."""
+    # Paths in the command are the caller's own and mean nothing elsewhere; their last part tells enough.
+    arguments = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"command": command, "machine": describe_machine(device), **report}
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One thing to time: ``step()`` is run in blocks of ``block`` steps, so that periodic work is seen whole."""
+
+    name: str
+    step: Callable[[], object]
+    block: int
+
+
+def time_interleaved(
+    contenders: Sequence[Contender], rounds: int, device: torch.device, advance: Callable[[int], object]
+) -> dict[str, list[float]]:
+    """Seconds of a step of each contender in each round, averaged over one block.
+
+    Every round runs one block of every contender, in alternating order, so that a machine that slows down or
+    warms up does so for all of them alike: compare figures of the *same* round.
+
+    Args:
+        contenders: warmed up already.
+        rounds: how many blocks of each to run.
+        device: waited for before the clock is read.
+        advance: told the number of steps done after each block, for a progress bar.
+    """
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds):
+        for contender in contenders if number % 2 == 0 else reversed(contenders):
+            _synchronize(device)
+            started = time.perf_counter()
+            for _ in range(contender.block):
+                contender.step()
+            _synchronize(device)
+            seconds[contender.name].append((time.perf_counter() - started) / contender.block)
+            advance(contender.block)
+    return seconds
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Median over the rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def matmul_rate(device: torch.device, repeats: int = 5) -> float:
+    """Floating-point operations per second of a large float32 matrix product: the median of ``repeats``."""
+    size = 8192 if device.type == "cuda" else 2048  # large enough that starting the product costs nothing
+    a, b = torch.randn(2, size, size, device=device)
+    torch.mm(a, b)
+    timed = time_interleaved([Contender("matmul", lambda: torch.mm(a, b), 1)], repeats, device, lambda _: None)
+    return 2.0 * size**3 / statistics.median(timed["matmul"])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _processor() -> str:
+    """The processor's model: `platform.processor()` gives only the architecture on Linux."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,133 @@
+"""The networks of the benchmarks, all with torch's default initialisation."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def mlp(widths: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
+    """Flattens ``[batch, ...]``; ``widths[0]`` inputs to ``widths[-1]`` linear outputs, without normalisation."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Autoencoder(nn.Module):
+    """Fully connected autoencoder of Hinton & Salakhutdinov (2006): ReLU units, a linear code, logits out.
+
+    The decoder mirrors the encoder: ``widths`` runs from the pixels to the code.
+    """
+
+    def __init__(self, widths: Sequence[int] = (784, 1000, 500, 250, 30)) -> None:
+        super().__init__()
+        self.encoder = mlp(widths, nn.ReLU)
+        self.decoder = mlp(widths[::-1], nn.ReLU)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[batch, ...]`` pixels to ``[batch, widths[0]]`` logits of the pixels."""
+        logits: Tensor = self.decoder(self.encoder(images))
+        return logits
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, batch_norm: bool) -> None:
+        super().__init__()
+
+        def normalisation() -> nn.Module:
+            return nn.BatchNorm2d(outputs) if batch_norm else nn.Identity()
+
+        # A normalisation right after a convolution makes its bias idle.
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=not batch_norm)
+        self.norm1 = normalisation()
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=not batch_norm)
+        self.norm2 = normalisation()
+        self.stride = stride
+        self.new_channels = outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        # Option A of the paper: subsample, and fill the new channels with zeros; no parameters.
+        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+        return F.relu(residual + shortcut)
+
+
+class ResNet20(nn.Module):
+    """The 20-layer network for CIFAR of He et al. (2016), arXiv 1512.03385, section 4.2, with option A shortcuts."""
+
+    def __init__(self, classes: int = 10, batch_norm: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=not batch_norm)
+        self.norm = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
+        stages = ((16, 16, 1), (16, 32, 2), (32, 64, 2))
+        self.blocks = nn.Sequential(
+            *(
+                _ResidualBlock(inputs if first else outputs, outputs, stride if first else 1, batch_norm)
+                for inputs, outputs, stride in stages
+                for first in (True, False, False)
+            )
+        )
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[batch, 3, height, width]`` to ``[batch, classes]`` logits."""
+        features = self.blocks(F.relu(self.norm(self.stem(images))))
+        logits: Tensor = self.head(features.mean(dim=(2, 3)))
+        return logits
+
+
+class _TransformerBlock(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.feedforward = nn.Sequential(
+            OrderedDict(up=nn.Linear(width, hidden), activation=nn.GELU(), down=nn.Linear(hidden, width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        q, k, v = (  # [batch, heads, tokens, width / heads]
+            projection(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        refined: Tensor = self.feedforward(self.norm2(x))
+        return x + refined
+
+
+class Transformer(nn.Module):
+    """A pre-norm decoder for language modelling by characters; q, k, v and out are four linear layers."""
+
+    def __init__(
+        self,
+        vocabulary: int = 65,
+        context: int = 128,
+        width: int = 256,
+        hidden: int = 1024,
+        heads: int = 4,
+        layers: int = 4,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(_TransformerBlock(width, heads, hidden) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits

@@ -1,0 +1,108 @@
+"""The training loop of every benchmark that compares optimizers: same weights and batches, another optimizer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.data import Split
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""``(outputs, targets) → []``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Losses and accuracies over whole splits after ``steps`` steps and ``seconds`` of training."""
+
+    steps: int
+    seconds: float
+    train_loss: float
+    train_accuracy: float
+    validation_loss: float
+    validation_accuracy: float
+
+
+@dataclass(slots=True)
+class History:
+    """What a run left behind.
+
+    Attributes:
+        batch_losses: loss of each mini-batch before its step.
+        seconds: wall-clock time of the training steps alone; evaluation and observation are not counted.
+        diverged: whether a loss was not finite, which ends the run.
+    """
+
+    batch_losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    diverged: bool = False
+
+    @property
+    def steps(self) -> int:
+        return len(self.batch_losses)
+
+    @property
+    def highest_rise(self) -> float:
+        """The highest mini-batch loss over the first one: 1 where training never got worse than it began."""
+        # Not `max` alone: it is blind to a nan that is not the first.
+        return math.inf if self.diverged else max(self.batch_losses) / self.batch_losses[0]
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss_function: LossFunction,
+    *,
+    period: int,
+    observe: Callable[[History], None],
+) -> History:
+    """Train on all of ``batches``, calling ``observe(history)`` after every ``period`` steps.
+
+    A batch is ``(inputs [batch, ...], targets)``. The run ends early once a loss is not finite.
+    """
+    history = History()
+    pending: list[Tensor] = []  # read back only when observed: no step waits for its own loss
+    started = time.perf_counter()
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = loss_function(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        pending.append(loss.detach())
+        if len(pending) == period:
+            history.batch_losses += torch.stack(pending).tolist()
+            history.seconds += time.perf_counter() - started
+            pending.clear()
+            if not all(map(math.isfinite, history.batch_losses[-period:])):
+                history.diverged = True
+                return history
+            observe(history)
+            started = time.perf_counter()
+    history.batch_losses += [loss.item() for loss in pending]
+    history.seconds += time.perf_counter() - started
+    history.diverged = not all(map(math.isfinite, history.batch_losses))
+    return history
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, split: Split, loss_function: LossFunction, batch_size: int = 4096
+) -> tuple[float, float]:
+    """Mean loss and accuracy of a classifier over a whole split; leaves the model in training mode."""
+    model.eval()
+    loss_sum, correct = 0.0, 0
+    for inputs, labels in zip(
+        torch.split(split.inputs, batch_size), torch.split(split.targets, batch_size), strict=True
+    ):
+        logits = model(inputs)  # [batch, classes]
+        loss_sum += loss_function(logits, labels).item() * len(labels)
+        correct += int((logits.argmax(-1) == labels).sum())
+    model.train()
+    return loss_sum / len(split), correct / len(split)

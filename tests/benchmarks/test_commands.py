@@ -1,0 +1,123 @@
+"""The command line: each benchmark runs whole in its quick form, and bad arguments are refused with the remedy."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.__main__ import main
+from benchmarks.quickstart import Run, verdict
+from benchmarks.training import Checkpoint, train
+
+
+def run(*arguments: object) -> None:
+    main([str(argument) for argument in arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        run(*arguments)
+    assert exit_.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_quickstart_leaves_a_table_a_plot_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("quickstart", "--quick", "--out", tmp_path)
+    printed = capsys.readouterr().out
+    assert "Learning rates tried" in printed
+    assert "steps and seconds to a training loss of" in " ".join(printed.split())
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "digits.json").read_text())
+    assert [best["optimizer"] for best in report["best"]] == ["SGD", "KFAC"]
+    losses = [point["train_loss"] for point in report["best"][0]["checkpoints"]]
+    assert report["target"] == min(losses)
+    # One seed, one set of weights: before the first step both see the same loss; K-FAC is already ahead after a few.
+    sgd, kfac = (best["checkpoints"] for best in report["best"])
+    assert kfac[-1]["train_loss"] < sgd[-1]["train_loss"]
+    assert [point["steps"] for point in sgd] == [point["steps"] for point in kfac]
+
+
+def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    run("step-cost", "--quick", "--models", "transformer", "--periods", "1,2", "--out", out)
+    (cost,) = json.loads(out.read_text())["models"]
+    (period,) = cost["periods"]
+    assert period["periods"] == "1,2"
+    assert period["floor_ratio"] > 1
+    assert math.isclose(period["gap"], (period["ratio"] - 1) / (period["floor_ratio"] - 1))
+    assert set(cost["parts"]) == {"update", "application", "statistics", "refresh"}
+    assert all(part["floor_seconds"] >= 0 for part in cost["parts"].values())
+    assert cost["state_multiple"] > 1  # two averages and two inverses of each layer
+
+
+def test_preconditioning_reads_the_cosine_and_the_rise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.rand(1024, 1, 28, 28)
+    split = type("Split", (), {"inputs": images})
+    monkeypatch.setattr("benchmarks.data.mnist", lambda _: type("Data", (), {"train": split}))
+    run("preconditioning", "--steps", 10, "--out", tmp_path / "cosine.json")
+    report = json.loads((tmp_path / "cosine.json").read_text())
+    assert report["cosines"] == [report["median_cosine"]]
+    assert 0 < report["median_cosine"] < 1
+    assert report["highest_rise"] == max(report["batch_losses"]) / report["batch_losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quickstart", "--epochs", "0"], "--epochs: expected a whole number of at least 1, got '0'"),
+        (["quickstart", "--dataset", "cifar"], "--dataset: invalid choice: 'cifar'"),
+        (["quickstart", "--data-dir", "x"], "--data-dir: digits comes with scikit-learn.*pass --dataset mnist"),
+        (["step-cost", "--periods", "1;2"], "--periods: expected FACTOR,INVERSE.*got '1;2'"),
+        (["step-cost", "--device", "tpu"], "--device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
+        (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),
+        (["quickstart", "--dataset", "mnist", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere'"),
+        ([], "BENCHMARK"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert re.search(message, refused(capsys, *arguments))
+
+
+def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run("--help")
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("quickstart", "step-cost", "preconditioning"))
+
+
+def checkpoint(steps: int, loss: float) -> Checkpoint:
+    return Checkpoint(steps, steps / 10, loss, 1.0, loss, 1.0)
+
+
+def test_the_verdict_compares_steps_and_seconds_to_the_target() -> None:
+    sgd = Run("SGD", 0.1, 1.0, [checkpoint(10, 2.0), checkpoint(40, 1.0)])
+    kfac = Run("KFAC", 0.1, 1.0, [checkpoint(10, 1.0), checkpoint(40, 0.5)])
+    assert "0.25 of its steps and 0.25 of its seconds" in verdict([sgd, kfac], sgd.best_loss)
+    assert "did not reach" in verdict([kfac, sgd], kfac.best_loss)
+
+
+def test_training_stops_at_a_loss_that_is_not_finite() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    batch = (torch.ones(1, 1), torch.ones(1, 1))
+    seen: list[int] = []
+    history = train(
+        model, optimizer, [batch] * 9, nn.functional.mse_loss, period=3, observe=lambda h: seen.append(h.steps)
+    )
+    assert history.diverged
+    assert history.highest_rise == math.inf
+    assert history.steps == 3
+    assert seen == []

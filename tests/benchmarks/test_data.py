@@ -1,0 +1,77 @@
+"""Real data arrive as plain tensors, from a dependency or from a folder in the hub's layout."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from benchmarks import data
+from benchmarks.data import DataError, Split
+
+
+def encoded(value: int) -> dict[str, object]:
+    """A grey 28 × 28 image of one shade, as the hub stores it."""
+    buffer = io.BytesIO()
+    Image.new("L", (28, 28), value).save(buffer, format="PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def write_parquet(folder: Path, name: str, shades: list[int], column: str = "image") -> None:
+    rows = {column: [encoded(shade) for shade in shades], "label": [shade % 10 for shade in shades]}
+    Dataset.from_dict(rows).to_parquet(folder / f"{name}-00000-of-00001.parquet")
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    images = data.digits()
+    assert images.train.inputs.shape == (1437, 1, 8, 8)
+    assert images.validation.inputs.shape == (360, 1, 8, 8)
+    assert images.train.inputs.min() == 0
+    assert images.train.inputs.max() == 1
+    assert torch.equal(images.train.targets, data.digits().train.targets)
+    assert set(images.validation.targets.tolist()) == set(range(10))
+
+
+def test_standardized_uses_the_training_images_alone() -> None:
+    images = data.digits()
+    standard = images.standardized()
+    assert standard.train.inputs.mean().abs() < 1e-5
+    assert (standard.train.inputs.std() - 1).abs() < 1e-5
+    mean, deviation = images.train.inputs.mean(), images.train.inputs.std()
+    torch.testing.assert_close(standard.validation.inputs, (images.validation.inputs - mean) / deviation)
+
+
+def test_mnist_is_read_from_a_folder_in_the_hubs_layout(tmp_path: Path) -> None:
+    write_parquet(tmp_path, "train", [0, 51, 255])
+    write_parquet(tmp_path, "test", [102])
+    images = data.mnist(tmp_path)
+    assert images.train.inputs.shape == (3, 1, 28, 28)
+    torch.testing.assert_close(images.train.inputs[:, 0, 0, 0], torch.tensor([0.0, 0.2, 1.0]))
+    assert images.train.targets.tolist() == [0, 1, 5]
+    torch.testing.assert_close(images.validation.inputs[:, 0, 3, 4], torch.tensor([0.4]))
+
+
+def test_a_folder_that_is_not_there_or_lacks_a_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no folder .*nowhere.*pass the folder"):
+        data.mnist(tmp_path / "nowhere")
+    write_parquet(tmp_path, "train", [1])
+    with pytest.raises(DataError, match=r"has no test-\*.parquet; it holds train-00000"):
+        data.mnist(tmp_path)
+
+
+def test_a_folder_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        write_parquet(tmp_path, name, [1], column="picture")
+    with pytest.raises(DataError, match=r"expected the columns 'image' and 'label'.*got \['picture', 'label'\]"):
+        data.mnist(tmp_path)
+
+
+def test_batches_are_a_permutation_and_depend_on_the_seed_alone() -> None:
+    split = Split(torch.arange(10.0), torch.arange(10))
+    first, again, other = (torch.cat([targets for _, targets in data.batches(split, 3, 2, seed)]) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert len(first) == 18  # three whole batches in each of two epochs
+    assert len(set(first[:9].tolist())) == 9

@@ -1,0 +1,42 @@
+"""Determinism for every test: one thread, seeded generators, the same hypothesis examples on every machine."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, register_random, settings
+
+
+class _TorchRandom:
+    """Torch's generator under hypothesis's control: every example starts from the same seed."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_TORCH_RANDOM = _TorchRandom()  # hypothesis holds it weakly
+register_random(_TORCH_RANDOM)
+settings.register_profile(
+    "kfac",
+    deadline=None,
+    derandomize=True,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("kfac")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def float64() -> Iterator[None]:
+    """New tensors and modules are float64 throughout a test module that asks for it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

@@ -1,0 +1,253 @@
+import oracles
+import pytest
+import torch
+from cases import STRUCTURES, LayerCase, any_loss, conv_cases, linear_cases, snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import assert_same
+from torch import Tensor, nn
+
+from kfac_optim import Cholesky, KFACOptimizer, LayerSpec, Structure, WeightSharing
+from kfac_optim.inverses.cholesky import CholeskyState
+
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),
+]
+
+# -- the step, through the optimizer -----------------------------------------------------------------------------
+
+
+def displacement(module: nn.Module, before: dict[str, Tensor]) -> Tensor:
+    """What a step of learning rate 1 subtracted, as `[groups, out, in]`."""
+    moved = {name: before[name] - param.detach() for name, param in module.named_parameters() if param.grad is not None}
+    return oracles.gradient_matrix(module, moved)
+
+
+def free_optimizer(model: nn.Module, **options: object) -> KFACOptimizer:
+    """One whose steps subtract the preconditioned gradient and nothing else."""
+    return KFACOptimizer(model, lr=1.0, momentum=0.0, kl_clip=None, **options)
+
+
+@given(
+    case=st.one_of(linear_cases(), conv_cases()),
+    structure=st.sampled_from(STRUCTURES),
+    sharing=st.sampled_from(WeightSharing),
+    damping=st.sampled_from([1e-3, 0.1, 10.0]),
+)
+def test_the_step_solves_the_damped_kronecker_system(
+    case: LayerCase, structure: tuple[Structure, Structure], sharing: WeightSharing, damping: float
+) -> None:
+    module = case.module()
+    optimizer = free_optimizer(module, structure=structure, weight_sharing=sharing, damping=damping)
+    before = snapshot(module)
+    any_loss(module(case.input())).backward()
+    optimizer.step()
+    grad = oracles.gradient_matrix(module)
+    curvature = oracles.damped_kronecker(*optimizer.factors()[""], grad, damping)
+    # Displacements are differences of parameters, exact to rounding of the parameters only.
+    difference = displacement(module, before) - oracles.solve(curvature, grad)
+    assert float(difference.abs().max()) < 1e-9 * float(grad.abs().max()) / damping + 1e-12
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+def test_every_layer_of_a_model_solves_its_own_system(structure: tuple[Structure, Structure]) -> None:
+    # Equal shapes are inverted in one batch, across layers and groups: none may take another's.
+    model = nn.Sequential(
+        nn.Conv1d(4, 4, 1, groups=2),
+        nn.Tanh(),
+        nn.Conv1d(4, 4, 2, groups=4),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+        nn.Tanh(),
+        nn.Linear(3, 3),
+        nn.Linear(3, 3, bias=False),
+    )
+    optimizer = free_optimizer(model, structure=structure, damping=0.1)
+    before = snapshot(model)
+    any_loss(model(torch.randn(6, 4, 3))).backward()
+    optimizer.step()
+    for name, pair in optimizer.factors().items():
+        layer = model.get_submodule(name)
+        grad = oracles.gradient_matrix(layer)
+        expected = oracles.solve(oracles.damped_kronecker(*pair, grad, 0.1), grad)
+        local = {key.removeprefix(f"{name}."): value for key, value in before.items() if key.startswith(f"{name}.")}
+        assert_same(displacement(layer, local), expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "bias"), [(1, 4, False), (4, 1, False), (4, 1, True), (1, 1, False), (1, 1, True)]
+)
+def test_beside_a_scalar_factor_damping_is_exact(inputs: int, outputs: int, bias: bool) -> None:
+    module = nn.Linear(inputs, outputs, bias=bias)
+    optimizer = free_optimizer(module, damping=0.3)
+    before = snapshot(module)
+    any_loss(module(torch.randn(6, inputs))).backward()
+    optimizer.step()
+    grad = oracles.gradient_matrix(module)
+    curvature = oracles.kronecker(*optimizer.factors()[""])
+    exact = oracles.solve(curvature + 0.3 * torch.eye(curvature.shape[-1]), grad)
+    assert_same(displacement(module, before), exact, rtol=1e-8)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+def test_a_group_that_saw_only_zeros_is_damped_all_the_same(structure: tuple[Structure, Structure]) -> None:
+    module = nn.Conv1d(4, 6, 1, groups=2, bias=False)
+    optimizer = free_optimizer(module, structure=structure, damping=0.01, factor_update_period=100)
+    dead = torch.randn(5, 4, 3)
+    dead[:, :2] = 0
+    any_loss(module(dead)).backward()
+    optimizer.step()
+    # A later step, on the same factors, in which the dead group has a gradient.
+    optimizer.zero_grad()
+    before = snapshot(module)
+    any_loss(module(torch.randn(5, 4, 3))).backward()
+    optimizer.step()
+    a, g = optimizer.factors()[""]
+    assert a is None or not a[0].any()
+    grad = oracles.gradient_matrix(module)
+    assert grad[0].any()
+    expected = oracles.solve(oracles.damped_kronecker(a, g, grad, 0.01), grad)
+    assert_same(displacement(module, before), expected, rtol=1e-8)
+
+
+def test_a_layer_without_gradient_signal_is_damped_all_the_same() -> None:
+    module = nn.Linear(3, 2)
+    optimizer = free_optimizer(module, damping=0.01, factor_update_period=100)
+    (module(torch.randn(5, 3)) * 0).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = snapshot(module)
+    any_loss(module(torch.randn(5, 3))).backward()
+    optimizer.step()
+    a, g = optimizer.factors()[""]
+    assert not g.any()
+    grad = oracles.gradient_matrix(module)
+    assert_same(
+        displacement(module, before), oracles.solve(oracles.damped_kronecker(a, g, grad, 0.01), grad), rtol=1e-8
+    )
+
+
+@pytest.mark.parametrize(("period", "refreshed"), [(100, {0, 1, 2, 4, 7}), (3, {0, 1, 2, 3, 5, 6})])
+def test_between_refreshes_the_inverse_is_that_of_the_last_refresh(period: int, refreshed: set[int]) -> None:
+    # By period, and while the averages are young whenever they hold half as many samples more.
+    module = nn.Linear(3, 2)
+    optimizer = free_optimizer(module, damping=0.1, inverse_update_period=period)
+    for step in range(9):
+        optimizer.zero_grad()
+        before = snapshot(module)
+        any_loss(module(torch.randn(5, 3))).backward()
+        optimizer.step()
+        if step in refreshed:
+            kept = optimizer.factors()[""]
+        grad = oracles.gradient_matrix(module)
+        expected = oracles.solve(oracles.damped_kronecker(*kept, grad, 0.1), grad)
+        assert_same(displacement(module, before), expected, rtol=1e-8)
+
+
+# -- the representation alone ------------------------------------------------------------------------------------
+
+CHOLESKY = Cholesky()
+CPU = torch.device("cpu")
+
+
+def spec(inputs: int, outputs: int, groups: int, structure: tuple[Structure, Structure]) -> LayerSpec:
+    return LayerSpec("layer", ("weight",), inputs, outputs, groups=groups, structure=structure)
+
+
+def measured_state(
+    inputs: int = 4,
+    outputs: int = 3,
+    groups: int = 2,
+    structure: tuple[Structure, Structure] = (Structure.DENSE, Structure.DENSE),
+) -> CholeskyState:
+    """A state whose averages are full-rank second moments."""
+    state = CHOLESKY.init(spec(inputs, outputs, groups, structure), dtype=torch.float64, device=CPU)
+    for factor in (state.pair.a, state.pair.g):
+        if factor is not None:
+            moments = torch.randn(groups, 20, factor.average.shape[-1])
+            whole = moments.mT @ moments
+            factor.add(whole if factor.structure is Structure.DENSE else whole.diagonal(dim1=1, dim2=2).clone())
+    state.pair.rows = 20
+    CHOLESKY.fold(state, 1, 1.0)
+    return state
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+def test_before_any_refresh_the_gradient_comes_back(structure: tuple[Structure, Structure]) -> None:
+    grad = torch.randn(2, 3, 4)
+    assert_same(CHOLESKY.apply(measured_state(structure=structure), grad), grad, rtol=0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.floats(1e-3, 10)), min_size=1, max_size=4
+    )
+)
+def test_blocks_refreshed_together_come_out_as_alone(
+    structure: tuple[Structure, Structure], shapes: list[tuple[int, int, int, float]]
+) -> None:
+    states = [measured_state(*dims, structure) for *dims, _ in shapes]
+    dampings = [damping for *_, damping in shapes]
+    CHOLESKY.refresh(states, dampings)
+    for state, (inputs, outputs, groups, damping) in zip(states, shapes, strict=True):
+        grad = torch.randn(groups, outputs, inputs)
+        curvature = oracles.damped_kronecker(*CHOLESKY.factors(state), grad, damping)
+        assert_same(CHOLESKY.apply(state, grad), oracles.solve(curvature, grad), rtol=1e-8)
+
+
+def test_a_failed_inversion_keeps_the_last_good_inverse_of_its_group_only() -> None:
+    broken, sound = measured_state(), measured_state()
+    CHOLESKY.refresh([broken, sound], [0.1, 0.1])
+    old = broken.a_inverse.clone(), broken.g_inverse.clone()
+    for state in (broken, sound):
+        state.pair.a.average.mul_(2)
+    # Indefinite beyond repair, with the trace of a sound factor: damping stays what it was.
+    broken.pair.a.average[1] = torch.diag(torch.tensor([-500.0, 200.0, 200.0, 200.0]))
+    CHOLESKY.refresh([broken, sound], [0.1, 0.1])
+    assert_same(broken.a_inverse[1], old[0][1], rtol=0)
+    assert not torch.allclose(broken.a_inverse[0], old[0][0])
+    assert (int(broken.failed), int(sound.failed)) == (1, 0)
+    grad = torch.randn(2, 3, 4)
+    expected = oracles.solve(oracles.damped_kronecker(*CHOLESKY.factors(sound), grad, 0.1), grad)
+    assert_same(CHOLESKY.apply(sound, grad), expected, rtol=1e-8)
+
+
+def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counted() -> None:
+    state = measured_state(groups=1)
+    state.pair.g.average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))
+    state.pair.a.average[0] = torch.eye(4) * state.pair.g.trace() / 3  # π = 1
+    CHOLESKY.refresh([state], [1e-5])
+    shift = 10 * 1e-5**0.5
+    assert_same(state.g_inverse[0], torch.linalg.inv(state.pair.g.average[0] + shift * torch.eye(3)), rtol=1e-8)
+    assert (int(state.retried), int(state.failed)) == (1, 0)
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+def test_the_condition_number_is_the_worst_of_the_damped_groups(structure: Structure) -> None:
+    state = measured_state(structure=(structure, structure))
+    CHOLESKY.refresh([state], [0.5])
+    for side, (factor, inverse) in enumerate(
+        zip(CHOLESKY.factors(state), (state.a_inverse, state.g_inverse), strict=True)
+    ):
+        dim = factor.shape[-1]
+        damped = torch.linalg.inv(oracles.dense(inverse, 2, dim))
+        assert_same(state.condition[side], torch.linalg.cond(damped, p=1).max(), rtol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) -> None:
+    state = CHOLESKY.init(spec(4, 3, 1, (Structure.DENSE, Structure.DENSE)), dtype=dtype, device=CPU)
+    for factor in (state.pair.a, state.pair.g):
+        dim = factor.average.shape[-1]
+        factor.add(torch.diag(torch.arange(1.0, dim + 1)).to(dtype)[None])
+    state.pair.rows = 1
+    CHOLESKY.fold(state, 1, 1.0)
+    CHOLESKY.refresh([state], [0.1])
+    grad = torch.randn(1, 3, 4, dtype=dtype)
+    direction = CHOLESKY.apply(state, grad)
+    assert direction.dtype == torch.float32
+    a, g = CHOLESKY.factors(state)
+    curvature = oracles.damped_kronecker(a.double(), g.double(), grad.double(), 0.1)
+    assert_same(direction.double(), oracles.solve(curvature, grad.double()), rtol=1e-5)

@@ -1,0 +1,388 @@
+"""Running averages, alone and through the optimizer, and the scale that the loss's mean gives to `G`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import measure, snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import assert_same
+from torch import Tensor, nn
+
+from kfac_optim import KFACOptimizer, LossTerms, Structure
+from kfac_optim.factors import Factor
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+def new_factor(structure: Structure = Structure.DENSE, dtype: torch.dtype = torch.float64, groups: int = 2) -> Factor:
+    return Factor(groups, 3, structure, dtype=dtype, device=torch.device("cpu"))
+
+
+def random_moment(factor: Factor) -> Tensor:
+    return torch.randn_like(factor.average)
+
+
+def weighted_mean(samples: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return sum(weight * sample for weight, sample in zip(weights, samples, strict=True)) / sum(weights)
+
+
+# -- one factor --------------------------------------------------------------------------------------------------
+
+folds = st.lists(
+    st.tuples(st.integers(0, 50), st.floats(0.3, 1), st.booleans()),  # mass, decay, accepted
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+@given(history=folds)
+def test_average_is_the_mean_weighted_by_mass_and_decay(
+    structure: Structure, history: list[tuple[int, float, bool]]
+) -> None:
+    factor = new_factor(structure)
+    samples, weights = [], []
+    for mass, decay, accepted in history:
+        moment = random_moment(factor)
+        factor.add(moment.clone())
+        factor.fold(scale=0.5, mass=mass, decay=decay, accept=YES if accepted else NO)
+        samples.append(moment * 0.5)
+        weights = [weight * decay for weight in weights] + [mass * accepted]
+    assert_same(factor.mass, torch.tensor(float(sum(weights))))
+    assert_same(factor.average, weighted_mean(samples, weights) if sum(weights) else torch.zeros_like(factor.average))
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.95, 1.0])
+def test_the_first_sample_is_taken_whole(decay: float) -> None:
+    factor = new_factor()
+    moment = random_moment(factor)
+    factor.add(moment.clone())
+    factor.fold(scale=1, mass=7, decay=decay, accept=YES)
+    assert_same(factor.average, moment, rtol=0)
+
+
+def test_moments_of_one_step_add_up_and_are_normalised_once() -> None:
+    factor = new_factor()
+    parts = [random_moment(factor) for _ in range(3)]
+    for part in parts:
+        factor.add(part.clone())
+    factor.fold(scale=1 / 12, mass=12, decay=0.9, accept=YES)
+    assert_same(factor.average, sum(parts) / 12)
+    assert factor.pending is None
+
+
+@given(history=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
+def test_averages_of_two_workers_merge_exactly(history: list[tuple[int, int]]) -> None:
+    left, right, both = new_factor(), new_factor(), new_factor()
+    for n_left, n_right in history:
+        moments = [random_moment(left) for _ in range(2)]
+        for factor, moment, n in zip((left, right), moments, (n_left, n_right), strict=True):
+            factor.add(moment.clone())
+            factor.fold(scale=1, mass=n, decay=0.8, accept=YES)
+        total = n_left + n_right
+        both.add(n_left * moments[0] + n_right * moments[1])
+        both.fold(scale=1 / max(total, 1), mass=total, decay=0.8, accept=YES)
+    assert_same(left.mass + right.mass, both.mass)
+    if both.mass > 0:
+        assert_same((left.mass * left.average + right.mass * right.average) / both.mass, both.average)
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_refused_sample_leaves_the_average_bitwise_and_only_decays_the_mass(structure: Structure, bad: float) -> None:
+    factor = new_factor(structure)
+    factor.add(random_moment(factor))
+    factor.fold(scale=1, mass=5, decay=0.9, accept=YES)
+    before = factor.average.clone()
+    spoiled = random_moment(factor)
+    spoiled[1, ..., 0] = bad
+    factor.add(spoiled)
+    finite = factor.pending_is_finite()
+    assert not finite
+    factor.fold(scale=1, mass=3, decay=0.9, accept=finite)
+    assert torch.equal(factor.average.view(torch.int64), before.view(torch.int64))
+    assert_same(factor.mass, torch.tensor(5 * 0.9))
+    factor.add(random_moment(factor))
+    assert factor.pending_is_finite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_mass_is_exact_whatever_the_dtype_of_the_factor(dtype: torch.dtype) -> None:
+    factor = new_factor(dtype=dtype)
+    for _ in range(300):
+        factor.add(torch.ones_like(factor.average))
+        factor.fold(scale=1, mass=1001, decay=1, accept=YES)
+    assert float(factor.mass) == 300 * 1001
+    assert_same(factor.average, torch.ones_like(factor.average), rtol=0)
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+def test_trace_sums_the_diagonal_of_each_group(structure: Structure) -> None:
+    factor = new_factor(structure)
+    factor.add(random_moment(factor))
+    factor.fold(scale=1, mass=1, decay=1, accept=YES)
+    assert_same(factor.trace(), torch.stack([matrix.trace() for matrix in oracles.dense(factor.average, 2, 3)]))
+
+
+# -- through the optimizer ---------------------------------------------------------------------------------------
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().sum() / len(output)
+
+
+def alone(features: Tensor, loss_of: Callable[[Tensor], Tensor] = mean_square, **options: Any) -> dict:
+    return measure(build(), features, loss_of, **options).factors
+
+
+def still(model: nn.Module, **options: Any) -> KFACOptimizer:
+    """An optimizer whose steps move nothing."""
+    return KFACOptimizer(model, lr=0.0, kl_clip=None, **options)
+
+
+def feed(optimizer: KFACOptimizer, model: nn.Module, features: Tensor) -> None:
+    optimizer.zero_grad()
+    mean_square(model(features)).backward()
+    optimizer.step()
+
+
+def merged(histories: Sequence[dict], weights: Sequence[Sequence[float]]) -> dict:
+    """Average the factors of several batches; `weights` are those of `A` and of `G`."""
+    return {
+        name: tuple(weighted_mean([h[name][side] for h in histories], weights[side]) for side in range(2))
+        for name in histories[0]
+    }
+
+
+def assert_same_factors(actual: dict, expected: dict) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_same(actual[name], expected[name])
+
+
+@given(batches=st.lists(st.integers(1, 9), min_size=1, max_size=4), decay=st.sampled_from([0.5, 0.95, 1.0]))
+def test_uneven_batches_weigh_their_rows_and_their_loss_terms(batches: list[int], decay: float) -> None:
+    model = build()
+    optimizer = still(model, factor_decay=decay)
+    inputs = [torch.randn(n, 3) for n in batches]
+    for features in inputs:
+        feed(optimizer, model, features)
+    weights = [n * decay ** (len(batches) - 1 - i) for i, n in enumerate(batches)]
+    assert_same_factors(optimizer.factors(), merged([alone(x) for x in inputs], [weights, weights]))
+
+
+def test_with_decay_one_factors_are_those_of_all_batches_at_once() -> None:
+    model = build()
+    optimizer = still(model, factor_decay=1.0)
+    inputs = [torch.randn(n, 3) for n in (2, 5, 3)]
+    for features in inputs:
+        feed(optimizer, model, features)
+    assert_same_factors(optimizer.factors(), alone(torch.cat(inputs)))
+
+
+def test_a_summed_loss_weighs_every_step_alike_in_g() -> None:
+    def total(output: Tensor) -> Tensor:
+        return output.square().sum()
+
+    model = build()
+    optimizer = still(model, factor_decay=0.5, loss_terms=LossTerms.SUM)
+    inputs = [torch.randn(n, 3) for n in (2, 6)]
+    for features in inputs:
+        optimizer.zero_grad()
+        total(model(features)).backward()
+        optimizer.step()
+    histories = [alone(x, total, loss_terms=LossTerms.SUM) for x in inputs]
+    assert_same_factors(optimizer.factors(), merged(histories, [[1.0, 6.0], [0.5, 1.0]]))
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_decay_counts_optimizer_steps_not_updates(period: int) -> None:
+    model, decay = build(), 0.7
+    optimizer = still(model, factor_decay=decay, factor_update_period=period)
+    inputs = [torch.randn(n, 3) for n in range(2, 9)]
+    for features in inputs:
+        feed(optimizer, model, features)
+    taken = range(0, len(inputs), period)
+    weights = [len(inputs[i]) * decay ** (taken[-1] - i) for i in taken]
+    assert_same_factors(optimizer.factors(), merged([alone(inputs[i]) for i in taken], [weights, weights]))
+
+
+def test_steps_without_statistics_still_count_for_the_decay() -> None:
+    model, decay = build(), 0.7
+    optimizer = still(model, factor_decay=decay)
+    first, second = torch.randn(4, 3), torch.randn(6, 3)
+    feed(optimizer, model, first)
+    optimizer.step()
+    optimizer.step()
+    feed(optimizer, model, second)
+    weights = [4 * decay**3, 6]
+    assert_same_factors(optimizer.factors(), merged([alone(first), alone(second)], [weights, weights]))
+
+
+@pytest.mark.parametrize(
+    # NaN spreads to every layer; infinity makes the first A infinite, and the saturated Tanh stops it there
+    ("bad", "refusing"),
+    [(torch.nan, ("0", "2")), (torch.inf, ("0",))],
+    ids=["nan", "inf"],
+)
+def test_a_layer_refuses_both_moments_of_a_step_bitwise_and_the_next_ones_weigh_more(
+    bad: float, refusing: tuple[str, ...]
+) -> None:
+    model, decay = build(), 0.7
+    optimizer = still(model, factor_decay=decay)
+    inputs = [torch.randn(4, 3), torch.randn(4, 3)]
+    feed(optimizer, model, inputs[0])
+    before = optimizer.factors()
+    spoiled = torch.randn(5, 3)
+    spoiled[2, 1] = bad
+    mean_square(model(spoiled)).backward()
+    model.zero_grad()  # no step may come of it; the optimizer's own would forget the statistics too
+    optimizer.step()
+    after = optimizer.factors()
+    for name in refusing:
+        for side in range(2):
+            assert torch.equal(after[name][side].view(torch.int64), before[name][side].view(torch.int64))
+    assert optimizer.metrics()["refused_statistics"] == len(refusing)
+    feed(optimizer, model, inputs[1])
+    weights = [4 * decay**2, 4]
+    expected = merged([alone(x) for x in inputs], [weights, weights])
+    for name in refusing:
+        assert_same(optimizer.factors()[name], expected[name])
+
+
+@pytest.mark.parametrize("period", [1, 100])
+def test_the_first_accepted_sample_is_refreshed_at_once_even_after_a_refused_one(period: int) -> None:
+    steps = []
+    for refused_first in (False, True):
+        model = build()
+        optimizer = KFACOptimizer(model, lr=1.0, kl_clip=None, factor_update_period=period, inverse_update_period=100)
+        if refused_first:
+            mean_square(model(torch.full((4, 3), torch.nan))).backward()
+            model.zero_grad()
+            optimizer.step()
+        torch.manual_seed(2)
+        feed(optimizer, model, torch.randn(6, 3))
+        steps.append(list(snapshot(model).values()))
+    assert_same(steps[1], steps[0])
+
+
+# -- loss terms --------------------------------------------------------------------------------------------------
+
+MEAN_LOSSES = {
+    # rule: inputs, M spelled out, the mean loss and the sum of the same terms
+    "examples, cross-entropy": (
+        LossTerms.EXAMPLES,
+        (5, 3),
+        5,
+        lambda output, reduction: F.cross_entropy(output, torch.arange(5) % 2, reduction=reduction),
+    ),
+    "examples, mean over a batch of sequences": (
+        LossTerms.EXAMPLES,
+        (5, 4, 3),
+        5,
+        lambda output, reduction: output.square().sum() / (5 if reduction == "mean" else 1),
+    ),
+    "examples, unbatched": (
+        LossTerms.EXAMPLES,
+        (3,),
+        1,
+        lambda output, reduction: F.cross_entropy(output, torch.tensor(1), reduction=reduction),
+    ),
+    "positions, cross-entropy": (
+        LossTerms.POSITIONS,
+        (5, 4, 3),
+        20,
+        lambda output, reduction: F.cross_entropy(output.flatten(0, 1), torch.arange(20) % 2, reduction=reduction),
+    ),
+    "elements, MSELoss": (
+        LossTerms.ELEMENTS,
+        (5, 3),
+        10,
+        lambda output, reduction: F.mse_loss(output, torch.ones(5, 2), reduction=reduction),
+    ),
+    "elements, MSELoss over sequences": (
+        LossTerms.ELEMENTS,
+        (5, 4, 3),
+        40,
+        lambda output, reduction: F.mse_loss(output, torch.ones(5, 4, 2), reduction=reduction),
+    ),
+    "elements, BCEWithLogitsLoss": (
+        LossTerms.ELEMENTS,
+        (5, 3),
+        10,
+        lambda output, reduction: F.binary_cross_entropy_with_logits(output, torch.ones(5, 2), reduction=reduction),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "terms", "loss"), MEAN_LOSSES.values(), ids=[name.replace(" ", "-") for name in MEAN_LOSSES]
+)
+def test_a_mean_loss_has_the_fisher_of_its_terms_over_their_number(
+    rule: LossTerms, shape: tuple[int, ...], terms: int, loss: Callable[[Tensor, str], Tensor]
+) -> None:
+    features = torch.randn(shape)
+    mean = measure(build(), features, lambda output: loss(output, "mean"), loss_terms=rule)
+    total = measure(build(), features, lambda output: loss(output, "sum"), loss_terms=LossTerms.SUM)
+    for name in mean.factors:
+        # Gradients of the sum are those of each term, so their second moment is the Fisher of the sum.
+        per_row = total.calls[name].gradient.reshape(-1, mean.factors[name][1].shape[-1])
+        fisher = per_row.mT @ per_row
+        assert_same(total.factors[name][1][0], fisher)
+        assert_same(mean.factors[name][1][0], fisher / terms)
+        assert_same(mean.factors[name][0], total.factors[name][0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "terms", "loss"), MEAN_LOSSES.values(), ids=[name.replace(" ", "-") for name in MEAN_LOSSES]
+)
+def test_damping_means_the_same_for_a_mean_as_m_times_it_for_the_sum(
+    rule: LossTerms, shape: tuple[int, ...], terms: int, loss: Callable[[Tensor, str], Tensor]
+) -> None:
+    features, damping = torch.randn(shape), 0.03
+    ends = []
+    for reduction, loss_terms, factor in (("mean", rule, 1), ("sum", LossTerms.SUM, terms)):
+        model = build()
+        optimizer = KFACOptimizer(model, lr=0.5, damping=damping * factor, kl_clip=None, loss_terms=loss_terms)
+        loss(model(features), reduction).backward()
+        optimizer.step()
+        ends.append(list(snapshot(model).values()))
+    assert_same(ends[0], ends[1])
+
+
+def test_stated_loss_terms_stand_for_targets_that_count() -> None:
+    features, target = torch.randn(6, 3), torch.tensor([0, 1, -100, 1, -100, 0])
+    model = build()
+    optimizer = still(model)
+    optimizer.set_loss_terms(4)
+    F.cross_entropy(model(features), target).backward()
+    optimizer.step()
+    counted = alone(features[target >= 0], lambda output: F.cross_entropy(output, target[target >= 0]))
+    for name, (_, g) in optimizer.factors().items():
+        assert_same(g, counted[name][1])
+
+
+@given(batch=st.integers(1, 9), length=st.floats(0.1, 10))
+def test_the_trace_of_the_product_is_the_mean_squared_gradient_of_single_examples(batch: int, length: float) -> None:
+    # Exact where all inputs are equally long: E|a|²|g|² = E|a|² E|g|².
+    model = nn.Linear(3, 2, bias=False)
+    features, mixed = F.normalize(torch.randn(batch, 3)) * length, torch.randn(batch, 2)
+
+    def losses(output: Tensor) -> Tensor:
+        return (output.sin() * mixed).sum(-1)
+
+    ((a, g),) = measure(model, features, lambda output: losses(output).mean()).factors.values()
+    singles = [torch.autograd.grad(loss, model.weight, retain_graph=True)[0] for loss in losses(model(features))]
+    assert_same(a[0].trace() * g[0].trace(), torch.stack([single.square().sum() for single in singles]).mean())

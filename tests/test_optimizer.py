@@ -1,0 +1,1042 @@
+"""`KFACOptimizer` as an optimizer: params, groups, gradients, hooks, periods; each does what users of SGD expect."""
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import (
+    assert_identical,
+    assert_same_factors,
+    batch,
+    block,
+    clones,
+    direction,
+    gradient_matrix,
+    layer_direction,
+    linear_factors,
+    mlp,
+    refresh_steps,
+    sgd_step,
+    square_loss,
+    train,
+    trust_region,
+)
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kfac_optim import Cholesky, KFACOptimizer
+
+MakeParams = Callable[[nn.Module], Any]
+
+
+# -- what params may be ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(lambda m: m.parameters(), id="generator"),
+        pytest.param(lambda m: list(m.parameters()), id="list"),
+        pytest.param(lambda m: m.named_parameters(), id="named"),
+        pytest.param(lambda m: [{"params": m.parameters()}], id="one-group"),
+        pytest.param(lambda m: [{"params": m[0].parameters()}, {"params": m[2].parameters()}], id="two-groups"),
+        pytest.param(lambda m: [{"params": m[0].named_parameters()}, {"params": m[2].named_parameters()}], id="named"),
+    ],
+)
+def test_every_form_of_params_takes_the_steps_of_passing_the_model(params: MakeParams) -> None:
+    model, twin = mlp(), mlp()
+    train(model, KFACOptimizer(model, lr=0.1, momentum=0.9), 5)
+    train(twin, KFACOptimizer(params(twin), lr=0.1, momentum=0.9, model=twin), 5)
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_named_parameters_keep_their_names_in_the_groups() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model.named_parameters(), model=model)
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_the_model_may_be_named_twice() -> None:
+    model = mlp()
+    assert len(KFACOptimizer(model, model=model).summary().blocks) == 2
+
+
+def test_duplicate_parameters_are_refused_as_by_torch() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        KFACOptimizer([{"params": model.parameters()}, {"params": model[0].parameters()}], model=model)
+
+
+def test_an_empty_model_is_refused_as_by_torch() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        KFACOptimizer(nn.Tanh())
+
+
+def test_a_model_that_is_one_layer_is_preconditioned() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, dtype=torch.float64)
+    before = clones(model.parameters())
+    optimizer = KFACOptimizer(model, lr=0.5, kl_clip=None)
+    x = batch()
+    output = model(x)
+    output.retain_grad()
+    square_loss(output).backward()
+    optimizer.step()
+    a, g = linear_factors(x, output.grad, len(x))
+    assert_same_factors(optimizer.factors(), {"": (a, g)})
+    expected = layer_direction(model, (a, g), 1e-3)
+    torch.testing.assert_close(before[0] - model.weight, 0.5 * expected[:, :-1])
+    torch.testing.assert_close(before[1] - model.bias, 0.5 * expected[:, -1])
+
+
+# -- numbers of groups -----------------------------------------------------------------------------------------
+
+
+def test_each_group_uses_its_own_numbers() -> None:
+    """Two groups of one optimizer step like two optimizers, each with one group's numbers."""
+    numbers = [
+        {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "factor_decay": 0.5, "weight_decay": 0.1},
+        {"lr": 0.2, "momentum": 0.0, "damping": 0.01, "inverse_update_period": 2, "factor_update_period": 2},
+    ]
+    model, twin = mlp(), mlp()
+    groups = [{"params": model[i].parameters(), **n} for i, n in zip((0, 2), numbers, strict=True)]
+    optimizer = KFACOptimizer(groups, model=model, kl_clip=None, inverse_update_period=1)
+    apart = [
+        KFACOptimizer(twin[i].parameters(), model=twin, **{"kl_clip": None, "inverse_update_period": 1, **n})
+        for i, n in zip((0, 2), numbers, strict=True)
+    ]
+    for i in range(6):
+        for owner, optimizers in ((model, [optimizer]), (twin, apart)):
+            owner.zero_grad()
+            square_loss(owner(batch(i))).backward()
+            for each in optimizers:
+                each.step()
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    plain = mlp()
+    train(plain, KFACOptimizer(plain, kl_clip=None, inverse_update_period=1, **numbers[0]), 6)
+    assert not torch.allclose(plain[2].weight, model[2].weight), "the groups' numbers made no difference"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", 0.03),
+        ("lr", torch.tensor(0.03)),
+        ("momentum", 0.3),
+        ("dampening", 0.5),
+        ("weight_decay", 0.3),
+        ("nesterov", True),
+        ("maximize", True),
+        ("damping", 0.7),
+        ("factor_decay", 0.2),
+        ("factor_update_period", 3),
+        ("inverse_update_period", 2),
+        ("kl_clip", 1e-4),
+        ("kl_clip", None),
+    ],
+)
+def test_an_edit_of_a_group_between_steps_takes_effect_at_the_next_step(key: str, value: Any) -> None:
+    """Editing `param_groups` equals having loaded the same state into an optimizer built with the new number."""
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "kl_clip": 1e-2, "inverse_update_period": 1}
+    model = mlp()
+    optimizer = KFACOptimizer(model, **options)
+    train(model, optimizer, 4)
+    twin, untouched = copy.deepcopy(model), copy.deepcopy(model)
+    built = KFACOptimizer(twin, **{**options, key: copy.deepcopy(value)})
+    groups = [{**group, "params": built.state_dict()["param_groups"][0]["params"]} for group in built.param_groups]
+    # torch shares loaded momentum buffers with the checkpoint, so each run needs its own copy.
+    built.load_state_dict({**copy.deepcopy(optimizer.state_dict()), "param_groups": groups})
+    same = KFACOptimizer(untouched, **options)
+    same.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0][key] = value
+    for each, owner in ((optimizer, model), (built, twin), (same, untouched)):
+        train(owner, each, 4, start=4)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert not torch.equal(model[0].weight, untouched[0].weight), "the edit made no difference"
+
+
+def test_a_bad_edit_of_a_group_is_refused_before_anything_changes() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, optimizer, 2)
+    before = clones(model.parameters())
+    optimizer.param_groups[0]["damping"] = -1.0
+    with pytest.raises(ValueError, match=r"damping in param group 0 must be finite, above 0, got -1\.0"):
+        optimizer.step()
+    assert_identical(clones(model.parameters()), before)
+    optimizer.param_groups[0]["damping"] = 1e-3
+    optimizer.step()
+    assert optimizer.metrics()["factor_age"] == 1.0, "the refused step is not one"
+
+
+def test_groups_that_disagree_on_kl_clip_are_refused() -> None:
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "kl_clip": 1e-2}, {"params": model[2].parameters()}]
+    optimizer = KFACOptimizer(groups, model=model, kl_clip=1e-3)
+    square_loss(model(batch())).backward()
+    before = clones(model.parameters())
+    with pytest.raises(ValueError, match=r"disagree on kl_clip: 0\.01, 0\.001\. Set the same value in every group"):
+        optimizer.step()
+    assert_identical(clones(model.parameters()), before)
+
+
+def test_weight_and_bias_in_different_groups_share_the_weights_block_numbers_and_keep_their_own_lr() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, dtype=torch.float64)
+    kl_clip = 1e-4
+    groups = [
+        {"params": [model.bias], "lr": 0.3, "weight_decay": 0.0, "damping": 7.0, "factor_decay": 0.3},
+        {"params": [model.weight], "lr": 0.1, "weight_decay": 0.2, "damping": 0.05, "factor_decay": 0.9},
+    ]
+    optimizer = KFACOptimizer(groups, model=model, kl_clip=kl_clip, inverse_update_period=1)
+    moments = []
+    for i in range(3):
+        before = clones((model.weight, model.bias))
+        optimizer.zero_grad()
+        output = model(batch(i))
+        output.retain_grad()
+        square_loss(output).backward()
+        moments.append(linear_factors(batch(i), output.grad, 8))
+        optimizer.step()
+        weights = torch.tensor([0.9 ** (len(moments) - 1 - j) for j in range(len(moments))], dtype=torch.float64)
+        a, g = (
+            sum(w * pair[side] for w, pair in zip(weights, moments, strict=True)) / weights.sum() for side in (0, 1)
+        )
+        assert_same_factors(optimizer.factors(), {"": (a, g)})
+        matrix = layer_direction(model, (a, g), 0.05)
+        weight_part, bias_part = matrix[:, :-1], matrix[:, -1]
+        products = (0.1, (weight_part * model.weight.grad).sum()), (0.3, (bias_part * model.bias.grad).sum())
+        scale = trust_region(kl_clip, *products)
+        assert scale < 1
+        assert optimizer.metrics()["trust_region_scale"] == pytest.approx(scale, rel=1e-9)
+        torch.testing.assert_close(before[0] - model.weight, 0.1 * (scale * weight_part + 0.2 * before[0]))
+        torch.testing.assert_close(before[1] - model.bias, 0.3 * scale * bias_part)
+
+
+def test_the_trust_region_weighs_each_group_with_its_own_lr() -> None:
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.4}]
+    optimizer = KFACOptimizer(groups, model=model, kl_clip=1e-5)
+    square_loss(model(batch())).backward()
+    optimizer.step()
+    products = []
+    for name, lr in (("0", 0.1), ("2", 0.4)):
+        layer = model.get_submodule(name)
+        grad = gradient_matrix(layer.weight.grad, layer.bias.grad)
+        products.append((lr, (layer_direction(layer, optimizer.factors()[name], 1e-3) * grad).sum()))
+    expected = trust_region(1e-5, *products)
+    assert expected < 1
+    assert optimizer.metrics()["trust_region_scale"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("kl_clip", [None, 1e-6, 1e6])
+def test_momentum_that_goes_uphill_is_held_back_to_the_trust_region(kl_clip: float | None, nesterov: bool) -> None:
+    """To `√κ` of rise by the momentum of all covered layers together; uncovered parameters keep theirs."""
+    model = nn.Sequential(mlp(), nn.PReLU(dtype=torch.float64))
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov, "kl_clip": kl_clip, "damping": 1.0}
+    optimizer = KFACOptimizer(model, factor_update_period=1000, inverse_update_period=1000, **options)
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    (-5 * square_loss(model(batch(102)))).backward()  # the loss turns round
+    covered = {name: model[0].get_submodule(name[2:]) for name in optimizer.factors()}
+    buffers = {name: optimizer.state[layer.weight]["momentum_buffer"].clone() for name, layer in covered.items()}
+    free = optimizer.state[model[1].weight]["momentum_buffer"].clone()
+    steps, products, rise = {}, [], 0.0
+    for name, layer in covered.items():
+        steps[name] = layer_direction(layer, optimizer.factors()[name], 1.0)
+        grad = gradient_matrix(layer.weight.grad, layer.bias.grad)
+        products.append((0.1, (steps[name] * grad).sum()))
+        held = gradient_matrix(*(optimizer.state[p]["momentum_buffer"] for p in (layer.weight, layer.bias)))
+        rise -= 0.1 * 0.9 * float((held * grad).sum())
+    scale = 1.0 if kl_clip is None else min(1.0, kl_clip**0.5 / rise)
+    assert rise > 0
+    assert (scale < 1) == (kl_clip == 1e-6)
+    optimizer.step()
+    assert optimizer.metrics()["momentum_scale"] == pytest.approx(scale, rel=1e-9)
+    for name, layer in covered.items():
+        expected = 0.9 * scale * buffers[name] + trust_region(kl_clip, *products) * steps[name][:, :-1]
+        torch.testing.assert_close(optimizer.state[layer.weight]["momentum_buffer"], expected)
+    torch.testing.assert_close(optimizer.state[model[1].weight]["momentum_buffer"], 0.9 * free + model[1].weight.grad)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(nesterov: bool) -> None:
+    model, twin = mlp(), mlp()
+    options: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "nesterov": nesterov, "kl_clip": 1e-5, "weight_decay": 0.1}
+    up, down = KFACOptimizer(model, maximize=True, **options), KFACOptimizer(twin, **options)
+    for step in range(8):
+        for optimizer, owner, sign in ((up, model, -1), (down, twin, 1)):
+            optimizer.zero_grad()
+            (sign * square_loss(owner(batch(step)))).backward()
+            optimizer.step()
+        assert up.metrics()["momentum_scale"] == down.metrics()["momentum_scale"]
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_a_tensor_learning_rate_takes_the_steps_of_a_number() -> None:
+    model, twin = mlp(), mlp()
+    tensor = torch.tensor(0.1, dtype=torch.float64)
+    train(model, KFACOptimizer(model, lr=tensor, kl_clip=1e-4), 4)
+    train(twin, KFACOptimizer(twin, lr=0.1, kl_clip=1e-4), 4)
+    torch.testing.assert_close(clones(model.parameters()), clones(twin.parameters()), rtol=1e-12, atol=0)
+    assert tensor == 0.1
+
+
+# -- which parameters move -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frozen", [("0.weight", "0.bias"), ("0.bias",), ("0.weight",), ("2.weight",), ("0.weight", "2.bias")]
+)
+def test_frozen_parameters_stay_and_the_others_step_as_without_them(frozen: tuple[str, ...]) -> None:
+    """Freezing equals leaving the parameter out of the groups; a bias frozen beside its weight drops a column."""
+    model, twin = mlp(), mlp()
+    for owner in (model, twin):
+        for name in frozen:
+            owner.get_parameter(name).requires_grad_(False)
+    kept = [param for param in twin.parameters() if param.requires_grad]
+    before = {name: model.get_parameter(name).clone() for name in frozen}
+    train(model, KFACOptimizer(model, lr=0.1, momentum=0.9, weight_decay=0.1), 4)
+    train(twin, KFACOptimizer(kept, lr=0.1, momentum=0.9, weight_decay=0.1, model=twin), 4)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert_identical({name: model.get_parameter(name).detach() for name in frozen}, before)
+
+
+def test_a_bias_frozen_while_its_weight_trains_leaves_a_block_without_the_column() -> None:
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    before = model[0].weight.clone()
+    x = batch()
+    square_loss(model(x)).backward()
+    optimizer.step()
+    a, g = optimizer.factors()["0"]
+    torch.testing.assert_close(a, (x.T @ x / len(x))[None])
+    torch.testing.assert_close(before - model[0].weight, 0.1 * direction(model[0].weight.grad, a[0], g[0], 1e-3))
+
+
+def test_a_bias_whose_weight_is_frozen_takes_the_plain_step() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6)
+    before = model[0].bias.clone()
+    square_loss(model(batch())).backward()
+    optimizer.step()
+    assert torch.equal(model[0].bias, sgd_step(before, model[0].bias.grad, 0.1))
+    assert set(optimizer.factors()) == {"2"}
+
+
+def test_parameters_outside_the_groups_stay_put_though_they_have_gradients() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model[2].parameters(), lr=0.1, model=model)
+    before = clones(model.parameters())
+    train(model, optimizer, 3)
+    assert model[0].weight.grad is not None
+    assert_identical(clones(model.parameters())[:2], before[:2])
+    assert not torch.equal(model[2].weight, before[2])
+    assert set(optimizer.factors()) == {"2"}
+
+
+def test_a_weight_outside_the_groups_leaves_its_bias_to_sgd() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer([model[0].bias, *model[2].parameters()], lr=0.1, model=model, kl_clip=1e-6)
+    before = clones(model[0].parameters())
+    square_loss(model(batch())).backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before[0])
+    assert torch.equal(model[0].bias, sgd_step(before[1], model[0].bias.grad, 0.1))
+
+
+def test_a_parameter_that_is_not_of_the_model_takes_the_plain_step() -> None:
+    model = mlp()
+    temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    optimizer = KFACOptimizer([*model.parameters(), temperature], lr=0.1, model=model)
+    square_loss(model(batch()) * temperature).backward()
+    optimizer.step()
+    assert torch.equal(temperature, sgd_step(torch.tensor(2.0, dtype=torch.float64), temperature.grad, 0.1))
+
+
+# -- add_param_group -------------------------------------------------------------------------------------------
+
+
+def test_a_group_added_before_the_first_step_equals_one_given_from_the_start() -> None:
+    model, twin = mlp(), mlp()
+    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, momentum=0.9, model=model)
+    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.05, "damping": 0.1})
+    groups = [{"params": twin[0].parameters()}, {"params": twin[2].parameters(), "lr": 0.05, "damping": 0.1}]
+    train(model, optimizer, 12)
+    train(twin, KFACOptimizer(groups, lr=0.1, momentum=0.9, model=twin), 12)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_a_group_added_in_the_middle_is_preconditioned_from_then_on_and_the_others_keep_their_statistics() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model, kl_clip=None)
+    train(model, optimizer, 3)
+    before = optimizer.factors()["0"]
+    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.2})
+    assert_identical(optimizer.factors()["0"], before)
+    weight = model[2].weight.clone()
+    train(model, optimizer, 1, start=3)
+    expected = layer_direction(model[2], optimizer.factors()["2"], 1e-3)[:, :-1]
+    torch.testing.assert_close(weight - model[2].weight, 0.2 * expected)
+
+
+def test_a_bias_added_to_its_weights_layer_joins_the_block() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer([model[0].weight], lr=0.1, model=model, kl_clip=None)
+    train(model, optimizer, 2)
+    assert optimizer.factors()["0"][0].shape == (1, 4, 4)
+    optimizer.add_param_group({"params": [model[0].bias]})
+    bias = model[0].bias.clone()
+    train(model, optimizer, 1, start=2)
+    assert optimizer.factors()["0"][0].shape == (1, 5, 5)
+    expected = layer_direction(model[0], optimizer.factors()["0"], 1e-3)[:, -1]
+    torch.testing.assert_close(bias - model[0].bias, 0.1 * expected)
+    twin = mlp()
+    whole = KFACOptimizer(twin[0].parameters(), model=twin)
+    assert hooks_of(model) == hooks_of(twin), "the block of the weight alone is unhooked"
+    assert len(whole.summary().blocks) == 1
+
+
+def test_a_layer_unfrozen_and_added_later_is_preconditioned() -> None:
+    """Gradual unfreezing: the usual recipe of fine-tuning."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = KFACOptimizer(model[2].parameters(), lr=0.1, model=model)
+    train(model, optimizer, 2)
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    train(model, optimizer, 2, start=2)
+    assert set(optimizer.factors()) == {"0", "2"}
+    assert optimizer.metrics()["blocks_without_statistics"] == 0
+
+
+def test_a_refused_group_changes_nothing() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model[0].parameters(), model=model)
+    with pytest.raises(ValueError, match=r"damping in param group 1"):
+        optimizer.add_param_group({"params": model[2].parameters(), "damping": 0.0})
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        optimizer.add_param_group({"params": model[0].parameters()})
+    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.summary().parameters) == 2
+
+
+# -- gradients -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_before_any_backward_changes_nothing() -> None:
+    model, twin = mlp(), mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, weight_decay=0.1)
+    assert optimizer.step() is None
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    train(model, optimizer, 3)
+    train(twin, KFACOptimizer(twin, lr=0.1, momentum=0.9, weight_decay=0.1), 3)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_parameters_without_a_gradient_stay_and_the_others_are_preconditioned() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, weight_decay=0.5, kl_clip=None)
+    square_loss(model(batch())).backward()
+    for param in model[0].parameters():
+        param.grad = None
+    before = clones(model.parameters())
+    optimizer.step()
+    assert_identical(clones(model[0].parameters()), before[:2])
+    expected = layer_direction(model[2], optimizer.factors()["2"], 1e-3)
+    torch.testing.assert_close(before[2] - model[2].weight, 0.1 * (expected[:, :-1] + 0.5 * before[2]))
+
+
+def test_a_missing_gradient_of_a_weight_counts_as_zero_for_its_bias() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    square_loss(model(batch())).backward()
+    model[0].weight.grad = None
+    before = clones(model[0].parameters())
+    optimizer.step()
+    assert torch.equal(model[0].weight, before[0])
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    expected = layer_direction(model[0], optimizer.factors()["0"], 1e-3)[:, -1]
+    torch.testing.assert_close(before[1] - model[0].bias, 0.1 * expected)
+
+
+def test_gradients_set_by_hand_are_stepped_on() -> None:
+    """Statistics come from the backward, the gradient from `.grad`, whoever wrote it there."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    square_loss(model(batch())).backward()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.25)
+    before = model[0].weight.clone()
+    optimizer.step()
+    expected = layer_direction(model[0], optimizer.factors()["0"], 1e-3)[:, :-1]
+    torch.testing.assert_close(before - model[0].weight, 0.1 * expected)
+
+
+def test_clipping_between_backward_and_step_acts_on_the_raw_gradient() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    square_loss(model(batch())).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    before = model[2].weight.clone()
+    optimizer.step()
+    expected = layer_direction(model[2], optimizer.factors()["2"], 1e-3)[:, :-1]
+    torch.testing.assert_close(before - model[2].weight, 0.1 * expected)
+
+
+def test_a_sparse_gradient_of_a_covered_parameter_is_refused_before_anything_changes() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    train(model, optimizer, 2)
+    model[2].weight.grad = model[2].weight.grad.to_sparse()
+    before = clones(model.parameters())
+    with pytest.raises(RuntimeError, match=r"'2\.weight' has a torch\.sparse_coo gradient.*list '2' in skip_layers"):
+        optimizer.step()
+    assert_identical(clones(model.parameters()), before)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_embedding_with_sparse_gradients_steps_as_under_sgd(momentum: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 3))
+    twin = nn.Embedding.from_pretrained(model[0].weight.detach().clone(), freeze=False, sparse=True)
+    options = {"lr": 0.1, "momentum": momentum}
+    optimizer, reference = KFACOptimizer(model, **options), torch.optim.SGD(twin.parameters(), **options)
+    for i in range(4):
+        optimizer.zero_grad()
+        tokens = torch.randint(6, (5,), generator=torch.Generator().manual_seed(i))
+        model(tokens).square().mean().backward()
+        assert model[0].weight.grad.is_sparse
+        twin.weight.grad = model[0].weight.grad.clone()
+        optimizer.step()
+        reference.step()
+        assert torch.equal(model[0].weight, twin.weight)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_complex_parameters_step_as_under_sgd(foreach: bool | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.cfloat), nn.Linear(4, 3, dtype=torch.cfloat))
+    twin = copy.deepcopy(model)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "foreach": foreach}
+    with pytest.warns(UserWarning, match="nothing is preconditioned"):
+        optimizer = KFACOptimizer(model, **options)
+    reference = torch.optim.SGD(twin.parameters(), **options)
+    for i in range(5):
+        for each, owner in ((optimizer, model), (reference, twin)):
+            each.zero_grad()
+            owner(batch(i).to(torch.cfloat)).abs().square().mean().backward()
+            each.step()
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert "only real floating-point" in str(optimizer.summary())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("kl_clip", [None, 1e-6])
+def test_a_preconditioned_step_leaves_every_gradient_bitwise_as_it_was(
+    nesterov: bool, foreach: bool | None, kl_clip: float | None
+) -> None:
+    model = nn.Sequential(mlp(), nn.LayerNorm(3, dtype=torch.float64))
+    optimizer = KFACOptimizer(
+        model, lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1, foreach=foreach, kl_clip=kl_clip
+    )
+    for i in range(3):
+        optimizer.zero_grad()
+        square_loss(model(batch(i))).backward()
+        before = [(param.grad, param.grad.clone()) for param in model.parameters()]
+        optimizer.step()
+        for param, (same, value) in zip(model.parameters(), before, strict=True):
+            assert param.grad is same
+            assert torch.equal(same, value)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("zero", ["lr", "tensor lr", "gradients"])
+def test_a_step_with_lr_zero_or_zero_gradients_leaves_finite_momentum(zero: str, maximize: bool) -> None:
+    """Schedules start from zero and end at it."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, maximize=maximize)
+    train(model, optimizer, 2)
+    before, buffers = clones(model.parameters()), clones(s["momentum_buffer"] for s in optimizer.state.values())
+    if zero == "gradients":
+        for param in model.parameters():
+            param.grad.zero_()
+    else:
+        optimizer.param_groups[0]["lr"] = 0.0 if zero == "lr" else torch.tensor(0.0)
+        square_loss(model(batch(5))).backward()
+    optimizer.step()
+    after = clones(s["momentum_buffer"] for s in optimizer.state.values())
+    assert all(buffer.isfinite().all() for buffer in after)
+    if zero == "gradients":
+        torch.testing.assert_close(after, [0.9 * buffer for buffer in buffers])
+    else:
+        assert_identical(clones(model.parameters()), before)
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, 1, start=2)
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert optimizer.metrics()["momentum_scale"] <= 1
+
+
+def test_gradients_wider_than_their_parameters_step_as_under_sgd() -> None:
+    """`grad_dtype` lets bfloat16 parameters accumulate in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+    twin = copy.deepcopy(model)
+    for owner in (model, twin):
+        for param in owner.parameters():
+            param.grad_dtype = torch.float32
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, skip_layers=["1"])
+    reference = torch.optim.SGD(twin[1].parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        square_loss(model(batch(step, dtype=torch.bfloat16))).backward()
+        assert model[0].weight.grad.dtype == torch.float32
+        for param, source in zip(twin[1].parameters(), model[1].parameters(), strict=True):
+            param.grad = source.grad.clone()
+        optimizer.step()
+        reference.step()
+    assert_identical(clones(model[1].parameters()), clones(twin[1].parameters()))
+    assert optimizer.metrics()["blocks_without_statistics"] == 0
+
+
+def test_a_second_step_without_a_new_backward_repeats_the_first() -> None:
+    """As under SGD: the same gradient, the same inverse."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    square_loss(model(batch())).backward()
+    start = clones(model.parameters())
+    optimizer.step()
+    middle = clones(model.parameters())
+    optimizer.step()
+    for a, b, c in zip(start, middle, model.parameters(), strict=True):
+        torch.testing.assert_close(a - b, b - c)
+
+
+# -- closures and hooks ----------------------------------------------------------------------------------------
+
+
+def test_a_closure_runs_once_with_grad_enabled_and_its_loss_is_returned() -> None:
+    model, twin = mlp(), mlp()
+    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    calls = []
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = square_loss(model(batch(100)))
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert len(calls) == 1
+    assert loss is calls[0]
+    train(twin, reference, 1)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_step_hooks_and_state_dict_hooks_fire_in_order() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("step pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("step post"))
+    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("state_dict pre"))
+    optimizer.register_state_dict_post_hook(lambda _, s: seen.append(f"state_dict post {len(s['state'])}"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("load pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("load post"))
+    train(model, optimizer, 1)
+    assert seen == ["step pre", "step post"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen[2:] == ["state_dict pre", "state_dict post 2", "load pre", "load post"]
+
+
+def test_a_step_pre_hook_may_write_gradients() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+
+    def write(*_: Any) -> None:
+        model[0].weight.grad.fill_(0.5)
+
+    optimizer.register_step_pre_hook(write)
+    square_loss(model(batch())).backward()
+    before = model[0].weight.clone()
+    optimizer.step()
+    expected = layer_direction(model[0], optimizer.factors()["0"], 1e-3)[:, :-1]
+    torch.testing.assert_close(before - model[0].weight, 0.1 * expected)
+
+
+# -- amp -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_grad_scaler_is_refused_with_the_remedy_and_leaves_the_optimizer_usable(unscale: bool) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(square_loss(model(batch(dtype=torch.float32)))).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    before = clones(model.parameters())
+    with pytest.raises(RuntimeError, match=r"GradScaler is not supported yet.*autocast with bfloat16"):
+        scaler.step(optimizer)
+    assert_identical(clones(model.parameters()), before)
+    # The remedy works on the same optimizer: torch leaves its marks on one that raised.
+    twin = copy.deepcopy(model)
+    reference = KFACOptimizer(twin, lr=0.1)
+    train(twin, reference, 1)
+    train(model, optimizer, 1)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_a_disabled_grad_scaler_is_no_scaler() -> None:
+    model, twin = mlp(), mlp()
+    optimizer, scaler = KFACOptimizer(model, lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(square_loss(model(batch(100)))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    train(twin, KFACOptimizer(twin, lr=0.1), 1)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_training_under_bfloat16_autocast_keeps_float32_factors_close_to_the_plain_ones() -> None:
+    model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
+    optimizer, reference = KFACOptimizer(model, lr=0.0), KFACOptimizer(twin, lr=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(batch(dtype=torch.float32))
+    square_loss(output.float()).backward()
+    square_loss(twin(batch(dtype=torch.float32))).backward()
+    for each in (optimizer, reference):
+        each.step()
+    for name, (a, g) in optimizer.factors().items():
+        assert a.dtype == g.dtype == torch.float32
+        for ours, theirs in zip((a, g), reference.factors()[name], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02 * float(theirs.abs().max()))
+
+
+# -- dtypes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor_dtype", "expected"),
+    [
+        (torch.float64, None, torch.float64),
+        (torch.float32, None, torch.float32),
+        (torch.bfloat16, None, torch.float32),
+        (torch.float16, None, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float32, torch.float32),
+    ],
+)
+def test_factors_have_the_documented_dtype_and_steps_stay_near_those_of_float64(
+    dtype: torch.dtype, factor_dtype: torch.dtype | None, expected: torch.dtype
+) -> None:
+    model = mlp().to(dtype)
+    exact = copy.deepcopy(model).double()
+    # A clear step, so that the difference of parameters is far above the rounding of bfloat16.
+    options: dict[str, Any] = {"lr": 1.0, "kl_clip": None, "damping": 0.1}
+    optimizer = KFACOptimizer(model, factor_dtype=factor_dtype, **options)
+    reference = KFACOptimizer(exact, **options)
+    before = clones(model.parameters())
+    x = batch().to(dtype)
+    for each, owner, data in ((optimizer, model, x), (reference, exact, x.double())):
+        square_loss(owner(data)).backward()
+        each.step()
+    assert {factor.dtype for pair in optimizer.factors().values() for factor in pair} == {expected}
+    coarse = torch.bfloat16 in (dtype, expected) or dtype is torch.float16
+    for param, theirs, start in zip(model.parameters(), exact.parameters(), before, strict=True):
+        assert param.dtype == dtype
+        moved, exactly = (param.double() - start.double()), (theirs - start.double())
+        error = (moved - exactly).norm() / exactly.norm()
+        assert error < (0.1 if coarse else 1e-4), float(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_a_channels_last_model_takes_the_steps_of_a_contiguous_one(options: dict[str, bool]) -> None:
+    """Parameters, gradients and momentum must agree in layout where a fused kernel reads them side by side."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 3)).double()
+
+    model, twin = make().to(memory_format=torch.channels_last), make()
+    images = batch(dim=48).view(8, 3, 4, 4)
+    for owner, data in ((model, images.to(memory_format=torch.channels_last)), (twin, images)):
+        optimizer = KFACOptimizer(owner, lr=0.1, momentum=0.9, kl_clip=1e-3, **options)
+        for _ in range(4):
+            optimizer.zero_grad()
+            square_loss(owner(data)).backward()
+            optimizer.step()
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(clones(model.parameters()), clones(twin.parameters()), rtol=1e-9, atol=1e-12)
+
+
+def test_a_model_of_mixed_dtypes_steps_each_layer_in_its_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, dtype=torch.float64))
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-3)
+    hidden = model[1](model[0](batch(dtype=torch.float32)))
+    output = model[2](hidden.double())
+    optimizer.set_loss_terms(8)
+    square_loss(output).backward()
+    optimizer.step()
+    assert [optimizer.factors()[name][0].dtype for name in ("0", "2")] == [torch.float32, torch.float64]
+
+
+# -- several optimizers, hooks, lifetimes ----------------------------------------------------------------------
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+def test_a_dropped_optimizer_takes_its_hooks_along() -> None:
+    model = mlp()
+    train(model, KFACOptimizer(model, lr=0.1), 2)
+    gc.collect()
+    assert hooks_of(model) == 0
+
+
+def test_a_second_optimizer_on_the_model_is_not_disturbed_by_a_dropped_or_a_living_first() -> None:
+    model, twin = mlp(), mlp()
+    first = KFACOptimizer(model, lr=0.1)
+    train(model, first, 2)
+    twin.load_state_dict(model.state_dict())
+    second = KFACOptimizer(model, lr=0.1)
+    train(model, second, 3)
+    assert first.metrics()["factor_age"] == 0.0, "the first took no step"
+    del first
+    gc.collect()
+    train(model, second, 2, start=3)
+    train(twin, KFACOptimizer(twin, lr=0.1), 5)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_two_optimizers_share_a_model_by_halves() -> None:
+    model, twin = mlp(), mlp()
+    optimizers = [KFACOptimizer(model[i].parameters(), lr=0.1, kl_clip=None, model=model) for i in (0, 2)]
+    together = KFACOptimizer(twin, lr=0.1, kl_clip=None)
+    for i in range(4):
+        for owner, used in ((model, optimizers), (twin, [together])):
+            owner.zero_grad()
+            square_loss(owner(batch(i))).backward()
+            for each in used:
+                each.step()
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_remove_hooks_ends_statistics_and_steps_go_on_with_the_inverses_as_they_are() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, inverse_update_period=1)
+    train(model, optimizer, 3)
+    factors = optimizer.factors()
+    optimizer.remove_hooks()
+    assert hooks_of(model) == 0
+    before = model[0].weight.clone()
+    train(model, optimizer, 1, start=3)
+    assert_same_factors(optimizer.factors(), factors, rtol=0)
+    torch.testing.assert_close(before - model[0].weight, 0.1 * layer_direction(model[0], factors["0"], 1e-3)[:, :-1])
+    optimizer.remove_hooks()  # again, to no effect
+
+
+def test_an_optimizer_says_how_to_copy_it() -> None:
+    optimizer = KFACOptimizer(mlp())
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied\. Save optimizer\.state_dict\(\)"):
+        copy.deepcopy(optimizer)
+
+
+def test_nothing_keeps_a_dropped_optimizer_or_model_alive() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, optimizer, 2)
+    references = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
+    del optimizer, model
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
+
+
+def test_the_repr_shows_the_groups() -> None:
+    assert "damping: 0.25" in repr(KFACOptimizer(mlp(), damping=0.25))
+
+
+# -- distributed -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process_group(world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_several_ranks_are_refused_unless_distributed_is_false() -> None:
+    with process_group(2):
+        with pytest.raises(RuntimeError, match=r"running on 2 ranks.*pass distributed=False"):
+            KFACOptimizer(mlp())
+        model, twin = mlp(), mlp()
+        train(model, KFACOptimizer(model, lr=0.1, distributed=False), 2)
+    train(twin, KFACOptimizer(twin, lr=0.1), 2)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+@pytest.mark.parametrize("distributed", [None, False])
+def test_a_process_group_of_one_rank_is_one_process(distributed: bool | None) -> None:
+    with process_group(1):
+        KFACOptimizer(mlp(), distributed=distributed)
+
+
+# -- periods and refreshes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor_period", "inverse_period"), list(itertools.product([1, 2, 3], [1, 2, 4, 7])))
+def test_statistics_and_refreshes_come_at_their_own_periods(factor_period: int, inverse_period: int) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(
+        model, lr=0.1, factor_update_period=factor_period, inverse_update_period=inverse_period, kl_clip=None
+    )
+    folded, refreshed = [], []
+    state = block(optimizer, "0").state
+    for i in range(20):
+        factors, inverse = optimizer.factors()["0"][0], state.a_inverse.clone()
+        train(model, optimizer, 1, start=i)
+        if not torch.equal(optimizer.factors()["0"][0], factors):
+            folded.append(i)
+        if not torch.equal(state.a_inverse, inverse):
+            refreshed.append(i)
+    assert folded == list(range(0, 20, factor_period))
+    # A refresh shows only where a fold came since the last one.
+    due = refresh_steps(factor_period, inverse_period, 20)
+    assert refreshed == [step for last, step in pairwise([-1, *due]) if any(last < fold <= step for fold in folded)]
+
+
+def test_refreshes_are_closer_while_the_averages_are_young() -> None:
+    """With statistics at every step: at the 1st, 2nd, 3rd, 5th, 8th, 12th, … whatever the period."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1000)
+    state = block(optimizer, "0").state
+    refreshed = []
+    for i in range(20):
+        inverse = state.a_inverse.clone()
+        train(model, optimizer, 1, start=i)
+        if not torch.equal(state.a_inverse, inverse):
+            refreshed.append(i + 1)
+    assert refreshed == [1, 2, 3, 5, 8, 12, 18]
+
+
+@pytest.mark.parametrize("period", [1, 7, 1000])
+def test_the_first_step_with_statistics_refreshes_whatever_the_periods(period: int) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, factor_update_period=period, inverse_update_period=period)
+    optimizer.step()  # nothing yet: the clock moves on
+    optimizer.step()
+    before = model[0].weight.clone()
+    square_loss(model(batch())).backward()
+    optimizer.step()
+    expected = layer_direction(model[0], optimizer.factors()["0"], 1e-3)[:, :-1]
+    torch.testing.assert_close(before - model[0].weight, 0.1 * expected)
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_the_running_average_decays_per_step_and_not_per_statistics_step(period: int) -> None:
+    model = mlp(sizes=(4, 3))
+    optimizer = KFACOptimizer(model, lr=0.0, factor_decay=0.8, factor_update_period=period)
+    samples = []
+    for i in range(2 * period + 1):
+        train(model, optimizer, 1, start=i)
+        if i % period == 0:
+            x = torch.cat([batch(100 + i), torch.ones(8, 1, dtype=torch.float64)], 1)
+            samples.append(x.T @ x / 8)
+    weights = [0.8 ** (2 * period), 0.8**period, 1.0]
+    expected = sum(w * s for w, s in zip(weights, samples, strict=True)) / sum(weights)
+    torch.testing.assert_close(optimizer.factors()["0"][0][0], expected)
+
+
+def test_a_failing_refresh_keeps_the_last_good_inverse_and_is_counted() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1)
+    train(model, optimizer, 2)
+    broken = block(optimizer, "0").state
+    good = broken.a_inverse.clone()
+    # No public way leads to an indefinite factor; a factor of -10⁶ I stays one whatever is averaged into it.
+    broken.pair.a.average.copy_(-1e6 * torch.eye(5))
+    before = optimizer.metrics()
+    train(model, optimizer, 1, start=2)
+    assert torch.equal(broken.a_inverse, good)
+    assert optimizer.metrics()["failed_refreshes"] == before["failed_refreshes"] + 1
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def overflowing(dtype: torch.dtype = torch.float32) -> Tensor:
+    """An input whose second moment overflows while the model's gradients stay finite."""
+    x = batch(dtype=dtype)
+    x[0, 0] = 1e25
+    return x
+
+
+def test_statistics_that_overflow_are_refused_and_counted_and_the_inverses_stay() -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.0, inverse_update_period=1, factor_decay=1.0)
+    train(model, optimizer, 2)
+    factors, inverse = optimizer.factors(), block(optimizer, "0").state.a_inverse.clone()
+    optimizer.zero_grad()
+    square_loss(model(overflowing())).backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
+    optimizer.step()
+    assert optimizer.metrics()["refused_statistics"] == 1.0
+    assert_identical(optimizer.factors()["0"], factors["0"])
+    assert torch.equal(block(optimizer, "0").state.a_inverse, inverse)
+    assert not torch.equal(optimizer.factors()["2"][0], factors["2"][0]), "the other layer's sample was good"
+    train(model, optimizer, 1, start=2)
+    assert optimizer.metrics()["refused_statistics"] == 1.0
+    assert all(factor.isfinite().all() for pair in optimizer.factors().values() for factor in pair)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_batch_skipped_by_the_user_leaves_no_trace(bad: float) -> None:
+    """The usual guard: look at the loss or the gradients, and drop the step by clearing them."""
+    model, twin = mlp(), mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1)
+    train(model, optimizer, 2)
+    square_loss(model(torch.full((8, 4), bad, dtype=torch.float64))).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, 2, start=2)
+    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1), 4)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert optimizer.metrics()["refused_statistics"] == 0.0
+
+
+def test_zero_grad_drops_the_statistics_of_the_gradients_it_drops() -> None:
+    """A GAN's generator step sends gradients through the discriminator that the next `zero_grad()` throws away."""
+    model, twin = mlp(), mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1)
+    for i in range(3):
+        train(model, optimizer, 1, start=i)
+        square_loss(model(batch(i))).backward()
+    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1), 3)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_one_inverse_object_may_serve_two_optimizers() -> None:
+    inverse = Cholesky()
+    model, twin = mlp(), mlp()
+    first, second = KFACOptimizer(model, lr=0.1, inverse=inverse), KFACOptimizer(twin, lr=0.1, inverse=inverse)
+    train(model, first, 3)
+    train(twin, second, 3)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))

@@ -1,0 +1,238 @@
+"""Schedules of group numbers: always from the base value, whatever happens between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_identical, clones, mlp, train
+
+from kfac_optim import ExponentialDecay, HyperparameterScheduler, KFACOptimizer
+
+
+def optimizer(**options: Any) -> KFACOptimizer:
+    return KFACOptimizer(mlp(), **options)
+
+
+def two_groups(**second: Any) -> KFACOptimizer:
+    model = mlp()
+    return KFACOptimizer(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters(), **second}], model=model, damping=0.5
+    )
+
+
+def values(scheduler: HyperparameterScheduler, steps: int) -> list[list[Any]]:
+    """In each group: at first, and after each of `steps` steps."""
+    found = [scheduler.get_last_value()]
+    for _ in range(steps):
+        scheduler.step()
+        found.append(scheduler.get_last_value())
+        assert found[-1] == [group[scheduler.key] for group in scheduler.optimizer.param_groups]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "base"), [("damping", 0.5), ("kl_clip", 0.25), ("factor_decay", 0.875), ("lr", 0.125), ("momentum", 0.5)]
+)
+def test_the_value_is_base_times_factor_and_never_compounds(key: str, base: float) -> None:
+    """A constant factor of one half gives half the base at every step, not a vanishing sequence."""
+    scheduler = HyperparameterScheduler(optimizer(**{key: base}), key, lambda step: 0.5 if step else 1.0)
+    assert values(scheduler, 4) == [[base]] + 4 * [[base * 0.5]]
+
+
+@pytest.mark.parametrize("key", ["factor_update_period", "inverse_update_period"])
+def test_a_period_is_rounded_stays_an_integer_and_never_falls_below_one(key: str) -> None:
+    factors = [1.0, 0.26, 0.24, 0.01, 0.0, -3.0, 2.3]
+    scheduler = HyperparameterScheduler(optimizer(**{key: 10}), key, lambda step: factors[step])
+    found = [value for (value,) in values(scheduler, 6)]
+    assert found == [10, 3, 2, 1, 1, 1, 23]
+    assert all(type(value) is int for value in found)
+
+
+def test_an_edit_of_the_group_between_steps_is_overwritten_from_the_base() -> None:
+    scheduler = HyperparameterScheduler(optimizer(damping=0.5), "damping", lambda step: 1 / (1 + step))
+    scheduler.optimizer.param_groups[0]["damping"] = 77.0
+    scheduler.step()
+    assert scheduler.get_last_value() == [0.25]
+
+
+def test_each_group_keeps_its_own_base() -> None:
+    scheduler = HyperparameterScheduler(two_groups(damping=0.125), "damping", lambda step: 2.0**-step)
+    assert values(scheduler, 2) == [[0.5, 0.125], [0.25, 0.0625], [0.125, 0.03125]]
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_each_group_may_have_its_own_factor(sequence: Callable[[list[Any]], Any]) -> None:
+    factors = sequence([lambda step: 2.0**-step, lambda step: 1.0 + step])
+    scheduler = HyperparameterScheduler(two_groups(), "damping", factors)
+    assert values(scheduler, 2) == [[0.5, 0.5], [0.25, 1.0], [0.125, 1.5]]
+
+
+def test_two_schedulers_of_different_numbers_do_not_meet() -> None:
+    owner = optimizer(damping=0.5, inverse_update_period=4)
+    first = HyperparameterScheduler(owner, "damping", lambda step: 0.5**step)
+    second = HyperparameterScheduler(owner, "inverse_update_period", lambda step: 1 + step)
+    assert values(first, 2) == [[0.5], [0.25], [0.125]]
+    assert values(second, 2) == [[4], [8], [12]]
+
+
+def test_a_scheduled_number_drives_the_run_like_edits_by_hand() -> None:
+    model, twin = mlp(), mlp()
+    scheduled, edited = (KFACOptimizer(m, lr=0.1, damping=0.5, inverse_update_period=1) for m in (model, twin))
+    scheduler = HyperparameterScheduler(scheduled, "damping", lambda step: 0.5**step)
+    for step in range(4):
+        train(model, scheduled, 1, start=step)
+        scheduler.step()
+        edited.param_groups[0]["damping"] = 0.5 * 0.5**step
+        train(twin, edited, 1, start=step)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_a_period_scheduled_up_takes_effect() -> None:
+    model = mlp()
+    owner = KFACOptimizer(model, lr=0.1, inverse_update_period=1, factor_update_period=100)
+    scheduler = HyperparameterScheduler(owner, "inverse_update_period", lambda step: 1 if step < 3 else 4)
+    ages = []
+    for step in range(9):
+        train(model, owner, 1, start=step)
+        ages.append(owner.metrics()["inverse_age"])
+        scheduler.step()
+    assert ages == [0, 0, 0, 1, 0, 1, 2, 3, 0]
+
+
+def test_a_factor_sees_the_same_steps_as_lambda_lr() -> None:
+    ours, theirs = [], []
+    owner = optimizer(lr=0.5, damping=0.5)
+    first = HyperparameterScheduler(owner, "damping", lambda step: ours.append(step) or 1.0)
+    second = torch.optim.lr_scheduler.LambdaLR(owner, lambda step: theirs.append(step) or 1.0)
+    owner.step()
+    for _ in range(3):
+        first.step()
+        second.step()
+    assert ours == theirs == [0, 1, 2, 3]
+
+
+# -- resuming --------------------------------------------------------------------------------------------------
+
+
+def warm_up(step: int) -> float:
+    """Not 1 at step 0, so that a base value taken from a scheduled one would show."""
+    return (1 + step) / 8
+
+
+@pytest.mark.parametrize("order", ["scheduler first", "optimizer first"])
+def test_a_resumed_schedule_continues_as_if_uninterrupted_whichever_is_loaded_first(order: str) -> None:
+    whole = HyperparameterScheduler(optimizer(damping=0.5), "damping", warm_up)
+    expected = values(whole, 8)
+    scheduler = HyperparameterScheduler(optimizer(damping=0.5), "damping", warm_up)
+    values(scheduler, 4)
+    saved = [scheduler.optimizer.state_dict(), scheduler.state_dict()]
+    resumed = optimizer(damping=0.5)
+    if order == "optimizer first":
+        resumed.load_state_dict(saved[0])
+        restored = HyperparameterScheduler(resumed, "damping", warm_up)
+        restored.load_state_dict(saved[1])
+    else:
+        restored = HyperparameterScheduler(resumed, "damping", warm_up)
+        restored.load_state_dict(saved[1])
+        resumed.load_state_dict(saved[0])
+    assert restored.get_last_value() == expected[4]
+    assert values(restored, 4)[1:] == expected[5:]
+
+
+def test_a_schedule_built_again_starts_from_the_base_and_does_not_compound() -> None:
+    """As in torch, whose schedulers keep `initial_lr` in the group for the ones after them."""
+    owner = optimizer(damping=0.5)
+    values(HyperparameterScheduler(owner, "damping", warm_up), 3)
+    again = HyperparameterScheduler(owner, "damping", warm_up)
+    assert values(again, 2) == [[0.5 / 8], [0.5 * 2 / 8], [0.5 * 3 / 8]]
+
+
+def test_last_epoch_resumes_from_the_base_in_the_group() -> None:
+    owner = optimizer(damping=0.5)
+    values(HyperparameterScheduler(owner, "damping", warm_up), 3)
+    resumed = HyperparameterScheduler(owner, "damping", warm_up, last_epoch=3)
+    assert resumed.get_last_value() == [0.5 * 5 / 8]
+
+
+def test_last_epoch_without_a_base_in_the_group_is_refused_as_in_torch() -> None:
+    with pytest.raises(KeyError, match="initial_damping"):
+        HyperparameterScheduler(optimizer(damping=0.5), "damping", warm_up, last_epoch=3)
+
+
+def test_the_state_is_plain_numbers_and_survives_a_weights_only_file(tmp_path: Any) -> None:
+    scheduler = HyperparameterScheduler(two_groups(damping=0.125), "damping", warm_up)
+    values(scheduler, 3)
+    torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
+    loaded = torch.load(tmp_path / "scheduler.pt", weights_only=True)
+    assert loaded == scheduler.state_dict() == {"key": "damping", "last_epoch": 3, "base_values": [0.5, 0.125]}
+
+
+def test_the_state_of_another_number_is_refused() -> None:
+    owner = optimizer()
+    state = HyperparameterScheduler(owner, "damping", warm_up).state_dict()
+    with pytest.raises(ValueError, match=r"drives 'kl_clip', the checkpoint 'damping'; load each scheduler's own"):
+        HyperparameterScheduler(owner, "kl_clip", warm_up).load_state_dict(state)
+
+
+def test_the_state_of_another_number_of_groups_is_refused() -> None:
+    state = HyperparameterScheduler(two_groups(), "damping", warm_up).state_dict()
+    with pytest.raises(
+        ValueError, match=r"drives 1 param groups, the checkpoint 2; build the optimizer with the groups"
+    ):
+        HyperparameterScheduler(optimizer(), "damping", warm_up).load_state_dict(state)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_number_is_refused_with_the_ones_there_are() -> None:
+    with pytest.raises(KeyError, match=r"no 'dampnig' to schedule; it has \[.*'damping'.*'kl_clip'"):
+        HyperparameterScheduler(optimizer(), "dampnig", warm_up)
+
+
+@pytest.mark.parametrize(("key", "shown"), [("kl_clip", "None"), ("nesterov", "False"), ("foreach", "None")])
+def test_what_is_no_number_is_refused(key: str, shown: str) -> None:
+    with pytest.raises(TypeError, match=rf"'{key}' of param group 0 is {shown}, which is no number to schedule"):
+        HyperparameterScheduler(optimizer(kl_clip=None), key, warm_up)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_another_number_of_factors_than_groups_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=rf"2 param groups need one factor or 2, got {count}"):
+        HyperparameterScheduler(two_groups(), "damping", [warm_up] * count)
+
+
+def test_a_refused_scheduler_leaves_the_groups_alone() -> None:
+    owner = two_groups()
+    before = [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]
+    with pytest.raises(ValueError, match="need one factor"):
+        HyperparameterScheduler(owner, "damping", [warm_up])
+    assert before == [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]
+
+
+# -- ExponentialDecay --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        (ExponentialDecay(0.5), [1, 0.5, 0.25, 0.125, 0.0625, 0.03125]),
+        (ExponentialDecay(0.5, every=2), [1, 1, 0.5, 0.5, 0.25, 0.25]),
+        (ExponentialDecay(0.5, minimum=0.2), [1, 0.5, 0.25, 0.2, 0.2, 0.2]),
+        (ExponentialDecay(1.0), [1] * 6),
+    ],
+)
+def test_exponential_decay_is_a_power_per_interval_clipped_below(
+    decay: ExponentialDecay, expected: list[float]
+) -> None:
+    assert [decay(step) for step in range(6)] == expected
+
+
+def test_exponential_decay_drives_the_trust_region_as_in_the_paper() -> None:
+    """Ba, Grosse & Martens 2017, §5: c₀ ζ^k with c₀ = 0.01, ζ = 0.96, k counting half epochs."""
+    steps_per_half_epoch = 3
+    owner = optimizer(kl_clip=0.01)
+    scheduler = HyperparameterScheduler(owner, "kl_clip", ExponentialDecay(0.96, every=steps_per_half_epoch))
+    found = [value for (value,) in values(scheduler, 9)]
+    assert found == [0.01 * 0.96 ** (step // 3) for step in range(10)]
