@@ -42,8 +42,8 @@ def momentum_scale(decrease: Tensor, summed_terms: float, kl_clip: float) -> Ten
         summed_terms: N for a summed loss, 1 for a mean.
         kl_clip: `κ`, positive, in nats.
     """
-    rise = (-decrease).clamp(min=0)
-    return (rise.reciprocal() * math.sqrt(kl_clip * summed_terms)).clamp(max=1)
+    bound = math.sqrt(kl_clip * summed_terms)
+    return torch.where(decrease < -bound, -bound / decrease, 1.0)
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -51,10 +51,15 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
 
     Args:
         left: tensors of any shapes, on any devices.
-        right: one for each of `left`, of the same shape, dtype and device.
+        right: one for each of `left`, of the same shape and device.
         device: where the scalar lives.
     """
-    products = [torch.dot(a.reshape(-1), b.reshape(-1)) for a, b in zip(left, right, strict=True)]
+    products = [_dot(a, b) for a, b in zip(left, right, strict=True)]
     if not products:
         return torch.zeros((), device=device)
     return torch.stack([product.to(device, non_blocking=True) for product in products]).sum()
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    return torch.dot(left.reshape(-1).to(dtype), right.reshape(-1).to(dtype))
