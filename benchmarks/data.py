@@ -38,14 +38,6 @@ class ImageData:
     validation: Split
     classes: int
 
-    def standardized(self) -> ImageData:
-        """Every channel with the mean 0 and the deviation 1 of the *training* images, for both splits."""
-        deviation, mean = torch.std_mean(self.train.inputs, dim=(0, 2, 3), keepdim=True)
-        train, validation = (
-            Split((split.inputs - mean) / deviation, split.targets) for split in (self.train, self.validation)
-        )
-        return ImageData(train, validation, self.classes)
-
 
 @dataclass(frozen=True, slots=True)
 class _HubDataset:

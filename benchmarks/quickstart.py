@@ -64,11 +64,11 @@ PROBLEMS = {
     ),
     "mnist": Problem(
         load=data.mnist,
-        widths=(784, *[100] * 12, 10),
+        widths=(784, *[64] * 12, 10),
         batch_size=512,
         epochs=4,
         period=20,
-        grids={"SGD": (0.02, 0.05, 0.1, 0.2, 0.4), "KFAC": (0.01, 0.03, 0.1)},
+        grids={"SGD": (0.05, 0.1, 0.2), "KFAC": (0.01, 0.03)},
     ),
 }
 
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
         problem = replace(problem, epochs=2, grids={name: grid[1:2] for name, grid in problem.grids.items()})
     if args.epochs is not None:
         problem = replace(problem, epochs=args.epochs)
-    images = problem.load(args.data_dir).standardized()
+    images = problem.load(args.data_dir)
 
     runs = run_grids(problem, images, args.seed, console)
     tuned_sgd = min((run for run in runs if run.optimizer == "SGD"), key=lambda run: run.best_loss)

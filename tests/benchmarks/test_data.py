@@ -34,15 +34,6 @@ def test_digits_are_split_once_and_for_all() -> None:
     assert set(images.validation.targets.tolist()) == set(range(10))
 
 
-def test_standardized_uses_the_training_images_alone() -> None:
-    images = data.digits()
-    standard = images.standardized()
-    assert standard.train.inputs.mean().abs() < 1e-5
-    assert (standard.train.inputs.std() - 1).abs() < 1e-5
-    mean, deviation = images.train.inputs.mean(), images.train.inputs.std()
-    torch.testing.assert_close(standard.validation.inputs, (images.validation.inputs - mean) / deviation)
-
-
 def test_mnist_is_read_from_a_folder_in_the_hubs_layout(tmp_path: Path) -> None:
     write_parquet(tmp_path, "train", [0, 51, 255])
     write_parquet(tmp_path, "test", [102])
