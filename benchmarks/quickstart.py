@@ -60,7 +60,7 @@ PROBLEMS = {
         batch_size=128,
         epochs=50,
         period=5,
-        grids={"SGD": (0.02, 0.05, 0.1, 0.2, 0.4), "KFAC": (0.01, 0.03, 0.1)},
+        grids={"SGD": (0.02, 0.05, 0.1, 0.2, 0.4), "KFAC": (0.003, 0.01, 0.03)},
     ),
     "mnist": Problem(
         load=data.mnist,
