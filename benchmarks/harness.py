@@ -40,7 +40,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 def write_json(path: Path, report: Mapping[str, Any], device: torch.device) -> None:
     """Write ``report`` with the command and the machine that made it."""
     # Paths in the command are the caller's own and mean nothing elsewhere; their last part tells enough.
-    arguments = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
+    arguments = [Path(word).name if os.path.isabs(word) or word.startswith("..") else word for word in sys.argv[1:]]
     command = shlex.join(["python", "-m", "benchmarks", *arguments])
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "machine": describe_machine(device), **report}
