@@ -13,11 +13,12 @@ import copy
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
@@ -37,7 +38,7 @@ _NEVER = 10**9  # a period that no run reaches
 _STAGES = (Periods(_NEVER, _NEVER), Periods(1, _NEVER), Periods(1, 1))
 _LR = 1e-6  # the same batch is seen in every step; a model that learns it would time vanishing gradients
 _MOMENTUM = 0.9
-_SHORTEST_BLOCK = 10  # steps; a single one is too short to time
+_SHORTEST_BLOCK = 2.0  # seconds; a block much shorter than the machine's own hiccups tells nothing
 _PEER = "kfac_pytorch on 2 cores"
 
 
@@ -133,15 +134,10 @@ def measure(
         "no layer": _Variant(model, workload, Periods(_NEVER, _NEVER), skip_layers=("*",)),
         **{str(pair): _Variant(model, workload, pair) for pair in (*_STAGES, *periods)},
     }
-    contenders = [
-        Contender(key, functools.partial(variant.step, inputs, targets), variant.block)
-        for key, variant in variants.items()
-    ]
-    for contender in contenders:
-        for _ in range(2):  # the first step allocates, takes statistics and refreshes, whatever the periods
-            contender.step()
-    for variant in variants.values():
-        variant.age()
+    contenders = []
+    for key, variant in variants.items():
+        step = functools.partial(variant.step, inputs, targets)
+        contenders.append(Contender(key, step, variant.warm_up(step, device)))
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task(name, total=rounds * sum(contender.block for contender in contenders))
         seconds = time_interleaved(contenders, rounds, device, lambda steps: progress.advance(task, steps))
@@ -167,7 +163,7 @@ def measure(
 
 
 class _Variant:
-    """A copy of the model under one optimizer: SGD where there are no periods. A block is whole periods."""
+    """A copy of the model under one optimizer: SGD where there are no periods."""
 
     def __init__(
         self, model: nn.Module, workload: Workload, periods: Periods | None, skip_layers: Sequence[str] = ()
@@ -187,15 +183,26 @@ class _Variant:
                 loss_terms=workload.loss_terms,
                 skip_layers=skip_layers,
             )
-        whole = periods.common if periods is not None and periods.common < _NEVER else 1
-        self.block = whole * math.ceil(_SHORTEST_BLOCK / whole)
+        self.whole = periods.common if periods is not None and periods.common < _NEVER else 1
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.optimizer.zero_grad()
         self.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
-    def age(self) -> None:
+    def warm_up(self, step: Callable[[], None], device: torch.device) -> int:
+        """Leave the first steps behind, which allocate, take statistics and refresh whatever the periods.
+
+        Returns:
+            Steps of a block: whole periods, and long enough to time.
+        """
+        for _ in range(2):
+            step()
+        self._age()
+        timed = time_interleaved([Contender("", step, self.whole)], 1, device, lambda _: None)
+        return self.whole * math.ceil(_SHORTEST_BLOCK / (self.whole * timed[""][0]))
+
+    def _age(self) -> None:
         """Make the averages old, so that refreshes come by the period alone, as in all but the first steps of a run."""
         state_dict = self.optimizer.state_dict()
         for state in state_dict["state"].values():
@@ -255,11 +262,14 @@ def _tensor_bytes(state: object) -> int:
 
 
 def ratio_table(costs: Sequence[ModelCost]) -> Table:
-    table = Table(title="A training step as a multiple of the same step with SGD")
+    table = Table(
+        title="A training step as a multiple of the same step with SGD",
+        caption=f"state: multiple of the parameters' bytes; peer: ratio of {_PEER}",
+        box=box.SIMPLE,
+    )
     table.add_column("model, batch", no_wrap=True)
-    table.add_column("periods", no_wrap=True)
-    for heading in ("SGD ms", "K-FAC ms", "ratio", "floor", "gap", "state ÷ params", f"{_PEER}, ratio"):
-        table.add_column(heading, justify="right")
+    for heading in ("periods", "SGD ms", "K-FAC ms", "ratio", "floor", "gap", "state", "peer"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for cost in costs:
         for row in cost.periods:
             table.add_row(
@@ -278,7 +288,7 @@ def ratio_table(costs: Sequence[ModelCost]) -> Table:
 
 
 def parts_table(costs: Sequence[ModelCost]) -> Table:
-    table = Table(title="Milliseconds of each part, each time it runs (floor)")
+    table = Table(title="Milliseconds of each part, each time it runs (floor)", box=box.SIMPLE)
     table.add_column("model")
     for part in costs[0].parts:
         table.add_column(part, justify="right")

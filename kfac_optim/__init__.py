@@ -10,6 +10,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     layers/                     L2  a module's input and output gradient as second moments, one family per file
     damping                     L2  how λ is shared among factors
     inverses/                   L3  accumulate, refresh (dear), apply (cheap), one representation per file
+    options                     L4  the user's choices about layers, checked against the model
     blocks                      L4  layer + adapter + inverse + clock
     discovery                   L5  the blocks of a model
     estimates                   L5  which output gradients count

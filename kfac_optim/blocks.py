@@ -114,7 +114,7 @@ class KFACBlock:
             return False
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
-        return not self.is_ready or (fresh and outgrown) or clock.step % self.group["inverse_update_period"] == 0
+        return (fresh and outgrown) or clock.step % self.group["inverse_update_period"] == 0
 
     def mark_refreshed(self) -> None:
         """Note the refresh; until a sample was accepted there is nothing behind it, and it does not count."""

@@ -184,7 +184,8 @@ class CaptureWindow:
                 "kfac_optim: the number of terms in the loss's mean is unknown: a layer ran outside the model's "
                 f"forward (a submodule or another method was called directly), or loss_terms={self.rule} finds no "
                 "tensor with a dimension to read it off. Call optimizer.set_loss_terms(n) before backward(), with n "
-                "the number of terms the loss is averaged over, or run the model through its own forward."
+                "the number of terms the loss is averaged over, or run the model through its own forward, or build the "
+                "optimizer with model=<the module that is called>."
             )
         else:
             count = LossCount(averaged=self._counted, summed=1)

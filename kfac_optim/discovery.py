@@ -11,26 +11,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from kfac_optim.blocks import KFACBlock
-from kfac_optim.inverses.base import Inverse
-from kfac_optim.layers.base import Adapters, LayerAdapter, find_adapter
-from kfac_optim.selection import Choice, ModuleNames, Pattern, matches
-from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+from kfac_optim.layers.base import LayerAdapter, find_adapter
+from kfac_optim.options import BlockOptions
+from kfac_optim.selection import ModuleNames, matches
+from kfac_optim.specs import LayerSpec, Structure
 
 # Modules that use their children's parameters without calling the children, whose hooks then never fire.
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
-
-
-@dataclass(frozen=True)
-class BlockOptions:
-    """The user's choices about layers, as given to `KFACOptimizer`."""
-
-    adapters: Adapters
-    skip_layers: Sequence[Pattern]
-    inverse: Choice[Inverse[Any]]
-    weight_sharing: Choice[WeightSharing]
-    structure: Choice[tuple[Structure, Structure]]
-    max_factor_dim: int
-    factor_dtype: torch.dtype | None
 
 
 @dataclass

@@ -14,19 +14,19 @@ from kfac_optim import checkpoint, diagnostics, engine
 from kfac_optim.blocks import attach
 from kfac_optim.capture import CaptureWindow, Handle
 from kfac_optim.diagnostics import Summary
-from kfac_optim.discovery import BlockOptions, Coverage, build_blocks
+from kfac_optim.discovery import Coverage, build_blocks
 from kfac_optim.estimates import Empirical, Estimate
 from kfac_optim.execution import Executor, SingleDevice
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
-from kfac_optim.layers.base import Adapters, LayerAdapter
-from kfac_optim.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
+from kfac_optim.layers.base import Adapters
+from kfac_optim.options import block_options
+from kfac_optim.selection import ModuleNames, Pattern
 from kfac_optim.specs import LossTerms, Structure, WeightSharing
-from kfac_optim.validation import check_dtype, check_flag, check_group, check_integer, plain_number
+from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-_DENSE = (Structure.DENSE, Structure.DENSE)
 
 
 class KFACOptimizer(Optimizer):
@@ -142,11 +142,11 @@ class KFACOptimizer(Optimizer):
         defaults = {key: plain_number(value) for key, value in defaults.items()}
         check_group(defaults)
         self._group_keys = tuple(defaults)  # torch adds keys of its own to `defaults`
-        _check_kind("estimate", estimate, Estimate)
-        _check_kind("loss_terms", loss_terms, LossTerms)
+        check_kind("estimate", estimate, Estimate)
+        check_kind("loss_terms", loss_terms, LossTerms)
         check_flag("include_factors", include_factors, optional=False)
         self._include_factors = include_factors
-        self._options = _block_options(
+        self._options = block_options(
             self._model,
             adapters=adapters,
             skip_layers=skip_layers,
@@ -400,53 +400,6 @@ def _find_model(params: object, model: nn.Module | None) -> nn.Module:
     return model
 
 
-def _block_options(
-    model: nn.Module,
-    *,
-    adapters: Adapters,
-    skip_layers: Sequence[Pattern],
-    inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]],
-    weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
-    structure: tuple[Structure, Structure] | Mapping[Pattern, tuple[Structure, Structure]] | None,
-    max_factor_dim: int,
-    factor_dtype: torch.dtype | None,
-) -> BlockOptions:
-    """The choices about layers, checked against the model."""
-    if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
-        raise TypeError(
-            f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
-            f"wrap a single one in a list."
-        )
-    _check_kind("adapters", adapters, Mapping)
-    for cls, adapter in adapters.items():
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"kfac_optim: a key of adapters must be a subclass of nn.Module, got {cls!r}.")
-        _check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
-    check_integer("max_factor_dim", max_factor_dim)
-    check_dtype("factor_dtype", factor_dtype)
-    options = BlockOptions(
-        adapters=adapters,
-        skip_layers=tuple(skip_layers),
-        inverse=Choice("inverse", inverse, Inverse, Cholesky()),
-        weight_sharing=Choice("weight_sharing", weight_sharing, WeightSharing, WeightSharing.EXPAND),
-        structure=Choice("structure", _DENSE if structure is None else structure, tuple, _DENSE),
-        max_factor_dim=max_factor_dim,
-        factor_dtype=factor_dtype,
-    )
-    for pair in (options.structure.default, *options.structure.by_pattern.values()):
-        if len(pair) != 2 or not all(isinstance(side, Structure) for side in pair):
-            raise TypeError(f"kfac_optim: structure must be a pair of Structure values for (A, G), got {pair!r}.")
-        if pair == (Structure.IDENTITY, Structure.IDENTITY):
-            raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
-    names = ModuleNames(model)
-    for pattern in options.skip_layers:
-        check_pattern("skip_layers", pattern)
-    check_patterns_match("skip_layers", options.skip_layers, names)
-    for choice in (options.inverse, options.weight_sharing, options.structure):
-        check_patterns_match(choice.argument, choice.by_pattern, names)
-    return options
-
-
 def _choose_executor(distributed: bool | None) -> Executor:
     if distributed is not None and distributed is not False:
         raise TypeError(f"kfac_optim: distributed must be None or False, got {distributed!r}.")
@@ -457,11 +410,6 @@ def _choose_executor(distributed: bool | None) -> Executor:
             "pass distributed=False where every rank trains a model of its own."
         )
     return SingleDevice()
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"kfac_optim: {name} must be a {kind.__name__}, got {value!r}.")
 
 
 def _remove(root: Sequence[Handle], layers: Mapping[int, Sequence[Handle]]) -> None:

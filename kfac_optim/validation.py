@@ -95,3 +95,8 @@ def check_dtype(name: str, value: object) -> None:
             f"kfac_optim: {name} must be one of {', '.join(map(str, _FACTOR_DTYPES))} (float16 cannot hold squared "
             f"gradients), got {value}."
         )
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"kfac_optim: {name} must be a {kind.__name__}, got {value!r}.")

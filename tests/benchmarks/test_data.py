@@ -12,10 +12,11 @@ from benchmarks import data
 from benchmarks.data import DataError, Split
 
 
-def encoded(value: int) -> dict[str, object]:
-    """A grey 28 × 28 image of one shade, as the hub stores it."""
+def encoded(value: int | tuple[int, int, int]) -> dict[str, object]:
+    """A 28 × 28 image of one shade of grey, or a 32 × 32 one of one colour, as the hub stores it."""
     buffer = io.BytesIO()
-    Image.new("L", (28, 28), value).save(buffer, format="PNG")
+    image = Image.new("L", (28, 28), value) if isinstance(value, int) else Image.new("RGB", (32, 32), value)
+    image.save(buffer, format="PNG")
     return {"bytes": buffer.getvalue(), "path": None}
 
 
@@ -42,6 +43,16 @@ def test_mnist_is_read_from_a_folder_in_the_hubs_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(images.train.inputs[:, 0, 0, 0], torch.tensor([0.0, 0.2, 1.0]))
     assert images.train.targets.tolist() == [0, 1, 5]
     torch.testing.assert_close(images.validation.inputs[:, 0, 3, 4], torch.tensor([0.4]))
+
+
+def test_cifar10_is_read_in_colour_with_channels_first(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        rows = {"img": [encoded((255, 51, 0))], "label": [7]}
+        Dataset.from_dict(rows).to_parquet(tmp_path / f"{name}-00000-of-00001.parquet")
+    images = data.cifar10(tmp_path)
+    assert images.train.inputs.shape == (1, 3, 32, 32)
+    torch.testing.assert_close(images.train.inputs[0, :, 5, 6], torch.tensor([1.0, 0.2, 0.0]))
+    assert images.validation.targets.tolist() == [7]
 
 
 def test_a_folder_that_is_not_there_or_lacks_a_split_is_refused(tmp_path: Path) -> None:
