@@ -39,6 +39,7 @@ class KFACBlock:
 
     Attributes:
         name: fully qualified name of the (first) module; with a suffix where a module has several blocks.
+        param_names: fully qualified names of `params`.
         spec: shapes and choices.
         index: which of the adapter's specs this is.
         adapter: of the module's family.
@@ -54,6 +55,7 @@ class KFACBlock:
     """
 
     name: str
+    param_names: tuple[str, ...]
     spec: LayerSpec
     index: int
     adapter: LayerAdapter[Any]

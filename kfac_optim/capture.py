@@ -52,6 +52,8 @@ class LayerCall:
     """Gradient with respect to the layer's output, summed over the backwards so far."""
     earlier: Tensor | None = None
     """The same sum before this backward, to be taken back; None at the first backward."""
+    training: bool = True
+    """Whether the layer was in training mode in its forward."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -93,10 +95,11 @@ class Handle(Protocol):
 class _LayerHandle:
     watches: list[LayerWatch]
     watch: LayerWatch
-    hook: RemovableHandle
+    hook: RemovableHandle | None
 
     def remove(self) -> None:
-        self.hook.remove()
+        if self.hook is not None:
+            self.hook.remove()
         if self.watch in self.watches:
             self.watches.remove(self.watch)
 
@@ -159,6 +162,24 @@ class CaptureWindow:
         # when the model is this very layer.
         hook = module.register_forward_hook(_Hook(_LayerHook(self, watch)), prepend=True, with_kwargs=True)
         return _LayerHandle(self._watches, watch, hook)
+
+    def note(self, watch: LayerWatch, layer_input: Tensor, output: Tensor, *, training: bool = True) -> None:
+        """Within a forward: `output` came of `layer_input` and `watch.weight`; commit when a backward reaches both."""
+        if not torch.is_grad_enabled() or _in_function_transform():
+            return
+        if not (output.requires_grad and watch.weight.requires_grad and watch.wanted()):
+            return
+        root = self._current_root()
+        if root is not None:
+            unbatched = layer_input.dim() == watch.unbatched_ndim
+            root.unbatched |= unbatched
+            root.batched |= not unbatched
+        output.register_hook(ForwardCall(self, watch, root, layer_input, training))  # type: ignore[no-untyped-call]
+
+    def watch_calls(self, watch: LayerWatch) -> Handle:
+        """Like `watch_layer`, for a layer whose adapter notes the calls itself."""
+        self._watches.append(watch)
+        return _LayerHandle(self._watches, watch, None)
 
     def set_loss_terms(self, terms: int) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
@@ -236,9 +257,11 @@ class CaptureWindow:
 class ForwardCall:
     """Tensor hook on one output of a layer: commits the call when a backward reaches the weight."""
 
-    __slots__ = ("_committed", "_gradient", "_input", "_root", "_version", "_watch", "_window")
+    __slots__ = ("_committed", "_gradient", "_input", "_root", "_training", "_version", "_watch", "_window")
 
-    def __init__(self, window: CaptureWindow, watch: LayerWatch, root: RootCall | None, layer_input: Tensor) -> None:
+    def __init__(
+        self, window: CaptureWindow, watch: LayerWatch, root: RootCall | None, layer_input: Tensor, training: bool
+    ) -> None:
         self._window = weakref.ref(window)
         self._watch = weakref.ref(watch)
         self._root = root
@@ -246,6 +269,7 @@ class ForwardCall:
         self._version = _version(layer_input)
         self._gradient: Tensor | None = None
         self._committed = False
+        self._training = training
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor) -> None:
@@ -261,11 +285,11 @@ class ForwardCall:
             if layer_input is None or _version(layer_input) != self._version:
                 window.dropped_calls += 1
                 return
-            call = LayerCall(layer_input, gradient)
+            call = LayerCall(layer_input, gradient, training=self._training)
             window._open.append(self)
         elif self._gradient is not None:
             window._stale = False
-            call = LayerCall(None, self._gradient + gradient, earlier=self._gradient)
+            call = LayerCall(None, self._gradient + gradient, self._gradient, self._training)
         else:
             return  # the call was counted in a window that has closed
         window._count(self._root)
@@ -310,21 +334,11 @@ class _LayerHook:
             if window._roots:
                 window._roots[-1].recomputes = True  # or is evaluated; see [Note: recomputed layers]
             return
-        if _in_function_transform():
-            return
-        if not (isinstance(output, Tensor) and output.requires_grad and watch.weight.requires_grad):
-            return
-        if not watch.wanted() or is_parametrized(module):
+        if not isinstance(output, Tensor) or is_parametrized(module):
             return
         layer_input = _first_tensor(args, kwargs)
-        if layer_input is None:
-            return
-        root = window._current_root()
-        if root is not None:
-            unbatched = layer_input.dim() == watch.unbatched_ndim
-            root.unbatched |= unbatched
-            root.batched |= not unbatched
-        output.register_hook(ForwardCall(window, watch, root, layer_input))  # type: ignore[no-untyped-call]
+        if layer_input is not None:
+            window.note(watch, layer_input, output, training=module.training)
 
 
 class _RootHooks:

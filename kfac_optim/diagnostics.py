@@ -32,9 +32,9 @@ class Summary:
             if parameter.block is None:
                 rows.append((parameter.name, shape, "—", "", "", "", "", "", f"SGD: {parameter.reason}"))
                 continue
-            block = by_name[parameter.block]
-            if parameter.name != f"{block.name}.{block.params[0]}".lstrip("."):
-                rows.append((parameter.name, shape, block.name or "(model)", "", "", "", "", "", ""))
+            block = by_name.pop(parameter.block, None)
+            if block is None:  # shown already, beside another of its parameters
+                rows.append((parameter.name, shape, parameter.block or "(model)", "", "", "", "", "", ""))
                 continue
             sides = [
                 _describe_factor(block.groups, dim, kept)
@@ -147,7 +147,7 @@ def _record(block: KFACBlock) -> BlockRecord:
     return BlockRecord(
         name=block.name,
         layer=type(block.modules[0]).__name__,
-        params=spec.params,
+        params=block.param_names,
         groups=spec.groups,
         in_dim=spec.in_dim,
         out_dim=spec.out_dim,

@@ -172,7 +172,8 @@ def _build(
 ) -> KFACBlock:
     assert first.adapter is not None
     params = tuple(first.module.get_parameter(local) for local in spec.params)
-    structure = list(options.structure.of(names, first.path))
+    chosen = options.structure.of(names, first.path)
+    structure = [most.at_most(wish) for most, wish in zip(spec.structure, chosen, strict=True)]
     notes = []
     for side, dim in enumerate((spec.in_dim, spec.out_dim)):
         if dim > options.max_factor_dim and structure[side] is Structure.DENSE:
@@ -192,6 +193,7 @@ def _build(
     inverse = options.inverse.of(names, first.path)
     return KFACBlock(
         name=spec.name,
+        param_names=tuple(f"{first.name}.{local}".lstrip(".") for local in spec.params),
         spec=spec,
         index=index,
         adapter=first.adapter,

@@ -102,10 +102,10 @@ def _check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> 
             f"{', '.join(str(group['kl_clip']) for group in groups)}. Set the same value in every group."
         )
     for block in blocks:
-        for param, local in zip(block.params, block.spec.params, strict=True):
+        for param, name in zip(block.params, block.param_names, strict=True):
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"kfac_optim: '{block.name}.{local}' has a {param.grad.layout} gradient; preconditioning needs "
+                    f"kfac_optim: {name!r} has a {param.grad.layout} gradient; preconditioning needs "
                     f"a dense one. Make it dense, or list '{block.name}' in skip_layers."
                 )
     kl_clip: float | None = clips.pop()

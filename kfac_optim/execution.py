@@ -52,7 +52,10 @@ class SingleDevice:
             inverse.refresh([b.state for b in alike], [b.group["damping"] for b in alike])
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
-        return [block.inverse.apply(block.state, grad) for block, grad in zip(blocks, grads, strict=True)]
+        return [
+            block.inverse.apply(block.state, grad, block.group["damping"])
+            for block, grad in zip(blocks, grads, strict=True)
+        ]
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         return params

@@ -50,7 +50,7 @@ class Factor:
         assert self.pending is not None
         return self._diagonal(self.pending).isfinite().all()
 
-    def fold(self, scale: float, mass: float, decay: float, accept: Tensor) -> None:
+    def fold(self, scale: float | Tensor, mass: float | Tensor, decay: float, accept: Tensor) -> None:
         """Take the sum of this step, times `scale`, into the average, and start a new sum.
 
         Args:

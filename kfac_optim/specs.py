@@ -26,6 +26,11 @@ class Structure(Enum):
     IDENTITY = "identity"
     """The factor is taken to be the identity and nothing is measured (`G = I` is FOOF, Benzing 2022)."""
 
+    def at_most(self, other: "Structure") -> "Structure":
+        """The one of the two that keeps less."""
+        order = list(Structure)
+        return max(self, other, key=order.index)
+
 
 class LossTerms(Enum):
     """What the mean in the loss runs over. It fixes the scale of `G` (see `KFACOptimizer`)."""
@@ -45,9 +50,9 @@ class LayerSpec:
     """One gradient matrix `[groups, out_dim, in_dim]` and its two Kronecker factors."""
 
     name: str
-    """Fully qualified name without wrapper prefixes."""
+    """Fully qualified name without wrapper prefixes; of several matrices of one module, each with a suffix."""
     params: tuple[str, ...]
-    """Names, within the module, of the parameters packed into the matrix; a bias is the last column."""
+    """Names, within the module, of the parameters packed into the matrix: a weight, then the bias as last column."""
     in_dim: int
     """Columns, the bias column included."""
     out_dim: int
@@ -55,12 +60,12 @@ class LayerSpec:
     groups: int = 1
     """Independent matrices of one module: grouped convolution, and later q/k/v and gates."""
     structure: tuple[Structure, Structure] = (Structure.DENSE, Structure.DENSE)
-    """Kept structure of `(A, G)`."""
+    """Kept structure of `(A, G)`; what a layer family asks for is the most that a user's choice can keep."""
     weight_sharing: WeightSharing = WeightSharing.EXPAND
 
     @property
     def has_bias(self) -> bool:
-        return "bias" in self.params
+        return len(self.params) > 1
 
 
 class Cost(NamedTuple):
@@ -79,6 +84,7 @@ class BlockRecord:
     name: str
     layer: str
     params: tuple[str, ...]
+    """Fully qualified names."""
     groups: int
     in_dim: int
     out_dim: int

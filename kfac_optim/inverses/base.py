@@ -60,8 +60,8 @@ class Inverse(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def apply(self, state: S, grad: Tensor) -> Tensor:
-        """Precondition `[groups, out, in]`."""
+    def apply(self, state: S, grad: Tensor, damping: float) -> Tensor:
+        """Precondition `[groups, out, in]`; `damping` is for representations that can change it without a refresh."""
 
     @abstractmethod
     def factors(self, state: S) -> tuple[Tensor | None, Tensor | None]:
@@ -90,7 +90,7 @@ class FactorPair:
     Attributes:
         a: input factor, or None for the identity.
         g: output factor, or None for the identity.
-        rows: rows accumulated since the last fold.
+        rows: rows accumulated since the last fold; a device scalar where only the device knows how many count.
         refused: non-finite samples refused so far, `[]` int64.
     """
 
@@ -101,22 +101,29 @@ class FactorPair:
             None if structure is Structure.IDENTITY else Factor(spec.groups, dim, structure, dtype=dtype, device=device)
             for structure, dim in zip(spec.structure, (spec.in_dim, spec.out_dim), strict=True)
         )
-        self.rows = 0
+        self.rows: int | Tensor = 0
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
 
     def accumulate(self, stats: LayerStatistics) -> None:
-        if self.a is not None and stats.count:
+        count = stats.count
+        if self.a is not None and _counts(count):
             self.a.add(stats.input_moment(self.a.structure))
         if self.g is not None:
             self.g.add(stats.output_moment(self.g.structure))
-        self.rows += stats.count
+        self.rows = self.rows + count
+
+    def has_pending(self) -> bool:
+        """Whether anything was accumulated since the last fold."""
+        return _counts(self.rows)
 
     def fold(self, loss_terms: float, decay: float) -> None:
         """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
         if self.a is not None:
-            self.a.fold(scale=1 / self.rows, mass=self.rows, decay=decay, accept=accept)
+            # Rows that only the device could count may turn out to be none.
+            rows = self.rows.clamp(min=1) if isinstance(self.rows, Tensor) else self.rows
+            self.a.fold(scale=1 / rows, mass=self.rows, decay=decay, accept=accept)
         if self.g is not None:
             self.g.fold(scale=loss_terms, mass=loss_terms, decay=decay, accept=accept)
         self.refused += ~accept
@@ -146,3 +153,8 @@ class FactorPair:
             if factor is not None:
                 factor.load(tensors[name])
         self.discard()
+
+
+def _counts(rows: int | Tensor) -> bool:
+    """Whether there may be rows: a number on the device is not waited for."""
+    return isinstance(rows, Tensor) or rows > 0

@@ -57,7 +57,7 @@ class Cholesky(Inverse[CholeskyState]):
         state.pair.accumulate(stats)
 
     def has_pending(self, state: CholeskyState) -> bool:
-        return state.pair.rows > 0
+        return state.pair.has_pending()
 
     def discard(self, state: CholeskyState) -> None:
         state.pair.discard()
@@ -80,7 +80,7 @@ class Cholesky(Inverse[CholeskyState]):
             else:
                 _invert_diagonal(equal)
 
-    def apply(self, state: CholeskyState, grad: Tensor) -> Tensor:
+    def apply(self, state: CholeskyState, grad: Tensor, damping: float) -> Tensor:
         grad = grad.to(state.condition.dtype)
         if state.g_inverse is not None:
             dense = state.g_inverse.dim() == 3

@@ -23,8 +23,8 @@ class LayerStatistics(ABC):
 
     @property
     @abstractmethod
-    def count(self) -> int:
-        """Rows behind the input moment: its mass."""
+    def count(self) -> int | Tensor:
+        """Rows behind the input moment: its mass. A device scalar `[]` where only the device can count them."""
 
     @abstractmethod
     def input_moment(self, structure: Structure) -> Tensor:
@@ -62,7 +62,7 @@ class RowStatistics(LayerStatistics):
         """Canonical `g`, `[groups, batch, shared, out]`."""
 
     @property
-    def count(self) -> int:
+    def count(self) -> int | Tensor:
         if self.call.input is None:
             return 0
         _, batch, shared, _ = self.gradient_rows(self.call.gradient).shape

@@ -176,7 +176,7 @@ def measured_state(
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
 def test_before_any_refresh_the_gradient_comes_back(structure: tuple[Structure, Structure]) -> None:
     grad = torch.randn(2, 3, 4)
-    assert_same(CHOLESKY.apply(measured_state(structure=structure), grad), grad, rtol=0)
+    assert_same(CHOLESKY.apply(measured_state(structure=structure), grad, 0.1), grad, rtol=0)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
@@ -194,7 +194,7 @@ def test_blocks_refreshed_together_come_out_as_alone(
     for state, (inputs, outputs, groups, damping) in zip(states, shapes, strict=True):
         grad = torch.randn(groups, outputs, inputs)
         curvature = oracles.damped_kronecker(*CHOLESKY.factors(state), grad, damping)
-        assert_same(CHOLESKY.apply(state, grad), oracles.solve(curvature, grad), rtol=1e-8)
+        assert_same(CHOLESKY.apply(state, grad, 0.1), oracles.solve(curvature, grad), rtol=1e-8)
 
 
 def test_a_failed_inversion_keeps_the_last_good_inverse_of_its_group_only() -> None:
@@ -211,7 +211,7 @@ def test_a_failed_inversion_keeps_the_last_good_inverse_of_its_group_only() -> N
     assert (int(broken.failed), int(sound.failed)) == (1, 0)
     grad = torch.randn(2, 3, 4)
     expected = oracles.solve(oracles.damped_kronecker(*CHOLESKY.factors(sound), grad, 0.1), grad)
-    assert_same(CHOLESKY.apply(sound, grad), expected, rtol=1e-8)
+    assert_same(CHOLESKY.apply(sound, grad, 0.1), expected, rtol=1e-8)
 
 
 def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counted() -> None:
@@ -246,7 +246,7 @@ def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) 
     CHOLESKY.fold(state, 1, 1.0)
     CHOLESKY.refresh([state], [0.1])
     grad = torch.randn(1, 3, 4, dtype=dtype)
-    direction = CHOLESKY.apply(state, grad)
+    direction = CHOLESKY.apply(state, grad, 0.1)
     assert direction.dtype == torch.float32
     a, g = CHOLESKY.factors(state)
     curvature = oracles.damped_kronecker(a.double(), g.double(), grad.double(), 0.1)
