@@ -7,19 +7,20 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     trust_region                L1  the KL bound on a step
     capture                     L1  when a forward and a backward become statistics; the only file on autograd
     selection                   L1  module names; layers by name glob or class
-    layers/                     L2  a module's input and output gradient as second moments, one family per file
-    damping                     L2  how λ is shared among factors
-    inverses/                   L3  accumulate, refresh (dear), apply (cheap), one representation per file
-    options                     L4  the user's choices about layers, checked against the model
-    blocks                      L4  layer + adapter + inverse + clock
-    discovery                   L5  the blocks of a model
-    estimates                   L5  which output gradients count
-    execution                   L5  who does the work: one device, later many
-    checkpoint                  L5  block state in and out of state_dict
-    engine                      L6  one step as a pipeline
-    schedulers                  L6  schedules for any param-group number
-    diagnostics                 L7  summary, metrics, factors
-    optimizer                   L8  KFACOptimizer: groups, hooks, checkpoints
+    functions                   L2  torch functions seen or replaced while a module's forward runs
+    layers/                     L3  a module's input and output gradient as second moments, one family per file
+    damping                     L3  how λ is shared among factors
+    inverses/                   L4  accumulate, refresh (dear), apply (cheap), one representation per file
+    options                     L5  the user's choices about layers, checked against the model
+    blocks                      L5  layer + adapter + inverse + clock
+    discovery                   L6  the blocks of a model
+    estimates                   L6  which output gradients count
+    execution                   L6  who does the work: one device, later many
+    checkpoint                  L6  block state in and out of state_dict
+    engine                      L7  one step as a pipeline
+    schedulers                  L7  schedules for any param-group number
+    diagnostics                 L8  summary, metrics, factors
+    optimizer                   L9  KFACOptimizer: groups, hooks, checkpoints
 """
 
 from kfac_optim.diagnostics import Summary

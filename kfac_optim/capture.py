@@ -151,8 +151,8 @@ class CaptureWindow:
         """Read the number of loss terms off every forward of `model`."""
         hooks = _RootHooks(self)
         return (
-            model.register_forward_pre_hook(_Hook(hooks.enter), prepend=True, with_kwargs=True),
-            model.register_forward_hook(_Hook(hooks.leave), with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(PicklableHook(hooks.enter), prepend=True, with_kwargs=True),
+            model.register_forward_hook(PicklableHook(hooks.leave), with_kwargs=True, always_call=True),
         )
 
     def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
@@ -160,7 +160,7 @@ class CaptureWindow:
         self._watches.append(watch)
         # First among the module's hooks: the output is then the layer's own, and the root call still open
         # when the model is this very layer.
-        hook = module.register_forward_hook(_Hook(_LayerHook(self, watch)), prepend=True, with_kwargs=True)
+        hook = module.register_forward_hook(PicklableHook(_LayerHook(self, watch)), prepend=True, with_kwargs=True)
         return _LayerHandle(self._watches, watch, hook)
 
     def note(self, watch: LayerWatch, layer_input: Tensor, output: Tensor, *, training: bool = True) -> None:
@@ -387,7 +387,7 @@ def _first_tensor(*structures: Any) -> Tensor | None:
     return next((leaf for leaf in tree_leaves(structures) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
 
 
-class _Hook:
+class PicklableHook:
     """A module hook that neither pickles nor copies what it calls."""
 
     __slots__ = ("_function",)

@@ -43,12 +43,18 @@ def build_blocks(
     coverage = Coverage()
     names = ModuleNames(model)
     found: defaultdict[nn.Parameter, list[_Use]] = defaultdict(list)
+    owners: list[str] = []
     for path, module in model.named_modules():
-        owned = {local: param for local, param in module.named_parameters(recurse=False) if param in group_of}
+        if any(path.startswith(owner) for owner in owners):
+            continue
+        adapter = find_adapter(module, options.adapters)
+        if adapter is not None and adapter.owns_children:
+            owners.append(f"{path}." if path else "")
+        owned = _owned(names, path, module, adapter, group_of, options, coverage)
         if not owned:
             continue
         name = names.shown[path]
-        adapter, reason = _adapter_for(names, path, module, owned, options)
+        adapter, reason = _adapter_for(names, path, module, adapter, owned, options)
         trained = {local for local, param in owned.items() if param.requires_grad}
         if adapter is not None and not adapter.specs(module, name, trained):
             adapter, reason = None, "the weight it belongs to is not trained by this optimizer"
@@ -84,26 +90,55 @@ class _Use:
     trained: set[str]
 
 
-def _adapter_for(
+def _owned(
     names: ModuleNames,
     path: str,
     module: nn.Module,
-    owned: Mapping[str, nn.Parameter],
+    adapter: LayerAdapter[Any] | None,
+    group_of: Mapping[nn.Parameter, dict[str, Any]],
     options: BlockOptions,
-) -> tuple[LayerAdapter[Any] | None, str]:
-    """The adapter of `module`, or None and the reason."""
+    coverage: Coverage,
+) -> dict[str, nn.Parameter]:
+    """The parameters of the optimizer that `module` answers for, by their names within it."""
+    owns_children = adapter is not None and adapter.owns_children
+    owned: dict[str, nn.Parameter] = {}
+    for local, param in module.named_parameters(recurse=owns_children):
+        child = local.rpartition(".")[0]
+        skipped = _skipped(names, f"{path}.{child}".strip("."), options) if child else None
+        if param in group_of and skipped is None:
+            owned[local] = param
+        elif param in group_of:
+            coverage.uncovered.setdefault(param, str(skipped))
+    return owned
+
+
+def _skipped(names: ModuleNames, path: str, options: BlockOptions) -> str | None:
+    """The reason, where an entry of `skip_layers` names the module at `path` or one that contains it."""
     ancestry = names.lineage(path)
     for pattern in options.skip_layers:
         if any(matches(pattern, ancestor, parent) for ancestor, parent in ancestry):
             shown = pattern if isinstance(pattern, str) else pattern.__name__
-            return None, f"skip_layers entry {shown!r}"
-    for ancestor, parent in ancestry[1:]:
+            return f"skip_layers entry {shown!r}"
+    return None
+
+
+def _adapter_for(
+    names: ModuleNames,
+    path: str,
+    module: nn.Module,
+    adapter: LayerAdapter[Any] | None,
+    owned: Mapping[str, nn.Parameter],
+    options: BlockOptions,
+) -> tuple[LayerAdapter[Any] | None, str]:
+    """The adapter of `module` where it can be used, or None and the reason."""
+    if (skipped := _skipped(names, path, options)) is not None:
+        return None, skipped
+    for ancestor, parent in names.lineage(path)[1:]:
         if isinstance(parent, _BYPASSES_CHILDREN):
             inside = f"{type(parent).__name__} {ancestor!r}"
             return None, f"inside {inside}, which does not call its children"
     if is_parametrized(module):
         return None, f"{type(module).__name__} is parametrized: the trained tensor is not the one used"
-    adapter = find_adapter(module, options.adapters)
     if adapter is None:
         return None, f"no adapter for {type(module).__name__}"
     for local, param in owned.items():
@@ -141,7 +176,12 @@ def _merge(
             return refuse(f"{shared}, which is not preconditioned")
     trained = first.trained
     if any(_parameters(use) != _parameters(first) for use in uses):
-        trained = {"weight"}  # tied weights, biases apart
+        # Tied weights, biases apart.
+        trained = {
+            local
+            for local in first.trained
+            if all(_parameters(use).get(local) == _parameters(first)[local] for use in uses)
+        }
         for use in uses:
             for local in use.trained - trained:
                 coverage.uncovered[use.module.get_parameter(local)] = "bias of a weight tied to other layers"
@@ -156,7 +196,12 @@ def _merge(
         return refuse("tied to a layer of another shape")
     specs = first.adapter.specs(first.module, first.name, trained)
     for index, spec in enumerate(specs):
-        blocks.append(_build(names, first, uses, index, spec, group_of, options, existing))
+        block = _build(names, first, uses, index, spec, group_of, options, existing)
+        if block is None:
+            for local in spec.params:
+                coverage.uncovered[first.module.get_parameter(local)] = "structure keeps neither of its factors"
+        else:
+            blocks.append(block)
     return blocks
 
 
@@ -169,7 +214,8 @@ def _build(
     group_of: Mapping[nn.Parameter, dict[str, Any]],
     options: BlockOptions,
     existing: Sequence[KFACBlock],
-) -> KFACBlock:
+) -> KFACBlock | None:
+    """The block of `spec`, or None where the structure leaves nothing to precondition with."""
     assert first.adapter is not None
     params = tuple(first.module.get_parameter(local) for local in spec.params)
     chosen = options.structure.of(names, first.path)
@@ -179,6 +225,8 @@ def _build(
         if dim > options.max_factor_dim and structure[side] is Structure.DENSE:
             structure[side] = Structure.DIAGONAL
             notes.append(f"{'AG'[side]} is diagonal: {dim} > max_factor_dim {options.max_factor_dim}")
+    if structure == [Structure.IDENTITY, Structure.IDENTITY]:
+        return None
     if len(uses) > 1:
         notes.append("shared by " + ", ".join(use.name for use in uses))
     spec = replace(

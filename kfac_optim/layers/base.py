@@ -122,6 +122,9 @@ class LayerAdapter(ABC, Generic[M]):
     subclasses of a module are found along its method resolution order.
     """
 
+    owns_children = False
+    """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
+
     @abstractmethod
     def refusal(self, module: M) -> str | None:
         """Why this very module cannot be preconditioned, or None when it can."""
@@ -149,7 +152,8 @@ class LayerAdapter(ABC, Generic[M]):
 
         Args:
             module: the layer.
-            specs: what `specs()` gave, with the structure and weight sharing chosen by the user.
+            specs: those of what `specs()` gave that are preconditioned, with the structure and weight sharing chosen
+                by the user; the sink counts in this sequence.
             window: where to listen.
             sink: takes the statistics.
             dtype: of the moments.
