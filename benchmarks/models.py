@@ -6,6 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -121,13 +122,13 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
+        self.positions = nn.Parameter(torch.randn(context, width))
         self.blocks = nn.Sequential(*(_TransformerBlock(width, heads, hidden) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits

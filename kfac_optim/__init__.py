@@ -10,22 +10,24 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     functions                   L2  torch functions seen or replaced while a module's forward runs
     layers/                     L3  a module's input and output gradient as second moments, one family per file
     damping                     L3  how λ is shared among factors
-    inverses/                   L4  accumulate, refresh (dear), apply (cheap), one representation per file
-    options                     L5  the user's choices about layers, checked against the model
-    blocks                      L5  layer + adapter + inverse + clock
-    discovery                   L6  the blocks of a model
-    estimates                   L6  which output gradients count
-    execution                   L6  who does the work: one device, later many
-    checkpoint                  L6  block state in and out of state_dict
-    engine                      L7  one step as a pipeline
-    schedulers                  L7  schedules for any param-group number
-    diagnostics                 L8  summary, metrics, factors
-    optimizer                   L9  KFACOptimizer: groups, hooks, checkpoints
+    pairs                       L4  the two factors of a block
+    inverses/                   L5  accumulate, refresh (dear), apply (cheap), one representation per file
+    options                     L6  the user's choices about layers, checked against the model
+    blocks                      L6  layer + adapter + inverse + clock
+    discovery                   L7  the blocks of a model
+    functional                  L7  matrices that functions multiply by, whatever module owns them
+    estimates                   L7  which output gradients count
+    execution                   L7  who does the work: one device, later many
+    checkpoint                  L7  block state in and out of state_dict
+    engine                      L8  one step as a pipeline
+    schedulers                  L8  schedules for any param-group number
+    diagnostics                 L9  summary, metrics, factors
+    optimizer                   L10  KFACOptimizer: groups, hooks, checkpoints
 """
 
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import Empirical, Estimate
-from kfac_optim.inverses import Cholesky, Inverse
+from kfac_optim.inverses import Cholesky, Eigen, Inverse
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_ADAPTERS",
     "Cholesky",
+    "Eigen",
     "Empirical",
     "Estimate",
     "ExponentialDecay",

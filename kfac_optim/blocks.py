@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,23 @@ class Clock:
     """`LossCount.summed` of the last statistics."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """One module that uses a block's parameters.
+
+    Attributes:
+        module: the module.
+        adapter: of its family.
+        spec: the matrix as this module sees it.
+        opposed: whether that is the transpose of the block's.
+    """
+
+    module: nn.Module
+    adapter: LayerAdapter[Any]
+    spec: LayerSpec
+    opposed: bool = False
+
+
 @dataclass(eq=False)
 class KFACBlock:
     """One gradient matrix `[groups, out, in]` of one module, or of several that share its parameters.
@@ -41,9 +58,7 @@ class KFACBlock:
         name: fully qualified name of the (first) module; with a suffix where a module has several blocks.
         param_names: fully qualified names of `params`.
         spec: shapes and choices.
-        index: which of the adapter's specs this is.
-        adapter: of the module's family.
-        modules: every module that uses these parameters.
+        uses: every module that uses these parameters; the first one's adapter packs the matrix.
         params: the parameters, in the order of `spec.params`.
         inverse: representation of the inverse curvature.
         state: of `inverse`.
@@ -57,9 +72,7 @@ class KFACBlock:
     name: str
     param_names: tuple[str, ...]
     spec: LayerSpec
-    index: int
-    adapter: LayerAdapter[Any]
-    modules: list[nn.Module]
+    uses: tuple[LayerUse, ...]
     params: tuple[nn.Parameter, ...]
     inverse: Inverse[Any]
     state: Any
@@ -73,6 +86,10 @@ class KFACBlock:
         return self.groups[0]
 
     @property
+    def adapter(self) -> LayerAdapter[Any]:
+        return self.uses[0].adapter
+
+    @property
     def is_ready(self) -> bool:
         """Whether there is an inverse to precondition with."""
         return self.clock.refreshed_at >= 0
@@ -80,7 +97,7 @@ class KFACBlock:
     @property
     def is_parametrized(self) -> bool:
         """Whether a module was parametrized since: its trained tensor is then no longer the one it uses."""
-        return any(is_parametrized(module) for module in self.modules)
+        return any(is_parametrized(use.module) for use in self.uses)
 
     def wants_statistics(self) -> bool:
         """Whether the current step is one of statistics: by period, or because nothing is known yet."""
@@ -97,6 +114,11 @@ class KFACBlock:
         """Forget all statistics; the step count goes on."""
         self.clock = Clock(step=self.clock.step)
         self.state = self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
+
+    def oppose(self, opposed: bool = True) -> None:
+        """Make room for uses that multiply by the transposed matrix (or no longer); statistics start anew."""
+        self.spec = replace(self.spec, opposed=opposed)
+        self.restart()
 
     def fold(self, count: LossCount) -> None:
         """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
@@ -144,36 +166,47 @@ class KFACBlock:
         ]
 
 
+Attachment = tuple[KFACBlock, LayerUse]
+"""A block, and how one module uses it."""
+
+
+def by_module(blocks: Iterable[KFACBlock]) -> dict[nn.Module, tuple[Attachment, ...]]:
+    """The blocks that each module's calls give statistics to."""
+    found: defaultdict[nn.Module, tuple[Attachment, ...]] = defaultdict(tuple)
+    for block in blocks:
+        for use in block.uses:
+            found[use.module] += ((block, use),)
+    return dict(found)
+
+
 def attach(
-    block_list: Iterable[KFACBlock], window: CaptureWindow, emitted: Callable[[KFACBlock], None]
-) -> list[Handle]:
-    """Hook every module of `block_list` into `window`; `emitted` is told of each block that took statistics."""
-    by_module: defaultdict[nn.Module, list[KFACBlock]] = defaultdict(list)
-    for block in block_list:
-        for module in block.modules:
-            by_module[module].append(block)
-    handles = []
-    for module, blocks in by_module.items():
-        first, specs = blocks[0], [block.spec for block in blocks]
-        handles.append(first.adapter.capture(module, specs, window, _Sink(blocks, emitted), first.dtype))
-    return handles
+    module: nn.Module,
+    attachments: Sequence[Attachment],
+    window: CaptureWindow,
+    emitted: Callable[[KFACBlock], None],
+) -> Handle:
+    """Hook `module` into `window` for all its blocks; `emitted` is told of each that took statistics."""
+    block, use = attachments[0]
+    specs = [use.spec for _, use in attachments]
+    return use.adapter.capture(module, specs, window, Sink(attachments, emitted), block.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sink:
+class Sink:
     """Takes the statistics of one module into its blocks, in the order of the adapter's specs."""
 
-    blocks: Sequence[KFACBlock]
+    attachments: Sequence[Attachment]
     emitted: Callable[[KFACBlock], None]
 
     def wanted(self) -> bool:
-        return any(block.wants_statistics() for block in self.blocks)
+        return any(block.wants_statistics() for block, _ in self.attachments)
 
     def emit(self, index: int, stats: LayerStatistics) -> None:
-        block = self.blocks[index]
+        block, use = self.attachments[index]
+        stats.opposed = use.opposed
         block.accumulate(stats)
         self.emitted(block)
 
     def discard(self) -> None:
-        for block in self.blocks:
+        for block, _ in self.attachments:
             block.discard()

@@ -12,8 +12,8 @@ call's gradient is the running sum, and what was counted for the earlier sum is 
 
 [Note: the lifetime of a call]
 A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a forward that never gets a
-backward is freed with it. It drops the input as soon as it has committed, and keeps the gradient, in case
-another backward comes, only until the window closes in `step()`.
+backward is freed with it. It drops the input as soon as it has committed (unless the watch keeps it), and keeps the
+gradient, in case another backward comes, only until the window closes in `step()`.
 
 [Note: recomputed layers]
 Reentrant checkpointing runs layers without gradients inside the model's forward and again inside backward, when the
@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -47,13 +48,16 @@ class LayerCall:
     """One forward call of a layer, as a backward through it leaves it."""
 
     input: Tensor | None
-    """The layer's input; None from the second backward on, when its rows are counted already."""
+    """The layer's input. From the second backward on, when its rows are counted already, it is None unless the watch
+    keeps it."""
     gradient: Tensor
     """Gradient with respect to the layer's output, summed over the backwards so far."""
     earlier: Tensor | None = None
     """The same sum before this backward, to be taken back; None at the first backward."""
     training: bool = True
     """Whether the layer was in training mode in its forward."""
+    context: Any = None
+    """What the adapter that noted the call wants back."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -62,17 +66,21 @@ class LayerWatch:
 
     Attributes:
         weight: the parameter that a backward must reach to count.
-        unbatched_ndim: dimensions of an input without a batch dimension.
         wanted: whether the layer's next forward should be captured.
         emit: receives each committed call.
         discard: forgets the calls emitted since the last step.
+        unbatched_ndim: dimensions of an input without a batch dimension, for `watch_layer`.
+        is_product: whether the layer's forward is a product with its weight, which may have been noted already.
+        keep_input: whether further backwards need the input again; it then lives until the window closes.
     """
 
     weight: nn.Parameter
-    unbatched_ndim: int
     wanted: Callable[[], bool]
     emit: Callable[[LayerCall], None]
     discard: Callable[[], None]
+    unbatched_ndim: int = -1
+    is_product: bool = False
+    keep_input: bool = False
 
 
 class LossCount(NamedTuple):
@@ -91,17 +99,64 @@ class Handle(Protocol):
         """Idempotent."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerHandle:
-    watches: list[LayerWatch]
-    watch: LayerWatch
-    hook: RemovableHandle | None
+class Handles:
+    """Several handles as one."""
+
+    def __init__(self, *handles: Handle) -> None:
+        self._handles = handles
 
     def remove(self) -> None:
-        if self.hook is not None:
-            self.hook.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchHandle:
+    watches: list[LayerWatch]
+    watch: LayerWatch
+
+    def remove(self) -> None:
         if self.watch in self.watches:
             self.watches.remove(self.watch)
+
+
+class _LayerHooks:
+    """Forward hooks of one layer, which can be taken off and put on again."""
+
+    def __init__(
+        self,
+        hooks: "list[_LayerHooks]",
+        module: nn.Module,
+        before: Callable[..., None] | None,
+        after: Callable[..., None],
+    ) -> None:
+        self._hooks = hooks
+        self._module = module
+        self._before = before
+        self._after = after
+        self._handles: list[RemovableHandle] = []
+
+    def on(self) -> None:
+        if self._handles:
+            return
+        before, after = self._before, PicklableHook(self._after)
+        if before is not None:
+            self._handles.append(self._module.register_forward_pre_hook(PicklableHook(before), with_kwargs=True))
+        # First among the module's hooks: the output is then the layer's own, and the root call still open when the
+        # model is this very layer.
+        self._handles.append(
+            self._module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=before is not None)
+        )
+
+    def off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def remove(self) -> None:
+        self.off()
+        if self in self._hooks:
+            self._hooks.remove(self)
 
 
 class RootCall:
@@ -124,6 +179,31 @@ class RootCall:
         self.recomputes = False
 
 
+class ModeStack:
+    """Torch function modes that forwards under way run in.
+
+    An interrupted forward (KeyboardInterrupt) is left without a hook being called; its modes go with the next forward
+    of the model, the next `step()` or `zero_grad()`, or the optimizer itself.
+    """
+
+    def __init__(self) -> None:
+        self._modes: list[TorchFunctionMode] = []
+
+    def enter(self, mode: TorchFunctionMode) -> None:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._modes.append(mode)
+
+    def leave(self, mode: TorchFunctionMode | None = None) -> None:
+        """Leave all modes entered since `mode`, and it as well; all of them where it is None."""
+        while self._modes:
+            last = self._modes.pop()
+            # Somebody's own mode may lie above one that was left behind; then it stays, and is asked in vain.
+            if _get_current_function_mode() is last:  # type: ignore[no-untyped-call]
+                last.__exit__(None, None, None)
+            if last is mode:
+                return
+
+
 class CaptureWindow:
     """Everything captured between two optimizer steps.
 
@@ -131,13 +211,20 @@ class CaptureWindow:
         rule: what the mean in the loss runs over.
         listening: whether backward passes count; an estimate says which do.
         dropped_calls: calls whose input was changed in place before the backward, ever.
+        around: makes the mode that forwards of the model are to run in, or None.
+        modes: those that forwards under way run in.
+        noted: ids of the weights whose use was noted apart from their module since the model's forward began.
     """
 
     def __init__(self, rule: LossTerms) -> None:
         self.rule = rule
         self.listening = False
         self.dropped_calls = 0
+        self.around: Callable[[], TorchFunctionMode | None] = lambda: None
+        self.noted: set[int] = set()
+        self.modes = ModeStack()
         self._watches: list[LayerWatch] = []
+        self._hooks: list[_LayerHooks] = []
         self._roots: list[RootCall] = []
         self._backward_root: RootCall | None = None
         self._open: list[ForwardCall] = []
@@ -157,29 +244,60 @@ class CaptureWindow:
 
     def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
         """Emit the calls of `module` that a backward reaches."""
-        self._watches.append(watch)
-        # First among the module's hooks: the output is then the layer's own, and the root call still open
-        # when the model is this very layer.
-        hook = module.register_forward_hook(PicklableHook(_LayerHook(self, watch)), prepend=True, with_kwargs=True)
-        return _LayerHandle(self._watches, watch, hook)
+        return Handles(self.watch_calls(watch), self.hook(module, _LayerHook(self, watch)))
 
-    def note(self, watch: LayerWatch, layer_input: Tensor, output: Tensor, *, training: bool = True) -> None:
-        """Within a forward: `output` came of `layer_input` and `watch.weight`; commit when a backward reaches both."""
-        if not torch.is_grad_enabled() or _in_function_transform():
-            return
-        if not (output.requires_grad and watch.weight.requires_grad and watch.wanted()):
+    def hook(self, module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> Handle:
+        """Call `before(module, args, kwargs)` and `after(module, args, kwargs, output)` around forwards of `module`.
+
+        Where there is a `before`, `after` is called even if the forward raises. Neither is called within a forward of
+        the model without gradients: torch's fast paths of evaluation are closed to modules with hooks.
+        """
+        hooks = _LayerHooks(self._hooks, module, before, after)
+        self._hooks.append(hooks)
+        hooks.on()
+        return hooks
+
+    def note(
+        self,
+        watch: LayerWatch,
+        layer_input: Tensor,
+        output: Tensor,
+        *,
+        training: bool = True,
+        unbatched: bool = False,
+        context: Any = None,
+    ) -> None:
+        """Within a forward: `output` came of `layer_input` and `watch.weight`; commit when a backward reaches both.
+
+        Args:
+            watch: the layer.
+            layer_input: as `LayerCall.input` will hand it over.
+            output: non-leaf, or a leaf that stands for it in the graph.
+            training: whether the layer is in training mode.
+            unbatched: whether the layer was handed a single example without a batch dimension.
+            context: becomes `LayerCall.context`.
+        """
+        if not (self.takes(output) and watch.weight.requires_grad and watch.wanted()):
             return
         root = self._current_root()
         if root is not None:
-            unbatched = layer_input.dim() == watch.unbatched_ndim
             root.unbatched |= unbatched
             root.batched |= not unbatched
-        output.register_hook(ForwardCall(self, watch, root, layer_input, training))  # type: ignore[no-untyped-call]
+        output.register_hook(ForwardCall(self, watch, root, layer_input, training, context))  # type: ignore[no-untyped-call]
+
+    def note_without_graph(self) -> None:
+        """Within a forward without gradients: a layer ran that may run again. See [Note: recomputed layers]."""
+        if self._roots:
+            self._roots[-1].recomputes = True
+
+    def takes(self, output: Tensor) -> bool:
+        """Whether a call with this output may count: it is part of a graph of the training loop's own."""
+        return torch.is_grad_enabled() and output.requires_grad and not _in_function_transform()
 
     def watch_calls(self, watch: LayerWatch) -> Handle:
         """Like `watch_layer`, for a layer whose adapter notes the calls itself."""
         self._watches.append(watch)
-        return _LayerHandle(self._watches, watch, None)
+        return _WatchHandle(self._watches, watch)
 
     def set_loss_terms(self, terms: int) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
@@ -212,6 +330,7 @@ class CaptureWindow:
             count = LossCount(averaged=self._counted, summed=1)
         self._forget_calls()
         self._roots.clear()
+        self.modes.leave()
         self._backward_root = None
         return count
 
@@ -222,6 +341,7 @@ class CaptureWindow:
         losses are backpropagated one by one and their gradients combined by hand.
         """
         self._roots.clear()  # an interrupted forward (KeyboardInterrupt) leaves its own behind
+        self.modes.leave()
         if self._open:  # else keep what set_loss_terms said of the backward to come
             self._stale = True
 
@@ -230,6 +350,29 @@ class CaptureWindow:
         for watch in self._watches:
             watch.discard()
         self._forget_calls()
+
+    def begin_forward(self) -> None:
+        """The model's outermost forward begins."""
+        if torch.compiler.is_compiling():
+            return
+        self.modes.leave()
+        for hooks in self._hooks:
+            if torch.is_grad_enabled():
+                hooks.on()
+            else:
+                hooks.off()
+        mode = self.around() if torch.is_grad_enabled() else None
+        if mode is not None:
+            self.modes.enter(mode)
+
+    def end_forward(self) -> None:
+        """The model's outermost forward ends, whether or not it failed."""
+        if torch.compiler.is_compiling():
+            return
+        self.modes.leave()
+        self.noted.clear()
+        for hooks in self._hooks:
+            hooks.on()
 
     def _forget_calls(self) -> None:
         for call in self._open:
@@ -257,10 +400,16 @@ class CaptureWindow:
 class ForwardCall:
     """Tensor hook on one output of a layer: commits the call when a backward reaches the weight."""
 
-    __slots__ = ("_committed", "_gradient", "_input", "_root", "_training", "_version", "_watch", "_window")
+    __slots__ = ("_committed", "_context", "_gradient", "_input", "_root", "_training", "_version", "_watch", "_window")
 
     def __init__(
-        self, window: CaptureWindow, watch: LayerWatch, root: RootCall | None, layer_input: Tensor, training: bool
+        self,
+        window: CaptureWindow,
+        watch: LayerWatch,
+        root: RootCall | None,
+        layer_input: Tensor,
+        training: bool,
+        context: Any,
     ) -> None:
         self._window = weakref.ref(window)
         self._watch = weakref.ref(watch)
@@ -270,6 +419,7 @@ class ForwardCall:
         self._gradient: Tensor | None = None
         self._committed = False
         self._training = training
+        self._context = context
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor) -> None:
@@ -280,16 +430,21 @@ class ForwardCall:
         if not self._committed:
             if window._stale:
                 window.discard()
-            layer_input, self._input = self._input, None
+            layer_input = self._input
             self._committed = True
+            if not watch.keep_input:
+                self._input = None
             if layer_input is None or _version(layer_input) != self._version:
                 window.dropped_calls += 1
                 return
-            call = LayerCall(layer_input, gradient, training=self._training)
+            call = LayerCall(layer_input, gradient, None, self._training, self._context)
             window._open.append(self)
         elif self._gradient is not None:
             window._stale = False
-            call = LayerCall(None, self._gradient + gradient, self._gradient, self._training)
+            if self._input is not None and _version(self._input) != self._version:
+                window.dropped_calls += 1
+                return
+            call = LayerCall(self._input, self._gradient + gradient, self._gradient, self._training, self._context)
         else:
             return  # the call was counted in a window that has closed
         window._count(self._root)
@@ -298,7 +453,7 @@ class ForwardCall:
             watch.emit(call)
 
     def release(self) -> None:
-        self._gradient = None
+        self._gradient = self._input = None
 
 
 def _version(tensor: Tensor) -> int:
@@ -331,14 +486,17 @@ class _LayerHook:
         if window is None or watch is None:
             return
         if not torch.is_grad_enabled():
-            if window._roots:
-                window._roots[-1].recomputes = True  # or is evaluated; see [Note: recomputed layers]
+            window.note_without_graph()
             return
         if not isinstance(output, Tensor) or is_parametrized(module):
             return
-        layer_input = _first_tensor(args, kwargs)
+        if watch.is_product and id(watch.weight) in window.noted:
+            window.noted.discard(id(watch.weight))
+            return
+        layer_input = _first_tensor(args, kwargs, least_ndim=0 if watch.unbatched_ndim == 0 else 1)
         if layer_input is not None:
-            window.note(watch, layer_input, output, training=module.training)
+            unbatched = layer_input.dim() == watch.unbatched_ndim
+            window.note(watch, layer_input, output, training=module.training, unbatched=unbatched)
 
 
 class _RootHooks:
@@ -348,6 +506,8 @@ class _RootHooks:
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         window = self._window()
         if window is not None:
+            if not window._roots:
+                window.begin_forward()
             # A model that calls itself is one forward: the outermost counts.
             window._roots.append(window._roots[-1] if window._roots else RootCall())
 
@@ -356,6 +516,8 @@ class _RootHooks:
         if window is None or not window._roots:
             return
         root = window._roots.pop()
+        if not window._roots:
+            window.end_forward()
         by_input = window.rule in _BY_INPUT
         tensor = _first_tensor(args, kwargs) if by_input else _first_tensor(output)
         if tensor is None:
@@ -382,9 +544,10 @@ def _in_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _first_tensor(*structures: Any) -> Tensor | None:
+def _first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
     """The first tensor with a dimension; a scalar in front of the batch (a time, a temperature) is not the batch."""
-    return next((leaf for leaf in tree_leaves(structures) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+    leaves = tree_leaves(structures)
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() >= least_ndim), None)
 
 
 class PicklableHook:

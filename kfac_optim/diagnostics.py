@@ -146,7 +146,7 @@ def _record(block: KFACBlock) -> BlockRecord:
     spec = block.spec
     return BlockRecord(
         name=block.name,
-        layer=type(block.modules[0]).__name__,
+        layer=type(block.uses[0].module).__name__,
         params=block.param_names,
         groups=spec.groups,
         in_dim=spec.in_dim,

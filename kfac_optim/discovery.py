@@ -6,18 +6,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from kfac_optim.blocks import KFACBlock
+from kfac_optim.blocks import KFACBlock, LayerUse
+from kfac_optim.functions import Product
 from kfac_optim.layers.base import LayerAdapter, find_adapter
+from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames, matches
 from kfac_optim.specs import LayerSpec, Structure
 
 # Modules that use their children's parameters without calling the children, whose hooks then never fire.
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
+_NO_ADAPTER = "no adapter for "
 
 
 @dataclass
@@ -26,6 +29,8 @@ class Coverage:
 
     blocks: list[KFACBlock] = field(default_factory=list)
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
+    candidates: set[nn.Parameter] = field(default_factory=set)
+    """Uncovered parameters in modules of no known kind, of which a block is made once a function multiplies by them."""
 
 
 def build_blocks(
@@ -58,6 +63,8 @@ def build_blocks(
         trained = {local for local, param in owned.items() if param.requires_grad}
         if adapter is not None and not adapter.specs(module, name, trained):
             adapter, reason = None, "the weight it belongs to is not trained by this optimizer"
+        if reason.startswith(_NO_ADAPTER):
+            coverage.candidates.update(param for param in owned.values() if param.requires_grad)
         for param in owned.values():
             why = reason if param.requires_grad else "requires_grad was False when the optimizer was built"
             coverage.uncovered.setdefault(param, why)
@@ -69,14 +76,59 @@ def build_blocks(
             found[owned[first]].append(_Use(path, name, module, adapter, trained))
     for uses in found.values():
         for block in _merge(names, uses, group_of, options, coverage, existing):
-            coverage.blocks.append(block)
-            for param in block.params:
-                coverage.uncovered.pop(param, None)
+            _cover(coverage, block)
+    for block in existing:
+        if isinstance(block.adapter, ProductAdapter) and coverage.candidates.issuperset(block.params):
+            _cover(coverage, block)
     of_model = set(model.parameters())
     for param in group_of:
         if param not in of_model:
             coverage.uncovered[param] = "not a parameter of the model"
     return coverage
+
+
+def claim(
+    model: nn.Module,
+    product: Product,
+    group_of: Mapping[nn.Parameter, dict[str, Any]],
+    options: BlockOptions,
+    coverage: Coverage,
+) -> KFACBlock | None:
+    """Make a block of a candidate that a function multiplies by; its bias joins where the module owns that too."""
+    weight = product.weight
+    if weight not in coverage.candidates or not (weight.requires_grad and weight.is_floating_point()):
+        return None
+    names = ModuleNames(model)
+    path, module = next((path, m) for path, m in model.named_modules() if _local_name(m, weight) is not None)
+    local, bias = _local_name(module, weight), _local_name(module, product.bias)
+    assert local is not None
+    adapter = ProductAdapter(transposes=product.transposed)
+    out_dim, in_dim = reversed(weight.shape) if product.transposed else weight.shape
+    params: tuple[str, ...] = (local,)
+    if (
+        bias is not None
+        and product.bias in coverage.candidates
+        and tuple(module.get_parameter(bias).shape) == (out_dim,)
+    ):
+        params = (local, bias)
+    name = names.shown[path] if local == "weight" else f"{names.shown[path]}.{local}".lstrip(".")
+    spec = LayerSpec(name, params, in_dim + len(params) - 1, out_dim)
+    use = _Use(path, names.shown[path], module, adapter, set(params))
+    block = _build(names, [use], [spec], [False], group_of, options, ())
+    if block is not None:
+        _cover(coverage, block)
+    return block
+
+
+def _local_name(module: nn.Module, param: Tensor | None) -> str | None:
+    return next((name for name, own in module.named_parameters(recurse=False) if own is param), None)
+
+
+def _cover(coverage: Coverage, block: KFACBlock) -> None:
+    coverage.blocks.append(block)
+    for param in block.params:
+        coverage.uncovered.pop(param, None)
+        coverage.candidates.discard(param)
 
 
 @dataclass(frozen=True)
@@ -140,7 +192,7 @@ def _adapter_for(
     if is_parametrized(module):
         return None, f"{type(module).__name__} is parametrized: the trained tensor is not the one used"
     if adapter is None:
-        return None, f"no adapter for {type(module).__name__}"
+        return None, _NO_ADAPTER + type(module).__name__
     for local, param in owned.items():
         if is_lazy(param):
             return None, f"{local} is uninitialised: run one forward before building the optimizer"
@@ -185,41 +237,71 @@ def _merge(
         for use in uses:
             for local in use.trained - trained:
                 coverage.uncovered[use.module.get_parameter(local)] = "bias of a weight tied to other layers"
-    blocks: list[KFACBlock] = []
-    assert first.adapter is not None
-    described = [
-        tuple(replace(spec, name="") for spec in use.adapter.specs(use.module, use.name, trained))
-        for use in uses
-        if use.adapter is not None
-    ]
-    if any(specs != described[0] for specs in described):
+    described = [_describe(use, trained) for use in uses]
+    opposed = [_opposed(first, use) for use in uses]
+    if any(
+        not _fit(specs, [spec.transposed() for spec in described[0]] if other else described[0])
+        for specs, other in zip(described, opposed, strict=True)
+    ):
         return refuse("tied to a layer of another shape")
-    specs = first.adapter.specs(first.module, first.name, trained)
-    for index, spec in enumerate(specs):
-        block = _build(names, first, uses, index, spec, group_of, options, existing)
+    blocks: list[KFACBlock] = []
+    for of_spec in zip(*described, strict=True):
+        block = _build(names, uses, of_spec, opposed, group_of, options, existing)
         if block is None:
-            for local in spec.params:
+            for local in of_spec[0].params:
                 coverage.uncovered[first.module.get_parameter(local)] = "structure keeps neither of its factors"
         else:
             blocks.append(block)
     return blocks
 
 
+def _describe(use: _Use, trained: set[str]) -> tuple[LayerSpec, ...]:
+    assert use.adapter is not None
+    return use.adapter.specs(use.module, use.name, trained)
+
+
+def _opposed(first: _Use, use: _Use) -> bool:
+    """Whether `use` multiplies by the transpose of what `first` multiplies by."""
+    assert first.adapter is not None
+    assert use.adapter is not None
+    ways = first.adapter.transposes, use.adapter.transposes
+    return None not in ways and ways[0] != ways[1]
+
+
+def _fit(specs: Sequence[LayerSpec], others: Sequence[LayerSpec]) -> bool:
+    return [_shape(spec) for spec in specs] == [_shape(spec) for spec in others]
+
+
+def _shape(spec: LayerSpec) -> tuple[Any, ...]:
+    return (type(spec), spec.params, spec.in_dim, spec.out_dim, spec.groups)
+
+
 def _build(
     names: ModuleNames,
-    first: _Use,
     uses: Sequence[_Use],
-    index: int,
-    spec: LayerSpec,
+    specs: Sequence[LayerSpec],
+    opposed: Sequence[bool],
     group_of: Mapping[nn.Parameter, dict[str, Any]],
     options: BlockOptions,
     existing: Sequence[KFACBlock],
 ) -> KFACBlock | None:
-    """The block of `spec`, or None where the structure leaves nothing to precondition with."""
-    assert first.adapter is not None
+    """The block of one matrix, or None where the structure leaves nothing to precondition with.
+
+    Args:
+        names: of the model's modules.
+        uses: of the matrix.
+        specs: the matrix as each of `uses` sees it.
+        opposed: whether each sees the transpose of what the first sees.
+        group_of: the param group of each parameter.
+        options: the user's choices.
+        existing: one of these is returned where it would be built again.
+    """
+    first, spec = uses[0], specs[0]
     params = tuple(first.module.get_parameter(local) for local in spec.params)
-    chosen = options.structure.of(names, first.path)
-    structure = [most.at_most(wish) for most, wish in zip(spec.structure, chosen, strict=True)]
+    structure = list(options.structure.of(names, first.path))
+    for each, other in zip(specs, opposed, strict=True):
+        kept = reversed(each.structure) if other else each.structure
+        structure = [most.at_most(wish) for most, wish in zip(kept, structure, strict=True)]
     notes = []
     for side, dim in enumerate((spec.in_dim, spec.out_dim)):
         if dim > options.max_factor_dim and structure[side] is Structure.DENSE:
@@ -233,9 +315,11 @@ def _build(
         spec,
         structure=(structure[0], structure[1]),
         weight_sharing=options.weight_sharing.of(names, first.path),
+        opposed=any(opposed),
     )
     for block in existing:
-        if block.spec == spec and [id(p) for p in block.params] == [id(p) for p in params]:
+        same_spec = replace(block.spec, opposed=False) == replace(spec, opposed=False)
+        if same_spec and [id(p) for p in block.params] == [id(p) for p in params]:
             return block
     dtype = options.factor_dtype or torch.promote_types(params[0].dtype, torch.float32)
     inverse = options.inverse.of(names, first.path)
@@ -243,9 +327,11 @@ def _build(
         name=spec.name,
         param_names=tuple(f"{first.name}.{local}".lstrip(".") for local in spec.params),
         spec=spec,
-        index=index,
-        adapter=first.adapter,
-        modules=[use.module for use in uses],
+        uses=tuple(
+            LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
+            for use, other in zip(uses, opposed, strict=True)
+            if use.adapter is not None
+        ),
         params=params,
         inverse=inverse,
         state=inverse.init(spec, dtype=dtype, device=params[0].device),

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
-from kfac_optim.blocks import attach
-from kfac_optim.capture import CaptureWindow, Handle
+from kfac_optim.blocks import Attachment, KFACBlock, attach, by_module
+from kfac_optim.capture import CaptureWindow, Handle, ModeStack
 from kfac_optim.diagnostics import Summary
-from kfac_optim.discovery import Coverage, build_blocks
+from kfac_optim.discovery import Coverage, build_blocks, claim
 from kfac_optim.estimates import Empirical, Estimate
 from kfac_optim.execution import Executor, SingleDevice
+from kfac_optim.functional import Claim, FunctionalUses
+from kfac_optim.functions import Product
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
@@ -160,12 +162,14 @@ class KFACOptimizer(Optimizer):
         self._window = CaptureWindow(loss_terms)
         self._record: engine.StepRecord | None = None
         self._warned = False
-        self._handles: dict[int, list[Handle]] = {}
+        self._functional = FunctionalUses(self._window, self._make_claim(), self._executor.reduce)
+        self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         estimate.arm(self._window)
         self._root_handles = self._window.watch_root(self._model)
         self._build()
-        weakref.finalize(self, _remove, self._root_handles, self._handles)
+        self._window.around = self._functional.mode
+        weakref.finalize(self, _remove, self._root_handles, self._attached, self._window.modes)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -245,7 +249,8 @@ class KFACOptimizer(Optimizer):
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
-        _remove(self._root_handles, self._handles)
+        _remove(self._root_handles, self._attached, self._window.modes)
+        self._functional.forget()
 
     # -- reports -----------------------------------------------------------------------------------------------
 
@@ -322,12 +327,20 @@ class KFACOptimizer(Optimizer):
         blocks = self._coverage.blocks
         for block in old:
             if block not in blocks:
-                for handle in self._handles.pop(id(block), []):
-                    handle.remove()
                 self.state[block.params[0]].pop(checkpoint.KEY, None)
-        for block in blocks:
-            if id(block) not in self._handles:
-                self._handles[id(block)] = attach([block], self._window, self._executor.reduce)
+        wanted = by_module(blocks)
+        for module, (attached, handle) in list(self._attached.items()):
+            if wanted.get(module) != attached:
+                handle.remove()
+                del self._attached[module]
+        for module, attachments in wanted.items():
+            if module not in self._attached:
+                handle = attach(module, attachments, self._window, self._executor.reduce)
+                self._attached[module] = (attachments, handle)
+        if _is_compiled(self._model):
+            self._functional.forget()
+        else:
+            self._functional.know(blocks, self._coverage.candidates)
         self._bind_groups()
         self._publish_blocks()
         self._built = True
@@ -337,6 +350,18 @@ class KFACOptimizer(Optimizer):
                 "optimizer.summary() lists the reasons.",
                 stacklevel=3,
             )
+
+    def _make_claim(self) -> Claim:
+        """Held by the model's hooks, thus by a weak reference."""
+        weak = weakref.ref(self)
+
+        def claim_of(product: Product) -> KFACBlock | None:
+            optimizer = weak()
+            if optimizer is None:
+                return None
+            return claim(optimizer._model, product, optimizer._group_of(), optimizer._options, optimizer._coverage)
+
+        return claim_of
 
     def _warn_of_unseen_layers(self, names: Sequence[str]) -> None:
         if names and not self._warned:
@@ -412,6 +437,14 @@ def _choose_executor(distributed: bool | None) -> Executor:
     return SingleDevice()
 
 
-def _remove(root: Sequence[Handle], layers: Mapping[int, Sequence[Handle]]) -> None:
-    for handle in [*root, *(handle for handles in layers.values() for handle in handles)]:
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether any part of `model` is compiled: what runs there is out of sight of modes and hooks."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+def _remove(
+    root: Sequence[Handle], attached: Mapping[nn.Module, tuple[Sequence[Attachment], Handle]], modes: ModeStack
+) -> None:
+    modes.leave()
+    for handle in (*root, *(handle for _, handle in attached.values())):
         handle.remove()

@@ -4,7 +4,7 @@ Nothing here holds a tensor or touches autograd, so a plan can be made from spec
 device, for many ranks, on paper).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -62,10 +62,22 @@ class LayerSpec:
     structure: tuple[Structure, Structure] = (Structure.DENSE, Structure.DENSE)
     """Kept structure of `(A, G)`; what a layer family asks for is the most that a user's choice can keep."""
     weight_sharing: WeightSharing = WeightSharing.EXPAND
+    opposed: bool = False
+    """Whether some uses multiply by the transposed matrix, as an output layer tied to an embedding does."""
 
     @property
     def has_bias(self) -> bool:
         return len(self.params) > 1
+
+    def transposed(self) -> "LayerSpec":
+        """As an opposed use sees the matrix: its inputs are the outputs here."""
+        return replace(
+            self,
+            params=self.params[:1],
+            in_dim=self.out_dim,
+            out_dim=self.in_dim,
+            structure=(self.structure[1], self.structure[0]),
+        )
 
 
 class Cost(NamedTuple):

@@ -24,7 +24,7 @@ from plain import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer
 
 
 def reasons(optimizer: KFACOptimizer) -> dict[str, str | None]:
@@ -161,9 +161,20 @@ class TiedEmbedding(nn.Module):
         return self.output(self.middle(self.embedding(tokens)).tanh())
 
 
-def test_a_linear_tied_to_an_embedding_is_left_to_sgd_with_the_reason() -> None:
+def test_a_linear_tied_to_an_embedding_shares_its_block_but_for_the_bias() -> None:
+    optimizer = KFACOptimizer(TiedEmbedding(), lr=0.1)
+    assert [block.name for block in optimizer.summary().blocks] == ["embedding", "middle"]
+    assert reasons(optimizer) == {
+        "embedding.weight": None,
+        "output.bias": "bias of a weight tied to other layers",
+        "middle.weight": None,
+        "middle.bias": None,
+    }
+
+
+def test_a_linear_tied_to_an_embedding_that_is_skipped_is_left_to_sgd_with_the_reason() -> None:
     model = TiedEmbedding()
-    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6, skip_layers=["embedding"])
     assert [block.name for block in optimizer.summary().blocks] == ["middle"]
     assert reasons(optimizer) == {
         "embedding.weight": "shared with Embedding 'embedding', which is not preconditioned",
@@ -202,10 +213,11 @@ def attention(seed: int = 0) -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, dim_feedforward=6, dropout=0.0, batch_first=True, dtype=torch.float64)
 
 
-def test_a_transformer_layer_trains_with_its_attention_under_sgd() -> None:
+def test_without_an_adapter_attention_trains_under_sgd() -> None:
     """MultiheadAttention never calls its `out_proj`; the feed-forward Linears beside it are preconditioned."""
     model, twin = attention(), attention()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, kl_clip=1e-4)
+    linear_alone = {nn.Linear: DEFAULT_ADAPTERS[nn.Linear]}
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, kl_clip=1e-4, adapters=linear_alone)
     assert [block.name for block in optimizer.summary().blocks] == ["linear1", "linear2"]
     x = batch(dim=12).view(8, 3, 4)
     attended = list(twin.self_attn.parameters())
@@ -298,7 +310,7 @@ def test_a_lazy_layer_trained_first_and_given_to_the_optimizer_later_is_precondi
 
 
 def test_integer_buffers_and_quantised_parameters_do_not_disturb() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model = nn.Sequential(nn.Linear(4, 3), nn.PReLU(3))
     model[0].register_buffer("codes", torch.zeros(3, dtype=torch.int8))
     assert [block.name for block in KFACOptimizer(model).summary().blocks] == ["0"]
 

@@ -37,12 +37,12 @@ class Zoo(nn.Module):
         self.bias_frozen.bias.requires_grad_(False)
         self.weight_frozen = nn.Linear(4, 4)
         self.weight_frozen.weight.requires_grad_(False)
-        self.norm = nn.LayerNorm(4)
+        self.slope = nn.PReLU()
         self.normed = parametrizations.weight_norm(nn.Linear(4, 4))
         self.skipped = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 3))
         self.lazy = nn.LazyLinear(4)
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.embedding = nn.Embedding(7, 4)
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.embedding = nn.Embedding(7, 4, sparse=True)
         self.tied = nn.Linear(4, 7, bias=False)
         self.tied.weight = self.embedding.weight
         self.complex = nn.Linear(4, 4, dtype=torch.cfloat)
@@ -60,8 +60,7 @@ REASONS = {
     "bias_frozen.bias": "requires_grad was False when the optimizer was built",
     "weight_frozen.weight": "requires_grad was False",
     "weight_frozen.bias": "weight it belongs to is not trained",
-    "norm.weight": "no adapter for LayerNorm",
-    "norm.bias": "no adapter for LayerNorm",
+    "slope.weight": "no adapter for PReLU",
     "normed.bias": "parametrized",
     "normed.parametrizations.weight.original0": "no adapter for ParametrizationList",
     "normed.parametrizations.weight.original1": "no adapter for ParametrizationList",
@@ -71,17 +70,23 @@ REASONS = {
     "skipped.1.bias": "skip_layers entry 'skipped'",
     "lazy.weight": "weight is uninitialised: run one forward before building the optimizer",
     "lazy.bias": "is uninitialised",
-    "attention.in_proj_weight": "no adapter for MultiheadAttention",
-    "attention.in_proj_bias": "no adapter for MultiheadAttention",
-    "attention.out_proj.weight": "inside MultiheadAttention 'attention', which does not call its children",
-    "attention.out_proj.bias": "inside MultiheadAttention 'attention'",
+    "attention.bias_k": "not used by the layer's block",
+    "attention.bias_v": "not used by the layer's block",
     "embedding.weight": "shared with Embedding 'embedding', which is not preconditioned",
     "complex.weight": "torch.complex64: only real floating-point parameters are preconditioned",
     "complex.bias": "torch.complex64",
     "scale": "no adapter for Zoo",
     "(unnamed)": "not a parameter of the model",
 }
-COVERED = {"plain.weight": "plain", "plain.bias": "plain", "bias_frozen.weight": "bias_frozen"}
+COVERED = {
+    "plain.weight": "plain",
+    "plain.bias": "plain",
+    "bias_frozen.weight": "bias_frozen",
+    "attention.in_proj_weight": "attention.in_proj",
+    "attention.in_proj_bias": "attention.in_proj",
+    "attention.out_proj.weight": "attention.out_proj",
+    "attention.out_proj.bias": "attention.out_proj",
+}
 
 
 def test_the_summary_lists_every_parameter_once_with_its_block_or_its_reason() -> None:
@@ -107,7 +112,7 @@ def test_the_printed_summary_has_a_line_for_every_parameter_and_a_line_of_sums()
         assert reason in line
     assert not any("scalar" in line for line in lines if line.startswith("lazy")), "an unknown shape is no scalar"
     total = sum(param.numel() for param in model.parameters() if not nn.parameter.is_lazy(param)) + 2
-    assert lines[-1].startswith(f"2 blocks cover 36 of {total} parameters")
+    assert lines[-1].startswith(f"4 blocks cover 116 of {total} parameters")
 
 
 def test_a_layer_uninitialised_at_construction_steps_as_under_sgd_once_it_has_a_shape() -> None:
@@ -172,7 +177,7 @@ def test_a_model_with_nothing_to_precondition_warns_and_points_to_the_summary() 
     with pytest.warns(
         UserWarning, match=r"nothing is preconditioned.*optimizer\.summary\(\) lists the reasons"
     ) as seen:
-        optimizer = KFACOptimizer(nn.LayerNorm(4))
+        optimizer = KFACOptimizer(nn.PReLU(8))
     assert seen[0].filename == __file__, "the warning points at the user's line"
     assert "0 blocks cover 0 of 8 parameters" in str(optimizer.summary())
 

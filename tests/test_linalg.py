@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 from oracles import assert_same
 from torch import Tensor
 
-from kfac_optim.linalg import damped_cholesky_inverse, shift_diagonal
+from kfac_optim.linalg import damped_cholesky_inverse, eigendecomposition, shift_diagonal
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -97,3 +99,133 @@ def test_arguments_are_left_as_they_were() -> None:
     damped_cholesky_inverse(matrix, shift)
     assert_same(shift_diagonal(matrix, shift), before[0] + 0.02 * torch.eye(4))
     assert_same((matrix, shift), before, rtol=0)
+
+
+# -- eigendecomposition ------------------------------------------------------------------------------------------
+
+
+def assert_decomposes(matrix: Tensor, values: Tensor, vectors: Tensor, *, rtol: float = 1e-10) -> None:
+    """Of one matrix: the product gives it back, the basis is orthonormal, the eigenvalues ascend."""
+    assert_same(vectors @ torch.diag(values) @ vectors.mT, matrix, rtol=rtol)
+    assert_same(vectors.mT @ vectors, torch.eye(len(values), dtype=matrix.dtype), rtol=rtol)
+    assert (values.diff() >= 0).all()
+
+
+@given(count=st.integers(1, 4), dim=st.integers(1, 6), rank=st.integers(0, 6))
+def test_eigenvalues_and_vectors_give_the_matrix_back(count: int, dim: int, rank: int) -> None:
+    matrix = psd(count, dim, rank)
+    values, vectors, attempts = eigendecomposition(matrix)
+    for i in range(count):
+        assert_decomposes(matrix[i], values[i], vectors[i])
+    assert attempts.tolist() == [1] * count
+    assert attempts.dtype == torch.int64
+
+
+def always(_: Tensor) -> bool:
+    return True
+
+
+def marked(dim: int) -> Tensor:
+    """A matrix that the tests below let `eigh` fail on, known by its last diagonal element."""
+    matrix = psd(1, dim, dim)[0]
+    matrix[-1, -1] = 1234.0
+    return matrix
+
+
+def fail_on_marked(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[Tensor], bool], *, silently: bool = False
+) -> list[tuple[int, torch.dtype]]:
+    """Let `torch.linalg.eigh` raise where a marked matrix is given and `fails(it)`, or fill its part with NaN.
+
+    Returns:
+        Size and dtype of every batch it was given, filled as it is called.
+    """
+    calls: list[tuple[int, torch.dtype]] = []
+    real = torch.linalg.eigh
+
+    def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append((len(matrix), matrix.dtype))
+        hit = [i for i in range(len(matrix)) if abs(float(matrix[i, -1, -1]) - 1234) < 1 and fails(matrix)]
+        if hit and not silently:
+            raise torch.linalg.LinAlgError("linalg.eigh: failed to converge")
+        values, vectors = real(matrix)
+        values[hit], vectors[hit] = torch.nan, torch.nan
+        return values, vectors
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    return calls
+
+
+@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize(
+    ("fails", "attempts"),
+    [
+        (lambda batch: len(batch) > 1, 1),
+        (lambda batch: batch.dtype == torch.float32, 2),
+        (lambda batch: float(batch[0, -1, -1]) == 1234.0 or len(batch) > 1, 3),
+        (always, 0),
+    ],
+    ids=["in a batch", "in float32", "without a shift", "always"],
+)
+def test_a_matrix_that_fails_is_tried_alone_then_in_float64_then_shifted(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[Tensor], bool], attempts: int, silently: bool
+) -> None:
+    good = psd(2, 4, 4)
+    matrix = torch.stack([good[0], marked(4), good[1]]).float()
+    before = matrix.clone()
+    fail_on_marked(monkeypatch, fails, silently=silently)
+    values, vectors, taken = eigendecomposition(matrix)
+    assert taken.tolist() == [1, attempts, 1]
+    assert values.dtype == vectors.dtype == torch.float32
+    for i in (0, 1, 2):
+        if taken[i]:
+            assert_decomposes(matrix[i], values[i], vectors[i], rtol=1e-5)
+    assert_same(matrix, before, rtol=0)
+
+
+def test_the_shift_is_taken_off_the_eigenvalues_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Zero but for the mark: a shift of one rounding unit of the float32 matrix is large beside float64's.
+    matrix = torch.zeros(1, 4, 4, dtype=torch.float32)
+    matrix[0, -1, -1] = 1234.0
+    fail_on_marked(monkeypatch, lambda batch: float(batch[0, -1, -1]) == 1234.0)
+    values, _, attempts = eigendecomposition(matrix)
+    assert attempts.tolist() == [3]
+    assert_same(values, torch.tensor([[0.0, 0.0, 0.0, 1234.0]], dtype=torch.float32), rtol=1e-12)
+
+
+def test_nothing_is_repeated_where_nothing_fails_and_nothing_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sound batch is decomposed once; of a matrix that is float64 already there is no wider copy to try."""
+    calls = fail_on_marked(monkeypatch, always)
+    eigendecomposition(psd(3, 4, 4))
+    assert calls == [(3, torch.float64)]
+    calls.clear()
+    eigendecomposition(torch.stack([marked(4), torch.eye(4)]))
+    assert calls == [(2, torch.float64)] + [(1, torch.float64)] * 3  # the marked one twice, the other once
+
+
+@pytest.mark.parametrize(
+    "hopeless",
+    [torch.full((3, 3), torch.nan), torch.full((3, 3), torch.inf), torch.diag(torch.tensor([1.0, torch.nan, 1.0]))],
+    ids=["nan", "inf", "one nan"],
+)
+def test_a_matrix_that_is_not_finite_is_given_up_without_another_try(
+    monkeypatch: pytest.MonkeyPatch, hopeless: Tensor
+) -> None:
+    calls = fail_on_marked(monkeypatch, lambda batch: len(batch) > 1)
+    for other, expected in ((psd(1, 3, 5)[0], [3]), (marked(3), [3, 1, 1])):  # without and with a failure beside it
+        calls.clear()
+        good = psd(1, 3, 5)[0]
+        values, vectors, attempts = eigendecomposition(torch.stack([good, hopeless.to(good), other]))
+        assert attempts.tolist() == [1, 0, 1]
+        assert_decomposes(good, values[0], vectors[0])
+        assert_decomposes(other, values[2], vectors[2])
+        assert [size for size, _ in calls] == expected
+
+
+def test_what_is_no_failure_to_decompose_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eigh(_: Tensor) -> tuple[Tensor, Tensor]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    with pytest.raises(torch.OutOfMemoryError):
+        eigendecomposition(psd(1, 3, 3))

@@ -1,7 +1,9 @@
-"""What an inverse representation must provide, and the pair of factors that most of them keep."""
+"""What an inverse representation must provide, and what those that solve for a pair of factors have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
+from kfac_optim.pairs import make_pair
 from kfac_optim.specs import Cost, LayerSpec, Structure
 
 S = TypeVar("S")
@@ -84,77 +87,118 @@ class Inverse(ABC, Generic[S]):
         """Copy what `tensors` gave, of equal shapes, into `state`."""
 
 
-class FactorPair:
-    """`A` and `G` of one block, and the rows behind the pending sum of `A`.
+class PairState(ABC):
+    """Factors of one block, and what is counted and measured as they are solved for.
 
     Attributes:
-        a: input factor, or None for the identity.
-        g: output factor, or None for the identity.
-        rows: rows accumulated since the last fold; a device scalar where only the device knows how many count.
-        refused: non-finite samples refused so far, `[]` int64.
+        pair: the running averages.
+        retried: matrices that were solved only in a later attempt, `[]` int64.
+        failed: matrices given up, whose old result was kept, `[]` int64.
+        condition: largest condition number of the damped factors at the last refresh, `[2]` for A and G; in the
+            dtype of all computations, at least float32.
     """
 
-    __slots__ = ("a", "g", "refused", "rows")
+    __slots__ = ("condition", "failed", "pair", "retried")
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.a, self.g = (
-            None if structure is Structure.IDENTITY else Factor(spec.groups, dim, structure, dtype=dtype, device=device)
-            for structure, dim in zip(spec.structure, (spec.in_dim, spec.out_dim), strict=True)
-        )
-        self.rows: int | Tensor = 0
-        self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        self.pair = make_pair(spec, dtype=dtype, device=device)
+        self.retried = torch.zeros((), dtype=torch.int64, device=device)
+        self.failed = torch.zeros((), dtype=torch.int64, device=device)
+        self.condition = torch.ones(2, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
-    def accumulate(self, stats: LayerStatistics) -> None:
-        count = stats.count
-        if self.a is not None and _counts(count):
-            self.a.add(stats.input_moment(self.a.structure))
-        if self.g is not None:
-            self.g.add(stats.output_moment(self.g.structure))
-        self.rows = self.rows + count
-
-    def has_pending(self) -> bool:
-        """Whether anything was accumulated since the last fold."""
-        return _counts(self.rows)
-
-    def fold(self, loss_terms: float, decay: float) -> None:
-        """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`."""
-        present = [factor for factor in (self.a, self.g) if factor is not None]
-        accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
-        if self.a is not None:
-            # Rows that only the device could count may turn out to be none.
-            rows = self.rows.clamp(min=1) if isinstance(self.rows, Tensor) else self.rows
-            self.a.fold(scale=1 / rows, mass=self.rows, decay=decay, accept=accept)
-        if self.g is not None:
-            self.g.fold(scale=loss_terms, mass=loss_terms, decay=decay, accept=accept)
-        self.refused += ~accept
-        self.rows = 0
-
-    def discard(self) -> None:
-        for factor in (self.a, self.g):
-            if factor is not None:
-                factor.pending = None
-        self.rows = 0
-
-    def held(self) -> Tensor:
-        """`[]` bool: whether any sample was ever accepted."""
-        present = [factor for factor in (self.a, self.g) if factor is not None]
-        return torch.stack([factor.mass > 0 for factor in present]).all()
-
-    def tensors(self) -> dict[str, Any]:
-        nested: dict[str, Any] = {"refused": self.refused}
-        for name, factor in (("A", self.a), ("G", self.g)):
-            if factor is not None:
-                nested[name] = factor.tensors()
-        return nested
-
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        self.refused.copy_(tensors["refused"])
-        for name, factor in (("A", self.a), ("G", self.g)):
-            if factor is not None:
-                factor.load(tensors[name])
-        self.discard()
+    @abstractmethod
+    def results(self) -> dict[str, Tensor]:
+        """What `refresh` computed, by its name in checkpoints; no copies."""
 
 
-def _counts(rows: int | Tensor) -> bool:
-    """Whether there may be rows: a number on the device is not waited for."""
-    return isinstance(rows, Tensor) or rows > 0
+P = TypeVar("P", bound=PairState)
+
+
+class PairInverse(Inverse[P]):
+    """A representation that keeps `A` and `G` as they are and solves for each: all but refreshing and applying."""
+
+    def accumulate(self, state: P, stats: LayerStatistics) -> None:
+        state.pair.accumulate(stats)
+
+    def has_pending(self, state: P) -> bool:
+        return state.pair.has_pending()
+
+    def discard(self, state: P) -> None:
+        state.pair.discard()
+
+    def has_statistics(self, state: P) -> bool:
+        return bool(state.pair.held())
+
+    def fold(self, state: P, loss_terms: float, decay: float) -> None:
+        state.pair.fold(loss_terms, decay)
+
+    def factors(self, state: P) -> tuple[Tensor | None, Tensor | None]:
+        a, g = state.pair.a, state.pair.g
+        return (None if a is None else a.average), (None if g is None else g.average)
+
+    def counters(self, state: P) -> dict[str, Tensor]:
+        return {
+            "refused_statistics": state.pair.refused,
+            "retried_refreshes": state.retried,
+            "failed_refreshes": state.failed,
+            "condition_A": state.condition[0],
+            "condition_G": state.condition[1],
+        }
+
+    def tensors(self, state: P) -> dict[str, Any]:
+        return {
+            "factors": state.pair.tensors(),
+            "retried": state.retried,
+            "failed": state.failed,
+            "condition": state.condition,
+            **state.results(),
+        }
+
+    def load(self, state: P, tensors: Mapping[str, Any]) -> None:
+        state.pair.load(tensors["factors"])
+        own = {"retried": state.retried, "failed": state.failed, "condition": state.condition}
+        for name, tensor in (own | state.results()).items():
+            tensor.copy_(tensors[name])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FactorJob:
+    """One factor to solve for, on side 0 (A) or 1 (G) of the block whose state takes the result."""
+
+    state: PairState
+    side: int
+    factor: Factor
+
+    def average(self) -> Tensor:
+        """In the dtype of the computation."""
+        return self.factor.average.to(self.state.condition.dtype)
+
+    def settle(self, attempts: Tensor) -> Tensor:
+        """Count what came of each group; `[groups]` bool, whether its new result replaces the old one.
+
+        Args:
+            attempts: that each group took, `[groups]`; 0 where all failed.
+        """
+        self.state.failed += (attempts == 0).sum()
+        self.state.retried += (attempts > 1).sum()
+        return (attempts > 0) & self.state.pair.held()
+
+
+J = TypeVar("J", bound=FactorJob)
+
+
+def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
+    """Jobs of one structure, size, dtype and device: what one batched call can take."""
+    alike: defaultdict[tuple[Any, ...], list[J]] = defaultdict(list)
+    for job in jobs:
+        average = job.factor.average
+        key = (job.factor.structure, average.shape[-1], job.state.condition.dtype, average.device)
+        alike[key].append(job)
+    for (structure, *_), equal in alike.items():
+        yield structure, equal
+
+
+def dense_dims(spec: LayerSpec) -> list[int]:
+    """Sizes of the factors that are dense."""
+    dims = (spec.in_dim, spec.out_dim)
+    return [dim for dim, kept in zip(dims, spec.structure, strict=True) if kept is Structure.DENSE]

@@ -1,46 +1,41 @@
 """The default: each damped factor is inverted by Cholesky factorisation, two matrix products apply it."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorPair, Inverse
-from kfac_optim.layers.base import LayerStatistics
+from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches, dense_dims
 from kfac_optim.linalg import damped_cholesky_inverse
 from kfac_optim.specs import Cost, LayerSpec, Structure
 
 
-class CholeskyState:
-    """Factors of one block and the inverses of their damped forms.
+class CholeskyState(PairState):
+    """Factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
 
     Attributes:
-        pair: the running averages.
         a_inverse: `[groups, in, in]`, `[groups, in]` for a diagonal factor, None for the identity.
         g_inverse: likewise over `out`.
-        retried: factorisations that needed a larger shift, `[]` int64.
-        failed: factorisations given up, whose old inverse was kept, `[]` int64.
-        condition: largest 1-norm condition number of the damped factors at the last refresh, `[2]` for A and G.
     """
 
-    __slots__ = ("a_inverse", "condition", "failed", "g_inverse", "pair", "retried")
+    __slots__ = ("a_inverse", "g_inverse")
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.pair = FactorPair(spec, dtype=dtype, device=device)
-        compute = torch.promote_types(dtype, torch.float32)
+        super().__init__(spec, dtype=dtype, device=device)
         self.a_inverse, self.g_inverse = (
-            None if factor is None else _identity_like(factor, compute) for factor in (self.pair.a, self.pair.g)
+            None if factor is None else _identity_like(factor, self.condition.dtype)
+            for factor in (self.pair.a, self.pair.g)
         )
-        self.retried = torch.zeros((), dtype=torch.int64, device=device)
-        self.failed = torch.zeros((), dtype=torch.int64, device=device)
-        self.condition = torch.ones(2, dtype=compute, device=device)
+
+    def results(self) -> dict[str, Tensor]:
+        named = {"A_inverse": self.a_inverse, "G_inverse": self.g_inverse}
+        return {name: inverse for name, inverse in named.items() if inverse is not None}
 
 
-class Cholesky(Inverse[CholeskyState]):
+class Cholesky(PairInverse[CholeskyState]):
     """Inverse of each factor with π-balanced factored damping (Martens & Grosse 2015, §6.3).
 
     `A + π√λ I` and `G + (√λ/π) I`, `π = √((tr A / in) / (tr G / out))`. Refreshing costs about `in³ + out³`
@@ -53,28 +48,9 @@ class Cholesky(Inverse[CholeskyState]):
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> CholeskyState:
         return CholeskyState(spec, dtype=dtype, device=device)
 
-    def accumulate(self, state: CholeskyState, stats: LayerStatistics) -> None:
-        state.pair.accumulate(stats)
-
-    def has_pending(self, state: CholeskyState) -> bool:
-        return state.pair.has_pending()
-
-    def discard(self, state: CholeskyState) -> None:
-        state.pair.discard()
-
-    def has_statistics(self, state: CholeskyState) -> bool:
-        return bool(state.pair.held())
-
-    def fold(self, state: CholeskyState, loss_terms: float, decay: float) -> None:
-        state.pair.fold(loss_terms, decay)
-
     def refresh(self, states: Sequence[CholeskyState], dampings: Sequence[float]) -> None:
-        jobs: defaultdict[tuple[Any, ...], list[_Job]] = defaultdict(list)
-        for state, damping in zip(states, dampings, strict=True):
-            for job in _jobs(state, damping):
-                key = (job.factor.structure, job.inverse.shape[-1], job.inverse.dtype, job.inverse.device)
-                jobs[key].append(job)
-        for (structure, *_), equal in jobs.items():
+        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in _jobs(state, damping)]
+        for structure, equal in batches(jobs):
             if structure is Structure.DENSE:
                 _invert_dense(equal)
             else:
@@ -90,56 +66,20 @@ class Cholesky(Inverse[CholeskyState]):
             grad = grad @ state.a_inverse if dense else grad * state.a_inverse.unsqueeze(-2)
         return grad
 
-    def factors(self, state: CholeskyState) -> tuple[Tensor | None, Tensor | None]:
-        a, g = state.pair.a, state.pair.g
-        return (None if a is None else a.average), (None if g is None else g.average)
-
-    def counters(self, state: CholeskyState) -> dict[str, Tensor]:
-        return {
-            "refused_statistics": state.pair.refused,
-            "retried_refreshes": state.retried,
-            "failed_refreshes": state.failed,
-            "condition_A": state.condition[0],
-            "condition_G": state.condition[1],
-        }
-
     def flops(self, spec: LayerSpec) -> Cost:
-        dims = (spec.in_dim, spec.out_dim)
-        dense = [dim for dim, kept in zip(dims, spec.structure, strict=True) if kept is Structure.DENSE]
+        dims = dense_dims(spec)
         return Cost(
-            refresh=spec.groups * sum(float(dim) ** 3 for dim in dense),
-            apply=spec.groups * 2.0 * spec.in_dim * spec.out_dim * sum(dense),
+            refresh=spec.groups * sum(float(dim) ** 3 for dim in dims),
+            apply=spec.groups * 2.0 * spec.in_dim * spec.out_dim * sum(dims),
         )
 
-    def tensors(self, state: CholeskyState) -> dict[str, Any]:
-        nested: dict[str, Any] = {
-            "factors": state.pair.tensors(),
-            "retried": state.retried,
-            "failed": state.failed,
-            "condition": state.condition,
-        }
-        for name, inverse in (("A_inverse", state.a_inverse), ("G_inverse", state.g_inverse)):
-            if inverse is not None:
-                nested[name] = inverse
-        return nested
 
-    def load(self, state: CholeskyState, tensors: Mapping[str, Any]) -> None:
-        state.pair.load(tensors["factors"])
-        state.retried.copy_(tensors["retried"])
-        state.failed.copy_(tensors["failed"])
-        state.condition.copy_(tensors["condition"])
-        for name, inverse in (("A_inverse", state.a_inverse), ("G_inverse", state.g_inverse)):
-            if inverse is not None:
-                inverse.copy_(tensors[name])
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job(FactorJob):
+    """How the factor is damped, and where its inverse goes."""
 
-
-class _Job:
-    """One factor to invert: where it is, how it is damped, and where the result and the counts go."""
-
-    __slots__ = ("damped", "factor", "inverse", "side", "state")
-
-    def __init__(self, state: CholeskyState, side: int, factor: Factor, inverse: Tensor, damped: Damped) -> None:
-        self.state, self.side, self.factor, self.inverse, self.damped = state, side, factor, inverse, damped
+    inverse: Tensor
+    damped: Damped
 
 
 def _jobs(state: CholeskyState, damping: float) -> list[_Job]:
@@ -167,10 +107,8 @@ def _invert_dense(jobs: list[_Job]) -> None:
     sizes = [job.inverse.shape[0] for job in jobs]
     parts = (torch.split(whole, sizes) for whole in (inverses, attempts, conditions))
     for job, inverse, tries, condition in zip(jobs, *parts, strict=True):
-        usable = (tries > 0) & job.state.pair.held()
+        usable = job.settle(tries)
         job.inverse.copy_(torch.where(usable[:, None, None], inverse, job.inverse))
-        job.state.failed += (tries == 0).sum()
-        job.state.retried += (tries > 1).sum()
         kept = job.state.condition[job.side]
         job.state.condition[job.side] = torch.where(usable, condition, kept).max()
 
@@ -178,14 +116,14 @@ def _invert_dense(jobs: list[_Job]) -> None:
 def _invert_diagonal(jobs: list[_Job]) -> None:
     for job in jobs:
         diagonal = _scaled(job) + job.damped.shift[:, None]
-        held = job.state.pair.held()
-        job.inverse.copy_(torch.where(held, diagonal.reciprocal(), job.inverse))
-        condition = (diagonal.amax(-1) / diagonal.amin(-1)).max()
-        job.state.condition[job.side] = torch.where(held, condition, job.state.condition[job.side])
+        usable = job.settle(diagonal.isfinite().all(-1).to(torch.int64))
+        job.inverse.copy_(torch.where(usable[:, None], diagonal.reciprocal(), job.inverse))
+        kept = job.state.condition[job.side]
+        job.state.condition[job.side] = torch.where(usable, diagonal.amax(-1) / diagonal.amin(-1), kept).max()
 
 
 def _scaled(job: _Job) -> Tensor:
-    average = job.factor.average.to(job.inverse.dtype)
+    average = job.average()
     return average * job.damped.scale.view(-1, *(1,) * (average.dim() - 1))
 
 

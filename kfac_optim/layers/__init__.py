@@ -4,6 +4,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from kfac_optim.layers.attention import MultiheadAttentionAdapter
 from kfac_optim.layers.base import (
     Adapters,
     LayerAdapter,
@@ -13,7 +14,16 @@ from kfac_optim.layers.base import (
     find_adapter,
 )
 from kfac_optim.layers.conv import ConvAdapter
+from kfac_optim.layers.conv_transpose import ConvTransposeAdapter
+from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
+from kfac_optim.layers.norm import (
+    BatchNormAdapter,
+    GroupNormAdapter,
+    InstanceNormAdapter,
+    LayerNormAdapter,
+    RMSNormAdapter,
+)
 
 DEFAULT_ADAPTERS: Adapters = MappingProxyType(
     {
@@ -21,6 +31,20 @@ DEFAULT_ADAPTERS: Adapters = MappingProxyType(
         nn.Conv1d: ConvAdapter(),
         nn.Conv2d: ConvAdapter(),
         nn.Conv3d: ConvAdapter(),
+        nn.ConvTranspose1d: ConvTransposeAdapter(),
+        nn.ConvTranspose2d: ConvTransposeAdapter(),
+        nn.ConvTranspose3d: ConvTransposeAdapter(),
+        nn.Embedding: EmbeddingAdapter(),
+        nn.MultiheadAttention: MultiheadAttentionAdapter(),
+        nn.LayerNorm: LayerNormAdapter(),
+        nn.RMSNorm: RMSNormAdapter(),
+        nn.GroupNorm: GroupNormAdapter(),
+        nn.BatchNorm1d: BatchNormAdapter(),
+        nn.BatchNorm2d: BatchNormAdapter(),
+        nn.BatchNorm3d: BatchNormAdapter(),
+        nn.InstanceNorm1d: InstanceNormAdapter(),
+        nn.InstanceNorm2d: InstanceNormAdapter(),
+        nn.InstanceNorm3d: InstanceNormAdapter(),
     }
 )
 """Module class → adapter, used along the method resolution order."""

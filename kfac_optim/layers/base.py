@@ -21,10 +21,18 @@ M = TypeVar("M", bound=nn.Module)
 class LayerStatistics(ABC):
     """Second moments of one call of a layer, computed when asked for."""
 
+    opposed = False
+    """Whether the call multiplied by the transpose of the block's matrix, so that the sides change places."""
+
     @property
     @abstractmethod
     def count(self) -> int | Tensor:
         """Rows behind the input moment: its mass. A device scalar `[]` where only the device can count them."""
+
+    @property
+    def has_input(self) -> bool:
+        """Whether there is an input moment to add; none from the second backward of a call on."""
+        return True
 
     @abstractmethod
     def input_moment(self, structure: Structure) -> Tensor:
@@ -60,6 +68,10 @@ class RowStatistics(LayerStatistics):
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """Canonical `g`, `[groups, batch, shared, out]`."""
+
+    @property
+    def has_input(self) -> bool:
+        return self.call.input is not None and self.call.input.numel() > 0
 
     @property
     def count(self) -> int | Tensor:
@@ -102,6 +114,49 @@ def gram(rows: Tensor, structure: Structure) -> Tensor:
     return rows.mT @ rows
 
 
+def linear_rows(tensor: Tensor) -> Tensor:
+    """`[d]`, `[batch, d]` or `[batch, *shared, d]` as `[1, batch, shared, d]`."""
+    if tensor.dim() == 1:
+        return tensor.view(1, 1, 1, -1)
+    return tensor.reshape(1, tensor.shape[0], math.prod(tensor.shape[1:-1]), tensor.shape[-1])
+
+
+def channel_rows(tensor: Tensor, groups: int) -> Tensor:
+    """`[batch, channels, *space]` as `[groups, batch, shared, channels/groups]`."""
+    batch, channels = tensor.shape[:2]
+    shared = math.prod(tensor.shape[2:])
+    return tensor.reshape(batch, groups, channels // groups, shared).permute(1, 0, 3, 2)
+
+
+def patch_rows(
+    features: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """What a convolution's kernel sees at each position.
+
+    Args:
+        features: input with its padding, `[batch, channels, *space]`.
+        kernel: its size along each dimension of space.
+        stride: of the positions.
+        dilation: of the kernel.
+        groups: into which the channels fall.
+
+    Returns:
+        `[groups, batch, positions, channels/groups · prod(kernel)]`, columns ordered `(channel, *kernel)`.
+    """
+    ndim = len(kernel)
+    # windows [batch, channels, *positions, *kernel], a view
+    windows = features
+    for axis in range(ndim):
+        span = dilation[axis] * (kernel[axis] - 1) + 1
+        windows = windows.unfold(2 + axis, span, stride[axis])[..., :: dilation[axis]]
+    batch, channels = windows.shape[:2]
+    shared = math.prod(windows.shape[2 : 2 + ndim])
+    # split channels into groups, then [groups, batch, *positions, channels/groups, *kernel]
+    windows = windows.reshape(batch, groups, channels // groups, *windows.shape[2:])
+    patches = windows.permute(1, 0, *range(3, 3 + ndim), 2, *range(3 + ndim, 3 + 2 * ndim))
+    return patches.reshape(groups, batch, shared, channels // groups * math.prod(kernel))
+
+
 class StatisticsSink(Protocol):
     """Where an adapter's statistics go."""
 
@@ -121,6 +176,9 @@ class LayerAdapter(ABC, Generic[M]):
     An own layer needs an adapter passed in `KFACOptimizer(adapters={**DEFAULT_ADAPTERS, MyLayer: MyAdapter()})`;
     subclasses of a module are found along its method resolution order.
     """
+
+    transposes: bool | None = None
+    """Whether the matrix is the weight's transpose; None where it is neither the weight nor that."""
 
     owns_children = False
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
@@ -159,17 +217,27 @@ class LayerAdapter(ABC, Generic[M]):
             dtype: of the moments.
         """
 
-    @abstractmethod
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors shaped like the parameters of `spec` as one matrix `[groups, out, in]`."""
+        """Tensors shaped like the parameters of `spec` as one matrix `[groups, out, in]`.
 
-    @abstractmethod
+        As it stands, for a weight `[groups · out, *in]` and perhaps a bias `[groups · out]`.
+        """
+        columns = [tensor.reshape(spec.groups, spec.out_dim, -1) for tensor in tensors]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+
     def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
         """The inverse of `pack`, up to a final reshape to each parameter's shape."""
+        return (matrix[..., :-1], matrix[..., -1]) if spec.has_bias else (matrix,)
 
 
 class WeightBiasAdapter(LayerAdapter[M]):
     """A module with one `weight` `[out, in/groups, *kernel]`, an optional `bias` `[out]`, and one output."""
+
+    is_product = False
+    """Whether the forward is a product with the weight, such as `functional.py` sees."""
+
+    keeps_input = False
+    """Whether statistics of further backwards through one forward need the input again."""
 
     @abstractmethod
     def unbatched_ndim(self, module: M) -> int:
@@ -188,9 +256,9 @@ class WeightBiasAdapter(LayerAdapter[M]):
         return None
 
     def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
-        if "weight" not in trained:
+        params = weight_and_bias(trained)
+        if not params:
             return ()
-        params = ("weight", "bias") if "bias" in trained else ("weight",)
         groups = self.groups(module)
         weight = module.get_parameter("weight")
         return (
@@ -218,15 +286,22 @@ class WeightBiasAdapter(LayerAdapter[M]):
             wanted=sink.wanted,
             emit=lambda call: sink.emit(0, self.statistics(module, spec, call, dtype)),
             discard=sink.discard,
+            keep_input=self.keeps_input,
+            is_product=self.is_product,
         )
         return window.watch_layer(module, watch)
 
-    def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
-        columns = [tensor.reshape(spec.groups, spec.out_dim, -1) for tensor in tensors]
-        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
-    def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
-        return (matrix[..., :-1], matrix[..., -1]) if spec.has_bias else (matrix,)
+def weight_and_bias(trained: Collection[str]) -> tuple[str, ...]:
+    """Of a weight and its bias those that are trained; none without the weight."""
+    return tuple(name for name in ("weight", "bias") if name in trained) if "weight" in trained else ()
+
+
+def own_forward(module: nn.Module, family: type[nn.Module]) -> str | None:
+    """A reason to refuse a subclass of `family` whose forward may be another function of its input."""
+    if type(module).forward is family.forward:
+        return None
+    return f"{type(module).__name__} has a forward of its own, which may not be that of {family.__name__}"
 
 
 Adapters = Mapping[type[nn.Module], LayerAdapter[Any]]

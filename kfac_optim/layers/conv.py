@@ -1,14 +1,12 @@
 """`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear layer over the patches of the padded input."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from kfac_optim.capture import LayerCall
-from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter
+from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, channel_rows, patch_rows
 from kfac_optim.specs import LayerSpec
 
 
@@ -26,26 +24,11 @@ class ConvStatistics(RowStatistics):
         self.ndim = len(module.kernel_size)
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        # [batch, channels, *space] → windows [batch, channels, *positions, *kernel], a view of the padded input
-        windows = self._pad(self._batched(layer_input))
-        kernel, stride, dilation = self.module.kernel_size, self.module.stride, self.module.dilation
-        for axis in range(self.ndim):
-            span = dilation[axis] * (kernel[axis] - 1) + 1
-            windows = windows.unfold(2 + axis, span, stride[axis])[..., :: dilation[axis]]
-        batch, channels = windows.shape[:2]
-        shared = math.prod(windows.shape[2 : 2 + self.ndim])
-        # split channels into groups, then [groups, batch, *positions, channels/groups, *kernel]
-        windows = windows.reshape(batch, self.spec.groups, channels // self.spec.groups, *windows.shape[2:])
-        positions = range(3, 3 + self.ndim)
-        offsets = range(3 + self.ndim, 3 + 2 * self.ndim)
-        patches = windows.permute(1, 0, *positions, 2, *offsets)
-        return patches.reshape(self.spec.groups, batch, shared, -1)
+        module, padded = self.module, self._pad(self._batched(layer_input))
+        return patch_rows(padded, module.kernel_size, module.stride, module.dilation, self.spec.groups)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        # [batch, out, *positions] → [groups, batch, shared, out/groups]
-        gradient = self._batched(gradient)
-        batch, shared = gradient.shape[0], math.prod(gradient.shape[2:])
-        return gradient.reshape(batch, self.spec.groups, self.spec.out_dim, shared).permute(1, 0, 3, 2)
+        return channel_rows(self._batched(gradient), self.spec.groups)
 
     def _batched(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)

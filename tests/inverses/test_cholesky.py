@@ -214,6 +214,18 @@ def test_a_failed_inversion_keeps_the_last_good_inverse_of_its_group_only() -> N
     assert_same(CHOLESKY.apply(sound, grad, 0.1), expected, rtol=1e-8)
 
 
+def test_a_diagonal_that_is_not_finite_keeps_the_last_inverse_and_is_counted() -> None:
+    structure = (Structure.DIAGONAL, Structure.DENSE)
+    state = measured_state(structure=structure)
+    CHOLESKY.refresh([state], [0.1])
+    before = state.a_inverse.clone()
+    state.pair.a.average[0, 0] = torch.inf
+    CHOLESKY.refresh([state], [0.1])
+    assert_same(state.a_inverse, before, rtol=0)
+    assert state.condition.isfinite().all()
+    assert int(state.failed) > 0
+
+
 def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counted() -> None:
     state = measured_state(groups=1)
     state.pair.g.average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))

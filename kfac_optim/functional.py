@@ -1,0 +1,100 @@
+"""Statistics of matrices that functions multiply by, inside the modules that own them or outside.
+
+A tied output layer is `F.linear(x, embedding.weight)`, Hugging Face's `Conv1D` is `torch.addmm`: no module hook sees
+either. So within forwards of the model, on statistics steps, every product is looked at and told by the identity of its
+parameter. A module whose forward is such a product then leaves it to us, so that nothing counts twice.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kfac_optim.blocks import KFACBlock
+from kfac_optim.capture import CaptureWindow, Handle, LayerCall, LayerWatch
+from kfac_optim.functions import Product, ProductMode
+from kfac_optim.layers.product import ProductStatistics
+
+Claim = Callable[[Product], KFACBlock | None]
+"""Makes a block of a parameter that has none yet; None where there shall be none."""
+
+
+class FunctionalUses:
+    """Knows the block of each matrix, and listens to the products with it.
+
+    Args:
+        window: takes the statistics.
+        claim: asked at the first product with a candidate.
+        emitted: told of each block that took statistics.
+    """
+
+    def __init__(self, window: CaptureWindow, claim: Claim, emitted: Callable[[KFACBlock], None]) -> None:
+        self._window = weakref.ref(window)
+        self._claim = claim
+        self._emitted = emitted
+        self._blocks: dict[nn.Parameter, KFACBlock] = {}
+        self._candidates: set[nn.Parameter] = set()
+        self._watches: dict[tuple[nn.Parameter, bool], tuple[LayerWatch, Handle]] = {}
+        self._looked = False
+
+    def know(self, blocks: Iterable[KFACBlock], candidates: Iterable[nn.Parameter]) -> None:
+        """Begin anew with these blocks, of which those count whose matrix is a weight or its transpose."""
+        self.forget()
+        self._blocks = {block.params[0]: block for block in blocks if block.adapter.transposes is not None}
+        self._candidates = set(candidates)
+        self._looked = False
+
+    def forget(self) -> None:
+        """Listen to nothing."""
+        for _, handle in self._watches.values():
+            handle.remove()
+        self._watches.clear()
+        self._blocks, self._candidates = {}, set()
+
+    def mode(self) -> TorchFunctionMode | None:
+        """What a forward of the model is to run in: on statistics steps, and once to look for candidates."""
+        wanted = any(block.wants_statistics() for block in self._blocks.values())
+        if not wanted and (self._looked or not self._candidates):
+            return None
+        self._looked = True
+        return ProductMode(self._seen)
+
+    def _seen(self, product: Product, output: Tensor) -> None:
+        window, weight = self._window(), product.weight
+        if window is None or not window.takes(output):
+            return
+        if weight in self._candidates:
+            self._candidates.discard(weight)
+            if (claimed := self._claim(product)) is not None:
+                self._blocks[weight] = claimed
+        block = self._blocks.get(weight)
+        if block is None:
+            return
+        opposed = product.transposed != block.adapter.transposes
+        if opposed and not block.spec.opposed:
+            block.oppose()
+        adds_bias = len(block.params) > 1 and product.bias is block.params[1]
+        unbatched = product.input.dim() == 1
+        window.note(self._watch(window, block, opposed), product.input, output, unbatched=unbatched, context=adds_bias)
+        window.noted.add(id(weight))
+
+    def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:
+        key = (block.params[0], opposed)
+        if key not in self._watches:
+            watch = LayerWatch(
+                weight=block.params[0],
+                wanted=block.wants_statistics,
+                emit=partial(self._emit, block, opposed),
+                discard=block.discard,
+            )
+            self._watches[key] = (watch, window.watch_calls(watch))
+        return self._watches[key][0]
+
+    def _emit(self, block: KFACBlock, opposed: bool, call: LayerCall) -> None:
+        spec = block.spec.transposed() if opposed else block.spec
+        stats = ProductStatistics(spec, call, block.dtype)
+        stats.opposed = opposed
+        block.accumulate(stats)
+        self._emitted(block)

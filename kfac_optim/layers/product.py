@@ -1,0 +1,63 @@
+"""Parameters that functions multiply by, in modules of no known kind: their uses are watched, not the modules."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_optim.capture import CaptureWindow, Handle, Handles
+from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink, linear_rows
+from kfac_optim.specs import LayerSpec
+
+
+class ProductStatistics(RowStatistics):
+    """Statistics of one product `[batch, *shared, in]` to `[batch, *shared, out]`; positions as in `nn.Linear`.
+
+    The context is whether the product added the block's bias. Where it did not, the bias column of `a` is zero; a
+    product with the transpose has none, and its `g` is zero there.
+    """
+
+    def input_rows(self, layer_input: Tensor) -> Tensor:
+        return linear_rows(layer_input)
+
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        rows = linear_rows(gradient)
+        return F.pad(rows, (0, self.spec.out_dim - rows.shape[-1]))
+
+    def _shared_inputs(self) -> Tensor:
+        a = super()._shared_inputs()
+        if self.spec.has_bias and not self.call.context:
+            a[..., -1] = 0
+        return a
+
+
+class ProductAdapter(LayerAdapter[nn.Module]):
+    """A weight `[out, in]`, or `[in, out]` where `transposes`, and perhaps a bias `[out]`."""
+
+    def __init__(self, *, transposes: bool) -> None:
+        self.transposes = transposes
+
+    def refusal(self, module: nn.Module) -> str | None:
+        return None
+
+    def specs(self, module: nn.Module, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
+        return ()  # only its use tells what a bare parameter is
+
+    def capture(
+        self,
+        module: nn.Module,
+        specs: Sequence[LayerSpec],
+        window: CaptureWindow,
+        sink: StatisticsSink,
+        dtype: torch.dtype,
+    ) -> Handle:
+        return Handles()
+
+    def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
+        weight, *bias = tensors
+        return super().pack(spec, [weight.mT if self.transposes else weight, *bias])
+
+    def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
+        weight, *bias = super().unpack(spec, matrix)
+        return (weight.mT if self.transposes else weight, *bias)

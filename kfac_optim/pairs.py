@@ -1,0 +1,174 @@
+"""The two Kronecker factors of a block, as its layer's calls make them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_optim.factors import Factor
+from kfac_optim.layers.base import LayerStatistics
+from kfac_optim.specs import LayerSpec, Structure
+
+
+class FactorPair:
+    """`A` and `G` of one block, and the rows behind the pending sum of `A`.
+
+    Attributes:
+        a: input factor, or None for the identity.
+        g: output factor, or None for the identity.
+        rows: rows accumulated since the last fold; a device scalar where only the device knows how many count.
+        refused: non-finite samples refused so far, `[]` int64.
+    """
+
+    __slots__ = ("a", "g", "refused", "rows")
+
+    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.a, self.g = (
+            None if structure is Structure.IDENTITY else Factor(spec.groups, dim, structure, dtype=dtype, device=device)
+            for structure, dim in zip(spec.structure, (spec.in_dim, spec.out_dim), strict=True)
+        )
+        self.rows: int | Tensor = 0
+        self.refused = torch.zeros((), dtype=torch.int64, device=device)
+
+    def accumulate(self, stats: LayerStatistics) -> None:
+        if self.a is not None and stats.has_input:
+            self.a.add(stats.input_moment(self.a.structure))
+        if self.g is not None:
+            self.g.add(stats.output_moment(self.g.structure))
+        self.rows = self.rows + stats.count
+
+    def has_pending(self) -> bool:
+        """Whether anything was accumulated since the last fold."""
+        return _counts(self.rows)
+
+    def fold(self, loss_terms: float, decay: float) -> None:
+        """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`."""
+        present = [factor for factor in (self.a, self.g) if factor is not None]
+        accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
+        if self.a is not None:
+            # Rows that only the device could count may turn out to be none.
+            rows = self.rows.clamp(min=1) if isinstance(self.rows, Tensor) else self.rows
+            self.a.fold(scale=1 / rows, mass=self.rows, decay=decay, accept=accept)
+        if self.g is not None:
+            self.g.fold(scale=loss_terms, mass=loss_terms, decay=decay, accept=accept)
+        self.refused += ~accept
+        self.rows = 0
+
+    def discard(self) -> None:
+        for factor in (self.a, self.g):
+            if factor is not None:
+                factor.pending = None
+        self.rows = 0
+
+    def held(self) -> Tensor:
+        """`[]` bool: whether any sample was ever accepted."""
+        present = [factor for factor in (self.a, self.g) if factor is not None]
+        return torch.stack([factor.mass > 0 for factor in present]).all()
+
+    def tensors(self) -> dict[str, Any]:
+        nested: dict[str, Any] = {"refused": self.refused}
+        for name, factor in (("A", self.a), ("G", self.g)):
+            if factor is not None:
+                nested[name] = factor.tensors()
+        return nested
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        self.refused.copy_(tensors["refused"])
+        for name, factor in (("A", self.a), ("G", self.g)):
+            if factor is not None:
+                factor.load(tensors[name])
+        self.discard()
+
+
+class OpposedPair(FactorPair):
+    """`A` and `G` of a matrix that some calls multiply by and others by its transpose, as with tied embeddings.
+
+    Each kind of call has a pair of its own: on one side of the matrix inputs meet output gradients, which have other
+    units. With `n` the mean eigenvalue, the calls of kind i give the sides `P_i`, `Q_i` and the weight
+    `s_i = n(P_i) n(Q_i)`; the block's factors are `Σ s_i P̂_i / Σ s_i` and `Σ s_i Q̂_i`, where `F̂ = F / n(F)`. Their
+    product has the trace of `Σ P_i ⊗ Q_i`, and equals it where the `P̂_i` or the `Q̂_i` are all equal.
+
+    Attributes:
+        own: of the calls that multiply by the matrix.
+        opposed: of those that multiply by its transpose; its `A` is on the side of `G`.
+    """
+
+    __slots__ = ("opposed", "own")
+
+    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dtype=dtype, device=device)
+        self.own = FactorPair(spec, dtype=dtype, device=device)
+        self.opposed = FactorPair(spec.transposed(), dtype=dtype, device=device)
+
+    def accumulate(self, stats: LayerStatistics) -> None:
+        (self.opposed if stats.opposed else self.own).accumulate(stats)
+
+    def has_pending(self) -> bool:
+        return self.own.has_pending() or self.opposed.has_pending()
+
+    def fold(self, loss_terms: float, decay: float) -> None:
+        for pair in (self.own, self.opposed):
+            if pair.has_pending():
+                pair.fold(loss_terms, decay)
+        self.refused.copy_(self.own.refused + self.opposed.refused)
+        self._combine()
+
+    def discard(self) -> None:
+        self.own.discard()
+        self.opposed.discard()
+
+    def held(self) -> Tensor:
+        return self.own.held() | self.opposed.held()
+
+    def tensors(self) -> dict[str, Any]:
+        return {"own": self.own.tensors(), "opposed": self.opposed.tensors()}
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        self.own.load(tensors["own"])
+        self.opposed.load(tensors["opposed"])
+        self.refused.copy_(self.own.refused + self.opposed.refused)
+        self._combine()
+
+    def _combine(self) -> None:
+        a_sides = (self.own.a, self.opposed.g)
+        g_sides = (self.own.g, self.opposed.a)
+        a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
+        weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # [groups]
+        total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
+        if self.a is not None:
+            self.a.average.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
+        if self.g is not None:
+            self.g.average.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
+
+
+def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> FactorPair:
+    """A pair that has seen nothing."""
+    kind = OpposedPair if spec.opposed else FactorPair
+    return kind(spec, dtype=dtype, device=device)
+
+
+def _mean_eigenvalue(factor: Factor | None) -> Tensor:
+    """`[groups]`; 1 for the identity."""
+    return torch.ones(()) if factor is None else factor.trace() / factor.average.shape[-1]
+
+
+def _divide(left: Tensor, right: Tensor) -> Tensor:
+    """0 where the divisor is."""
+    return torch.where(right > 0, left / right, 0.0)
+
+
+def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) -> Tensor:
+    """`Σ weight · average`; both factors are there."""
+    mixed: Tensor | None = None
+    for factor, weight in zip(factors, weights, strict=True):
+        assert factor is not None
+        part = factor.average * weight.to(factor.average.dtype).view(-1, *(1,) * (factor.average.dim() - 1))
+        mixed = part if mixed is None else mixed + part
+    assert mixed is not None
+    return mixed
+
+
+def _counts(rows: int | Tensor) -> bool:
+    """Whether there may be rows: a number on the device is not waited for."""
+    return isinstance(rows, Tensor) or rows > 0
