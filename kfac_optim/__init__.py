@@ -6,6 +6,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
     capture                     L1  when a forward and a backward become statistics; the only file on autograd
+    finder                      L1  the model, where the optimizer was given parameters alone
     selection                   L1  module names; layers by name glob or class
     functions                   L2  torch functions seen or replaced while a module's forward runs
     layers/                     L3  a module's input and output gradient as second moments, one family per file

@@ -27,6 +27,7 @@ along; a pickled or copied model carries inert hooks.
 import functools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -139,14 +140,21 @@ class _LayerHooks:
     def on(self) -> None:
         if self._handles:
             return
-        before, after = self._before, PicklableHook(self._after)
-        if before is not None:
-            self._handles.append(self._module.register_forward_pre_hook(PicklableHook(before), with_kwargs=True))
+        before, after = PicklableHook(self._call_before), PicklableHook(self._after)
+        if self._before is not None:
+            self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
         # First among the module's hooks: the output is then the layer's own, and the root call still open when the
         # model is this very layer.
         self._handles.append(
-            self._module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=before is not None)
+            self._module.register_forward_hook(
+                after, prepend=True, with_kwargs=True, always_call=self._before is not None
+            )
         )
+
+    def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same.
+        if self._before is not None and self._handles:
+            self._before(module, args, kwargs)
 
     def off(self) -> None:
         for handle in self._handles:
@@ -163,15 +171,17 @@ class RootCall:
     """One forward call of the whole model, whose loss terms count once in each window that has a backward through it.
 
     Attributes:
+        model: identity of the model.
         terms: what the window's rule reads off the call; None where it finds nothing to read.
         counted_in: number of the window that counted it last.
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
     """
 
-    __slots__ = ("batched", "counted_in", "recomputes", "terms", "unbatched")
+    __slots__ = ("batched", "counted_in", "model", "recomputes", "terms", "unbatched")
 
-    def __init__(self) -> None:
+    def __init__(self, model: int) -> None:
+        self.model = model
         self.terms: int | None = None
         self.counted_in = -1
         self.batched = False
@@ -229,18 +239,25 @@ class CaptureWindow:
         self._backward_root: RootCall | None = None
         self._open: list[ForwardCall] = []
         self._number = 0
-        self._counted = 0
+        self._counted: Counter[int] = Counter()
         self._stated: int | None = None
         self._rootless = False
         self._stale = False
 
-    def watch_root(self, model: nn.Module) -> tuple[Handle, ...]:
-        """Read the number of loss terms off every forward of `model`."""
+    def watch_root(self, model: nn.Module, *, under_way: bool = False) -> Handle:
+        """Read the number of loss terms off every forward of `model`, the one `under_way` included."""
         hooks = _RootHooks(self)
-        return (
+        handle = Handles(
             model.register_forward_pre_hook(PicklableHook(hooks.enter), prepend=True, with_kwargs=True),
             model.register_forward_hook(PicklableHook(hooks.leave), with_kwargs=True, always_call=True),
         )
+        if under_way:
+            hooks.enter(model, (), {})
+        return handle
+
+    def is_under_way(self) -> bool:
+        """Whether a forward of the model is running."""
+        return bool(self._roots)
 
     def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
         """Emit the calls of `module` that a backward reaches."""
@@ -314,8 +331,10 @@ class CaptureWindow:
         """
         if self._stale:
             self.discard()
+        # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
+        counted = max(self._counted.values(), default=0)
         if self.rule is LossTerms.SUM:
-            count = LossCount(averaged=1, summed=math.inf if self._rootless else self._counted)
+            count = LossCount(averaged=1, summed=math.inf if self._rootless else counted)
         elif self._stated is not None:
             count = LossCount(averaged=self._stated, summed=1)
         elif self._rootless:
@@ -327,7 +346,7 @@ class CaptureWindow:
                 "optimizer with model=<the module that is called>."
             )
         else:
-            count = LossCount(averaged=self._counted, summed=1)
+            count = LossCount(averaged=counted, summed=1)
         self._forget_calls()
         self._roots.clear()
         self.modes.leave()
@@ -379,7 +398,8 @@ class CaptureWindow:
             call.release()
         self._open.clear()
         self._number += 1
-        self._counted, self._stated, self._rootless, self._stale = 0, None, False, False
+        self._stated, self._rootless, self._stale = None, False, False
+        self._counted.clear()
 
     def _current_root(self) -> RootCall | None:
         if self._roots:
@@ -394,7 +414,7 @@ class CaptureWindow:
             root.counted_in = self._number
             # A model that gets a single example without a batch dimension hands none to its layers.
             single = self.rule in _BY_INPUT and root.unbatched and not root.batched
-            self._counted += 1 if single else root.terms
+            self._counted[root.model] += 1 if single else root.terms
 
 
 class ForwardCall:
@@ -509,7 +529,7 @@ class _RootHooks:
             if not window._roots:
                 window.begin_forward()
             # A model that calls itself is one forward: the outermost counts.
-            window._roots.append(window._roots[-1] if window._roots else RootCall())
+            window._roots.append(window._roots[-1] if window._roots else RootCall(id(model)))
 
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window = self._window()

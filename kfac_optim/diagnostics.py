@@ -15,6 +15,8 @@ from kfac_optim.discovery import Coverage
 from kfac_optim.engine import StepRecord
 from kfac_optim.specs import BlockRecord, ParameterRecord, Structure, WeightSharing
 
+_UNSEEN = "no call of a module that holds it was seen yet"
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -74,7 +76,7 @@ def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Itera
                 name=names.get(param, "(unnamed)"),
                 shape=None if is_lazy(param) else tuple(param.shape),
                 block=block_of[param].name if param in block_of else None,
-                reason=coverage.uncovered.get(param),
+                reason=None if param in block_of else coverage.uncovered.get(param, _UNSEEN),
             )
             for param in params
         ),

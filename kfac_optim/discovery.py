@@ -21,6 +21,7 @@ from kfac_optim.specs import LayerSpec, Structure
 # Modules that use their children's parameters without calling the children, whose hooks then never fire.
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 _NO_ADAPTER = "no adapter for "
+_UNLESS_A_FUNCTION = "; a matrix is preconditioned once a function multiplies by it"
 
 
 @dataclass
@@ -31,6 +32,13 @@ class Coverage:
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
     candidates: set[nn.Parameter] = field(default_factory=set)
     """Uncovered parameters in modules of no known kind, of which a block is made once a function multiplies by them."""
+
+    lazy: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that had no shape yet."""
+
+    def has_grown(self) -> bool:
+        """Whether a parameter got its shape since."""
+        return any(not is_lazy(param) for param in self.lazy)
 
 
 def build_blocks(
@@ -63,7 +71,8 @@ def build_blocks(
         trained = {local for local, param in owned.items() if param.requires_grad}
         if adapter is not None and not adapter.specs(module, name, trained):
             adapter, reason = None, "the weight it belongs to is not trained by this optimizer"
-        if reason.startswith(_NO_ADAPTER):
+        coverage.lazy.update(param for param in owned.values() if is_lazy(param))
+        if reason.endswith(_UNLESS_A_FUNCTION):
             coverage.candidates.update(param for param in owned.values() if param.requires_grad)
         for param in owned.values():
             why = reason if param.requires_grad else "requires_grad was False when the optimizer was built"
@@ -192,10 +201,13 @@ def _adapter_for(
     if is_parametrized(module):
         return None, f"{type(module).__name__} is parametrized: the trained tensor is not the one used"
     if adapter is None:
-        return None, _NO_ADAPTER + type(module).__name__
+        # torch's own modules use their parameters in ways of their own.
+        foreign = not type(module).__module__.startswith("torch.nn")
+        multiplied = foreign and any(not is_lazy(param) and param.dim() == 2 for param in owned.values())
+        return None, f"{_NO_ADAPTER}{type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
     for local, param in owned.items():
         if is_lazy(param):
-            return None, f"{local} is uninitialised: run one forward before building the optimizer"
+            return None, f"{local} is uninitialised: preconditioned from the step after its first forward on"
         if not param.is_floating_point():
             return None, f"{local} is {param.dtype}: only real floating-point parameters are preconditioned"
     if (refusal := adapter.refusal(module)) is not None:

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
 from kfac_optim.blocks import Attachment, KFACBlock, attach, by_module
-from kfac_optim.capture import CaptureWindow, Handle, ModeStack
+from kfac_optim.capture import CaptureWindow, Handle, Handles, ModeStack
 from kfac_optim.diagnostics import Summary
 from kfac_optim.discovery import Coverage, build_blocks, claim
 from kfac_optim.estimates import Empirical, Estimate
 from kfac_optim.execution import Executor, SingleDevice
+from kfac_optim.finder import ModelFinder
 from kfac_optim.functional import Claim, FunctionalUses
 from kfac_optim.functions import Product
 from kfac_optim.inverses.base import Inverse
@@ -124,8 +125,7 @@ class KFACOptimizer(Optimizer):
     ) -> None:
         self._coverage = Coverage()
         self._incoming: list[Mapping[str, Any]] = []
-        self._built = False
-        self._model = _find_model(params, model)
+        self._model = _given_model(params, model)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -149,7 +149,6 @@ class KFACOptimizer(Optimizer):
         check_flag("include_factors", include_factors, optional=False)
         self._include_factors = include_factors
         self._options = block_options(
-            self._model,
             adapters=adapters,
             skip_layers=skip_layers,
             inverse=inverse,
@@ -158,18 +157,27 @@ class KFACOptimizer(Optimizer):
             max_factor_dim=max_factor_dim,
             factor_dtype=factor_dtype,
         )
+        if self._model is not None:
+            self._options.check_patterns(self._model)
         self._executor: Executor = _choose_executor(distributed)
         self._window = CaptureWindow(loss_terms)
         self._record: engine.StepRecord | None = None
         self._warned = False
         self._functional = FunctionalUses(self._window, self._make_claim(), self._executor.reduce)
+        self._finder: ModelFinder | None = None
+        self._waiting: dict[nn.Parameter, Mapping[str, Any]] = {}
+        self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         estimate.arm(self._window)
-        self._root_handles = self._window.watch_root(self._model)
-        self._build()
         self._window.around = self._functional.mode
-        weakref.finalize(self, _remove, self._root_handles, self._attached, self._window.modes)
+        if self._model is not None:
+            self._adopt(self._model)
+            self._warn_of_nothing_to_do(stacklevel=2)
+        else:
+            self._finder = ModelFinder(self._group_of(), self._found, self._window.is_under_way)
+            weakref.finalize(self, self._finder.remove)
+        weakref.finalize(self, _remove, self._roots, self._attached, self._window.modes)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -204,8 +212,11 @@ class KFACOptimizer(Optimizer):
                 "kfac_optim: torch.amp.GradScaler is not supported yet: the output gradients behind G carry its scale. "
                 "Use torch.autocast with bfloat16, which needs no scaler, and call optimizer.step() directly."
             )
+        self._settle_model()
         self._record = engine.step(self.param_groups, self.state, self._coverage.blocks, self._window, self._executor)
         self._warn_of_unseen_layers(self._record.unpreconditioned)
+        if self._model is not None and self._coverage.has_grown():
+            self._build()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -244,12 +255,15 @@ class KFACOptimizer(Optimizer):
             param_group = {key: plain_number(value) for key, value in param_group.items()}
             check_group({**self.defaults, **param_group}, f" in param group {number}")
         super().add_param_group(param_group)
-        if self._built:
+        if self._roots:
             self._build()
+        if self._finder is not None:
+            self._finder.params = set(self._group_of())
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
-        _remove(self._root_handles, self._attached, self._window.modes)
+        _remove(self._roots, self._attached, self._window.modes)
+        self._stop_finding()
         self._functional.forget()
 
     # -- reports -----------------------------------------------------------------------------------------------
@@ -322,6 +336,7 @@ class KFACOptimizer(Optimizer):
 
     def _build(self) -> None:
         """Find the blocks of all groups; keep those that exist, hook in those that are new."""
+        assert self._model is not None
         old = self._coverage.blocks
         self._coverage = build_blocks(self._model, self._group_of(), self._options, old)
         blocks = self._coverage.blocks
@@ -342,14 +357,59 @@ class KFACOptimizer(Optimizer):
         else:
             self._functional.know(blocks, self._coverage.candidates)
         self._bind_groups()
+        for block in blocks:
+            self._restore_waiting(block)
         self._publish_blocks()
-        self._built = True
-        if not blocks and not self._options.skip_layers:
+
+    def _adopt(self, model: nn.Module, *, under_way: bool = False) -> None:
+        """Take `model` as (one of) the optimizer's, in the place of any that it contains."""
+        inside = set(model.modules())
+        for root in [root for root in self._roots if root in inside]:
+            self._roots.pop(root).remove()
+        self._roots[model] = Handles()
+        self._model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
+        self._build()
+        self._roots[model] = self._window.watch_root(model, under_way=under_way)
+
+    def _found(self, model: nn.Module) -> None:
+        if model not in self._roots:
+            self._adopt(model, under_way=True)
+
+    def _settle_model(self) -> None:
+        """End the search for the model with the first step that has gradients."""
+        if self._finder is not None and any(param.grad is not None for param in self._group_of()):
+            if self._model is not None:
+                self._options.check_patterns(self._model)
+            self._stop_finding()
+            self._warn_of_nothing_to_do(stacklevel=5)
+
+    def _stop_finding(self) -> None:
+        if self._finder is not None:
+            self._finder.remove()
+            self._finder = None
+
+    def _warn_of_nothing_to_do(self, stacklevel: int) -> None:
+        """Warn where nothing is preconditioned, nor can be once a function multiplies by a bare parameter."""
+        if self._model is None:
+            warnings.warn(
+                "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
+                "module that holds the parameters was seen since the optimizer was built, as when a model has already "
+                "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
+                stacklevel=stacklevel + 1,
+            )
+        elif not (self._coverage.blocks or self._options.skip_layers or self._coverage.candidates):
             warnings.warn(
                 "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
                 "optimizer.summary() lists the reasons.",
-                stacklevel=3,
+                stacklevel=stacklevel + 1,
             )
+
+    def _restore_waiting(self, block: KFACBlock) -> None:
+        """Give a new block what a checkpoint that was loaded before held for it."""
+        state = self._waiting.pop(block.params[0], None)
+        if state is not None:
+            checkpoint.check([block], [state], [])
+            checkpoint.restore(block, state)
 
     def _make_claim(self) -> Claim:
         """Held by the model's hooks, thus by a weak reference."""
@@ -359,7 +419,11 @@ class KFACOptimizer(Optimizer):
             optimizer = weak()
             if optimizer is None:
                 return None
-            return claim(optimizer._model, product, optimizer._group_of(), optimizer._options, optimizer._coverage)
+            assert optimizer._model is not None
+            block = claim(optimizer._model, product, optimizer._group_of(), optimizer._options, optimizer._coverage)
+            if block is not None:
+                optimizer._restore_waiting(block)
+            return block
 
         return claim_of
 
@@ -371,7 +435,7 @@ class KFACOptimizer(Optimizer):
                 f"first of them {names[0]!r}. Either no finite statistics came yet, or the layer was parametrized "
                 "since, or its forward or backward is out of sight: torch.compile, torch.func, or gradients "
                 "from autograd.grad. Later such steps are counted in metrics()['unpreconditioned_blocks'].",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -386,8 +450,15 @@ class KFACOptimizer(Optimizer):
         for block in self._coverage.blocks:
             self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=self._include_factors)
 
+        for param, state in self._waiting.items():
+            self.state[param][checkpoint.KEY] = state
+
     def _names(self) -> dict[nn.Parameter, str]:
-        return ModuleNames(self._model).parameters()
+        names = {} if self._model is None else ModuleNames(self._model).parameters()
+        for group in self.param_groups:  # named parameters keep their names there
+            for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
+                names.setdefault(param, name)
+        return names
 
 
 def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -399,10 +470,17 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     if len(saved_ids) != len(params):
         return state_dict  # torch's own message is next
     id_of = dict(zip(params, saved_ids, strict=True))
+    param_of = dict(zip(saved_ids, params, strict=True))
     states = {i: s[checkpoint.KEY] for i, s in state_dict["state"].items() if checkpoint.KEY in s}
     incoming = [states.pop(id_of[block.params[0]], None) for block in blocks]
+    # Layers that only a forward will show wait for it.
+    unknown = optimizer._model is None
+    waiting = {
+        param_of[i]: states.pop(i) for i in list(states) if unknown or param_of[i] in optimizer._coverage.candidates
+    }
     checkpoint.check(blocks, incoming, [checkpoint.layer_name(state) for state in states.values()])
     optimizer._incoming = [state for state in incoming if state is not None]
+    optimizer._waiting = waiting
     rest = {
         i: {key: value for key, value in s.items() if key != checkpoint.KEY} if isinstance(s, dict) else s
         for i, s in state_dict["state"].items()
@@ -410,17 +488,17 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return {**state_dict, "state": rest}
 
 
-def _find_model(params: object, model: nn.Module | None) -> nn.Module:
+def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"kfac_optim: model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(params, nn.Module):
         if model is not None and model is not params:
             raise TypeError("kfac_optim: params is a module and model is another; pass one of them.")
         return params
-    if model is None:
+    if not isinstance(params, Iterable):
         raise TypeError(
-            f"kfac_optim: no model to find the layers in: params is {type(params).__name__}. Pass the model itself, "
-            "KFACOptimizer(model, ...), or name it beside the parameters, KFACOptimizer(params, ..., model=model)."
+            f"kfac_optim: params must be the model, or parameters as for any torch.optim optimizer, got {params!r}. "
+            "Pass the model itself: KFACOptimizer(model, ...)."
         )
     return model
 
@@ -443,8 +521,10 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _remove(
-    root: Sequence[Handle], attached: Mapping[nn.Module, tuple[Sequence[Attachment], Handle]], modes: ModeStack
+    roots: Mapping[nn.Module, Handle],
+    attached: Mapping[nn.Module, tuple[Sequence[Attachment], Handle]],
+    modes: ModeStack,
 ) -> None:
     modes.leave()
-    for handle in (*root, *(handle for _, handle in attached.values())):
+    for handle in (*roots.values(), *(handle for _, handle in attached.values())):
         handle.remove()

@@ -1,4 +1,4 @@
-"""The user's choices about layers, checked against the model."""
+"""The user's choices about layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +29,15 @@ class BlockOptions:
     max_factor_dim: int
     factor_dtype: torch.dtype | None
 
+    def check_patterns(self, model: nn.Module) -> None:
+        """Raise ValueError for a pattern that matches no module of `model`."""
+        names = ModuleNames(model)
+        check_patterns_match("skip_layers", self.skip_layers, names)
+        for choice in (self.inverse, self.weight_sharing, self.structure):
+            check_patterns_match(choice.argument, choice.by_pattern, names)
+
 
 def block_options(
-    model: nn.Module,
     *,
     adapters: Adapters,
     skip_layers: Sequence[Pattern],
@@ -41,7 +47,7 @@ def block_options(
     max_factor_dim: int,
     factor_dtype: torch.dtype | None,
 ) -> BlockOptions:
-    """The choices about layers, checked against the model."""
+    """The choices about layers, each checked for itself."""
     if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
         raise TypeError(
             f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
@@ -68,10 +74,6 @@ def block_options(
             raise TypeError(f"kfac_optim: structure must be a pair of Structure values for (A, G), got {pair!r}.")
         if pair == (Structure.IDENTITY, Structure.IDENTITY):
             raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
-    names = ModuleNames(model)
     for pattern in options.skip_layers:
         check_pattern("skip_layers", pattern)
-    check_patterns_match("skip_layers", options.skip_layers, names)
-    for choice in (options.inverse, options.weight_sharing, options.structure):
-        check_patterns_match(choice.argument, choice.by_pattern, names)
     return options

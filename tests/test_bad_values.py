@@ -30,9 +30,8 @@ MODULES = r"Module names are 0, 1, 2; a pattern is a glob over these, or a class
 # argument → (bad value, kind of error, what the message must say: argument, value, and what it should be)
 BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "params": [
-        ([nn.Parameter(torch.ones(2))], TypeError, r"no model to find the layers in: params is list\. Pass the model"),
-        (None, TypeError, r"no model.*params is NoneType\. Pass the model itself"),
-        (3, TypeError, r"no model.*params is int\. Pass the model itself"),
+        (None, TypeError, r"params must be the model, or parameters.*got None\. Pass the model itself"),
+        (3, TypeError, r"params must be the model, or parameters.*got 3\. Pass the model itself"),
     ],
     "model": [
         ("net", TypeError, r"model must be an nn\.Module, got (str|'net')"),

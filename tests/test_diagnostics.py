@@ -68,7 +68,7 @@ REASONS = {
     "skipped.0.bias": "skip_layers entry 'skipped'",
     "skipped.1.weight": "skip_layers entry 'skipped'",
     "skipped.1.bias": "skip_layers entry 'skipped'",
-    "lazy.weight": "weight is uninitialised: run one forward before building the optimizer",
+    "lazy.weight": "weight is uninitialised: preconditioned from the step after its first forward on",
     "lazy.bias": "is uninitialised",
     "attention.bias_k": "not used by the layer's block",
     "attention.bias_v": "not used by the layer's block",
@@ -123,6 +123,10 @@ def test_a_layer_uninitialised_at_construction_steps_as_under_sgd_once_it_has_a_
     before = model[1].weight.detach().clone()
     optimizer.step()
     assert torch.equal(model[1].weight, sgd_step(before, model[1].weight.grad, 0.1))
+    assert [block.name for block in optimizer.summary().blocks] == ["0", "1"]
+    square_loss(model(batch(dtype=torch.float32))).backward()
+    optimizer.step()
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
 
 
 def test_the_record_of_a_block_says_sizes_structure_inverse_and_bytes() -> None:

@@ -24,6 +24,7 @@ from kfac_optim.layers.norm import (
     LayerNormAdapter,
     RMSNormAdapter,
 )
+from kfac_optim.layers.recurrent import RecurrentAdapter
 
 DEFAULT_ADAPTERS: Adapters = MappingProxyType(
     {
@@ -36,6 +37,7 @@ DEFAULT_ADAPTERS: Adapters = MappingProxyType(
         nn.ConvTranspose3d: ConvTransposeAdapter(),
         nn.Embedding: EmbeddingAdapter(),
         nn.MultiheadAttention: MultiheadAttentionAdapter(),
+        **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell), RecurrentAdapter()),
         nn.LayerNorm: LayerNormAdapter(),
         nn.RMSNorm: RMSNormAdapter(),
         nn.GroupNorm: GroupNormAdapter(),

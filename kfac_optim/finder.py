@@ -1,0 +1,41 @@
+"""Finding the model when the optimizer was given parameters alone: it is what is called and holds them."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+class ModelFinder:
+    """Watches every module call of the process until it is removed.
+
+    Called with an outermost module that holds any of the parameters, `found` learns of it before its forward runs. A
+    model that already ran under `torch.compile` calls no modules, and is never found.
+
+    Args:
+        params: to look for.
+        found: told of such a module, at each of its calls; a bound method, held weakly.
+        under_way: whether a forward of a known model is running, whose inner modules are of no interest.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], found: Callable[[nn.Module], None], under_way: Callable[[], bool]
+    ) -> None:
+        self.params = set(params)
+        self._found = weakref.WeakMethod(found)
+        self._under_way = under_way
+        self._handle = register_module_forward_pre_hook(self._look)
+
+    def _look(self, module: nn.Module, args: Any) -> None:
+        if self._under_way() or not any(param in self.params for param in module.parameters()):
+            return
+        found = self._found()
+        if found is None:
+            self.remove()
+        else:
+            found(module)
+
+    def remove(self) -> None:
+        self._handle.remove()

@@ -1,0 +1,296 @@
+"""`nn.RNN`, `nn.LSTM`, `nn.GRU` and their cells: one matrix for each weight, all its gates together.
+
+Torch computes these by one fused call that nothing can see into. On statistics steps the adapter runs the same
+recurrence from linear maps, equal in value and in the dropout it draws (but for cuDNN, which has random numbers of its
+own), and notes each map once per call: the input map of all time steps as it is, the recurrent one by its offset.
+Time steps count as independent uses (Martens, Ba & Johnson 2018, the first of their approximations): time is the axis
+over which the weight is shared.
+
+Inside, sequences are one matrix of rows `[rows, features]`, time step by time step, as in a `PackedSequence`: time step
+`t` has the first `sizes[t]` sequences. Unless they are packed every size is the batch size.
+"""
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from kfac_optim.capture import CaptureWindow, Handle, Handles, LayerWatch
+from kfac_optim.functions import substitute
+from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
+from kfac_optim.specs import LayerSpec, WeightSharing
+
+_Module = nn.RNNBase | nn.RNNCellBase
+
+State = tuple[Tensor, ...]
+"""`(h,)`, or `(h, c)` of an LSTM, each `[batch, size]`."""
+Step = Callable[[Tensor, Tensor, State], State]
+"""From what the input and `h` give the gates, `[batch, gates · hidden]` each, to the next state."""
+Note = Callable[[Tensor, Sequence[Tensor], Tensor], None]
+"""Told of a weight, its input rows in one or several parts, and its output rows."""
+
+_WEIGHT = re.compile(r"weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
+
+
+class SequenceStatistics(RowStatistics):
+    """Inputs and gradients are rows of sequences; the context is the number of sequences at each time step.
+
+    What is left of the time axis after the end of a sequence is no row: it is zero, the bias column included, and
+    REDUCE averages over the time steps that a sequence has.
+    """
+
+    def input_rows(self, layer_input: Tensor) -> Tensor:
+        return self._by_sequence(layer_input)
+
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        return self._by_sequence(gradient)
+
+    @property
+    def count(self) -> int | Tensor:
+        if self.call.input is None:
+            return 0
+        sizes = self._sizes
+        return sum(sizes) if self.spec.weight_sharing is WeightSharing.EXPAND else sizes[0]
+
+    def _shared_inputs(self) -> Tensor:
+        assert self.call.input is not None, "the input was released after the first backward"
+        rows = self.call.input.to(self.dtype)
+        real = rows.new_ones(len(rows), 1)
+        if self.spec.has_bias:
+            rows = torch.cat([rows, real], dim=-1)
+        a = self.input_rows(rows)
+        if self.spec.weight_sharing is WeightSharing.REDUCE:
+            a = a.sum(2, keepdim=True) / self.input_rows(real).sum(2, keepdim=True)
+        return a
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        sizes: tuple[int, ...] = self.call.context
+        return sizes
+
+    def _by_sequence(self, rows: Tensor) -> Tensor:
+        """`[rows, d]` as `[1, batch, time, d]`."""
+        sizes = self._sizes
+        if sizes[0] == sizes[-1]:
+            return rows.reshape(1, len(sizes), sizes[0], rows.shape[-1]).transpose(1, 2)
+        padded, _ = pad_packed_sequence(PackedSequence(rows, torch.tensor(sizes)), batch_first=True)
+        return padded.unsqueeze(0)
+
+
+class RecurrentAdapter(LayerAdapter[_Module]):
+    """A matrix for every `weight_ih_…` and `weight_hh_…`, with its bias, and for every `weight_hr_…`."""
+
+    def refusal(self, module: _Module) -> str | None:
+        names = module._flat_weights_names if isinstance(module, nn.RNNBase) else ["weight_ih", "weight_hh"]
+        weights = [module._parameters.get(name) for name in names]
+        if any(weight is None for weight in weights):
+            return "the layer's weight is computed from other parameters (pruning, weight_norm, …)"
+        if len({id(weight) for weight in weights}) < len(weights):
+            return "two of the layer's weights are one and the same parameter"
+        return None
+
+    def specs(self, module: _Module, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
+        specs = []
+        for local, weight in module._parameters.items():
+            if weight is not None and local in trained and _WEIGHT.fullmatch(local):
+                bias = local.replace("weight", "bias")
+                params = (local, bias) if bias in trained else (local,)
+                out_dim, in_dim = weight.shape
+                specs.append(LayerSpec(f"{name}.{local}".lstrip("."), params, in_dim + len(params) - 1, out_dim))
+        return tuple(specs)
+
+    def capture(
+        self,
+        module: _Module,
+        specs: Sequence[LayerSpec],
+        window: CaptureWindow,
+        sink: StatisticsSink,
+        dtype: torch.dtype,
+    ) -> Handle:
+        def watch(index: int, spec: LayerSpec) -> LayerWatch:
+            return LayerWatch(
+                weight=module.get_parameter(spec.params[0]),
+                wanted=sink.wanted,
+                emit=lambda call: sink.emit(index, SequenceStatistics(spec, call, dtype)),
+                discard=sink.discard,
+            )
+
+        watches = [watch(index, spec) for index, spec in enumerate(specs)]
+        forwards = _Forwards(window, watches, unbatched_ndim=2 if isinstance(module, nn.RNNBase) else 1)
+        return Handles(
+            window.hook(module, before=forwards.enter, after=forwards.leave),
+            substitute(window, module, forwards.table(), forwards.wanted),
+            *map(window.watch_calls, watches),
+        )
+
+
+class _Forwards:
+    """The forwards of one module. Hooks hold it, so it holds the window and its watches weakly."""
+
+    def __init__(self, window: CaptureWindow, watches: Sequence[LayerWatch], unbatched_ndim: int) -> None:
+        self._window = weakref.ref(window)
+        self._watches = {id(watch.weight): weakref.ref(watch) for watch in watches}
+        self._unbatched_ndim = unbatched_ndim
+        self._unbatched = False
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        # The module adds the batch dimension before it calls the function that is replaced.
+        given = args[0] if args else kwargs.get("input")
+        self._unbatched = isinstance(given, Tensor) and given.dim() == self._unbatched_ndim
+        window = self._window()
+        if window is not None and not torch.is_grad_enabled():
+            window.note_without_graph()
+
+    def leave(self, *_: Any) -> None:
+        self._unbatched = False
+
+    def wanted(self) -> bool:
+        return any(watch is not None and watch.wanted() for watch in (ref() for ref in self._watches.values()))
+
+    def table(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+        table: dict[Callable[..., Any], Callable[..., Any]] = {}
+        for name, step in STEPS.items():
+            table[getattr(torch, name)] = functools.partial(self._sequence, step)
+            table[getattr(torch, f"{name}_cell")] = functools.partial(self._cell, step)
+        return table
+
+    def _sequence(self, step: Step, *args: Any) -> tuple[Tensor, ...]:
+        """In place of `torch.lstm` and its like: `(output, h)` or `(output, h, c)`."""
+        if not isinstance(args[3], bool):  # (data, batch_sizes, hx, weights, …) of packed sequences
+            data, batch_sizes, hx, *options = args
+            sizes = tuple(batch_sizes.tolist())
+            rows, state = run_stack(step, data, sizes, _as_state(hx), options, functools.partial(self._note, sizes))
+            return rows, *state
+        layer_input, hx, *options, batch_first = args
+        by_time = layer_input.transpose(0, 1) if batch_first else layer_input
+        time, batch, _ = by_time.shape
+        sizes, data = (batch,) * time, by_time.flatten(0, 1)
+        rows, state = run_stack(step, data, sizes, _as_state(hx), options, functools.partial(self._note, sizes))
+        output = rows.view(time, batch, rows.shape[-1])
+        return output.transpose(0, 1) if batch_first else output, *state
+
+    def _cell(self, step: Step, rows: Tensor, hx: Any, *weights: Any) -> Tensor | State:
+        """In place of `torch.lstm_cell` and its like: a sequence of one step."""
+        sizes, note = (len(rows),), functools.partial(self._note, (len(rows),))
+        _, state = run_direction(step, rows, sizes, _as_state(hx), Weights(*weights), False, note)
+        return state if len(state) > 1 else state[0]
+
+    def _note(self, sizes: tuple[int, ...], weight: Tensor, parts: Sequence[Tensor], output: Tensor) -> None:
+        window, watch = self._window(), self._watches.get(id(weight), lambda: None)()
+        if window is not None and watch is not None and watch.weight is weight:
+            layer_input = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+            window.note(watch, layer_input, output, unbatched=self._unbatched and sizes[0] == 1, context=sizes)
+
+
+def _as_state(hx: Tensor | State) -> State:
+    return (hx,) if isinstance(hx, Tensor) else hx
+
+
+# -- the recurrence, as ATen/native/RNN.cpp has it ---------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """Of one layer in one direction; `hr` projects the `h` of an LSTM."""
+
+    ih: Tensor
+    hh: Tensor
+    b_ih: Tensor | None = None
+    b_hh: Tensor | None = None
+    hr: Tensor | None = None
+
+
+def lstm_step(gi: Tensor, gh: Tensor, state: State) -> State:
+    i, f, g, o = (gi + gh).chunk(4, 1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def gru_step(gi: Tensor, gh: Tensor, state: State) -> State:
+    (r_i, z_i, n_i), (r_h, z_h, n_h) = gi.chunk(3, 1), gh.chunk(3, 1)
+    n = (n_i + (r_i + r_h).sigmoid() * n_h).tanh()
+    return ((state[0] - n) * (z_i + z_h).sigmoid() + n,)
+
+
+def plain_step(activation: Callable[[Tensor], Tensor]) -> Step:
+    return lambda gi, gh, _: (activation(gi + gh),)
+
+
+STEPS = {"lstm": lstm_step, "gru": gru_step, "rnn_tanh": plain_step(torch.tanh), "rnn_relu": plain_step(torch.relu)}
+"""By the name of the fused function."""
+
+
+def run_stack(
+    step: Step, rows: Tensor, sizes: tuple[int, ...], initial: State, options: Sequence[Any], note: Note
+) -> tuple[Tensor, State]:
+    """All layers: output rows `[rows, directions · size]`, final states `[layers · directions, batch, size]` each.
+
+    `initial` is shaped like the final states; `options` are those of the fused functions, from the weights on.
+    """
+    params, has_biases, num_layers, dropout, train, bidirectional = options
+    directions = 2 if bidirectional else 1
+    each = len(params) // (num_layers * directions)
+    finals = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            at = layer * directions + direction
+            ih, hh, *others = params[at * each : (at + 1) * each]
+            biases, projection = (others[:2], others[2:]) if has_biases else ([None, None], others)
+            weights = Weights(ih, hh, *biases, *projection)
+            state = tuple(part[at] for part in initial)
+            output, final = run_direction(step, rows, sizes, state, weights, direction == 1, note)
+            outputs.append(output)
+            finals.append(final)
+        rows = torch.cat(outputs, dim=-1)
+        if dropout and train and layer < num_layers - 1:
+            rows = torch.dropout(rows, dropout, train)
+    return rows, tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
+
+
+def run_direction(
+    step: Step, rows: Tensor, sizes: tuple[int, ...], initial: State, weights: Weights, reverse: bool, note: Note
+) -> tuple[Tensor, State]:
+    """One layer in one direction: output rows `[rows, size]`, and the state after the end of each sequence."""
+    gi = F.linear(rows, weights.ih, weights.b_ih)
+    note(weights.ih, [rows], gi)
+    if gi.device.type != "cpu":  # under autocast the fused calls of accelerators keep low precision throughout
+        initial = tuple(part.to(gi.dtype) for part in initial)
+    # One tensor holds the gradients of all time steps: the bias, to which h Wᵀ is added step by step.
+    offset = _offset(weights.hh, weights.b_hh, gi)
+    projection = None if weights.hr is None else _offset(weights.hr, None, gi)
+    of_input, of_hidden = torch.split(gi, [*sizes]), torch.split(offset, [*sizes])
+    projected = () if projection is None else torch.split(projection, [*sizes])
+    before, raw, after = ([rows] * len(sizes) for _ in range(3))
+    order = range(len(sizes))[:: -1 if reverse else 1]
+    state, ended = tuple(part[: sizes[order[0]]] for part in initial), []
+    for t in order:
+        held, size = len(state[0]), sizes[t]
+        if size < held:
+            ended.append(tuple(part[size:] for part in state))
+            state = tuple(part[:size] for part in state)
+        elif size > held:
+            state = tuple(torch.cat([part, first[held:size]]) for part, first in zip(state, initial, strict=True))
+        before[t] = state[0]
+        state = step(of_input[t], torch.addmm(of_hidden[t], state[0], weights.hh.mT), state)
+        if weights.hr is not None:
+            raw[t] = state[0]
+            state = (torch.addmm(projected[t], state[0], weights.hr.mT), *state[1:])
+        after[t] = state[0]
+    note(weights.hh, before, offset)
+    if weights.hr is not None and projection is not None:
+        note(weights.hr, raw, projection)
+    final = tuple(torch.cat(parts) for parts in zip(state, *reversed(ended), strict=True))
+    return torch.cat(after), final
+
+
+def _offset(weight: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
+    """The bias, or zeros, `[rows, out]`, as something that a backward to `weight` alone passes through as well."""
+    zeros = weight[:, :0].sum(1)
+    row = zeros if bias is None else zeros + bias
+    return row.to(like.dtype).expand(len(like), -1)
