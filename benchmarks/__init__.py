@@ -1,6 +1,7 @@
 """Benchmarks of ``kfac_optim``: one module for each question, one shared harness, JSON out, plots from the JSON.
 
     python -m benchmarks quickstart         does K-FAC beat a tuned SGD on real data?
+    python -m benchmarks language           does it train a transformer and an LSTM, beside AdamW and SGD?
     python -m benchmarks step-cost          what does a step cost, and how far is that from the arithmetic floor?
     python -m benchmarks preconditioning    does it precondition at all, and is the cold start safe?
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 try:
-    from benchmarks import preconditioning, quickstart, step_cost
+    from benchmarks import language, preconditioning, quickstart, step_cost
     from benchmarks.arguments import UsageError
     from benchmarks.data import DataError
 except ModuleNotFoundError as error:
@@ -16,7 +16,12 @@ except ModuleNotFoundError as error:
         raise
     sys.exit(f'benchmarks: {error.name!r} is not installed. Run: pip install -e ".[benchmarks]"')
 
-_BENCHMARKS = {"quickstart": quickstart, "step-cost": step_cost, "preconditioning": preconditioning}
+_BENCHMARKS = {
+    "quickstart": quickstart,
+    "language": language,
+    "step-cost": step_cost,
+    "preconditioning": preconditioning,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

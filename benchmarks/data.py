@@ -1,7 +1,7 @@
-"""Real data as plain tensors: scikit-learn's digits, MNIST and CIFAR-10.
+"""Real data as plain tensors: scikit-learn's digits, MNIST, CIFAR-10 and tinyshakespeare.
 
-MNIST and CIFAR-10 are read through ``datasets``: by their hub name, or from a folder in the hub's layout
-(``train-*.parquet`` and ``test-*.parquet``), which needs no network.
+All but digits are read through ``datasets``: by their hub name, or without a network from a folder, of images in the
+hub's layout (``train-*.parquet`` and ``test-*.parquet``), of text as ``input.txt``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -74,6 +75,42 @@ def cifar10(data_dir: Path | None = None) -> ImageData:
     return _load("cifar10", data_dir)
 
 
+@dataclass(frozen=True, slots=True)
+class TextData:
+    """Characters as numbers, ``[length]`` int64: the first nine tenths to train on, the rest to validate."""
+
+    train: Tensor
+    validation: Tensor
+    vocabulary: int
+
+
+def tinyshakespeare(data_dir: Path | None = None) -> TextData:
+    """1,115,394 characters of Shakespeare's plays, 65 different ones."""
+    if data_dir is None:
+        # The dataset's own form is a script; the hub keeps a converted copy.
+        splits = _from_hub("karpathy/tiny_shakespeare", "its input.txt", revision="refs/convert/parquet")
+        text = "".join(splits[name]["text"][0] for name in ("train", "validation", "test"))
+    else:
+        file = data_dir / "input.txt"
+        if not file.is_file():
+            raise DataError(f"--data-dir: no file {str(file)!r}; pass the folder of tinyshakespeare's input.txt")
+        text = datasets.load_dataset("text", data_files=str(file), sample_by="document")["train"]["text"][0]
+    characters = sorted(set(text))
+    number = {character: i for i, character in enumerate(characters)}
+    numbers = torch.tensor([number[character] for character in text])
+    train = len(numbers) * 9 // 10
+    return TextData(numbers[:train], numbers[train:], len(characters))
+
+
+def windows(text: Tensor, batch_size: int, length: int, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """``count`` batches of random passages ``[batch, length]`` and of the characters that follow each position."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        starts = torch.randint(len(text) - length, (batch_size, 1), generator=generator)
+        passages = text[starts + torch.arange(length + 1)]
+        yield passages[:, :-1], passages[:, 1:]
+
+
 def batches(split: Split, batch_size: int, epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Shuffled mini-batches of ``epochs`` passes; one seed always gives the same batches in the same order.
 
@@ -89,17 +126,21 @@ def batches(split: Split, batch_size: int, epochs: int, seed: int) -> Iterator[t
 def _load(key: str, data_dir: Path | None) -> ImageData:
     source = _HUB_DATASETS[key]
     if data_dir is None:
-        try:
-            loaded = datasets.load_dataset(source.name)
-        except (OSError, datasets.exceptions.DatasetNotFoundError) as error:  # no network, or no such name
-            raise DataError(
-                f"cannot download {source.name} from the Hugging Face hub: {error}. "
-                f"Offline, pass --data-dir with a folder of its train-*.parquet and test-*.parquet files"
-            ) from error
+        loaded = _from_hub(source.name, "its train-*.parquet and test-*.parquet files")
     else:
         loaded = datasets.load_dataset("parquet", data_files=_parquet_files(data_dir))
     train, test = (_decode(loaded[name], source, data_dir) for name in ("train", "test"))
     return ImageData(train, test, _CLASSES)
+
+
+def _from_hub(name: str, files: str, revision: str | None = None) -> Any:
+    try:
+        return datasets.load_dataset(name, revision=revision)
+    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:  # no network, or no such name
+        raise DataError(
+            f"cannot download {name} from the Hugging Face hub: {error}. "
+            f"Offline, pass --data-dir with a folder of {files}"
+        ) from error
 
 
 def _parquet_files(data_dir: Path) -> dict[str, list[str]]:

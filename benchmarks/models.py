@@ -82,6 +82,40 @@ class ResNet20(nn.Module):
         return logits
 
 
+class CharacterTransformer(nn.Module):
+    """A causal language model of torch's own encoder layers (pre-norm)."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(context, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, context]`` int64 to ``[batch, context, vocabulary]`` logits of each next token."""
+        x = self.tokens(tokens) + self.positions
+        logits: Tensor = self.head(self.encoder(x, mask=self.mask, is_causal=True))
+        return logits
+
+
+class CharacterLSTM(nn.Module):
+    """A language model of one embedding, ``layers`` LSTM layers and a linear output layer."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""
+        logits: Tensor = self.head(self.lstm(self.tokens(tokens))[0])
+        return logits
+
+
 class _TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
 def plot_training(report: Mapping[str, Any], path: Path) -> None:
     """Training loss of the best run of each optimizer against steps and against seconds; writes a PNG."""
+    title = f"{report['dataset']}: {report['model']}, batch {report['batch_size']}"
+    figure, axes = _plot_best(report["best"], "checkpoints", "train_loss", title)
+    for each in axes:
+        each.axhline(report["target"], color="grey", linestyle="--", label="SGD's best loss")
+        each.set_yscale("log")
+    axes[0].set_ylabel("loss on the training data")
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_validation(report: Mapping[str, Any], path: Path) -> None:
+    """Bits per character of the best run of each optimizer against steps and against seconds; writes a PNG."""
+    figure, axes = _plot_best(report["best"], "readings", "bits", f"{report['model']}, {report['tokens']} characters")
+    axes[0].set_ylabel("bits per character, validation")
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def _plot_best(best: Sequence[Mapping[str, Any]], points: str, value: str, title: str) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)  # no display needed, and no global state as with pyplot
-    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
-    for axes, quantity in ((by_steps, "steps"), (by_seconds, "seconds")):
-        for run in report["best"]:
-            points = run["checkpoints"]
-            axes.plot(
-                [point[quantity] for point in points],
-                [point["train_loss"] for point in points],
-                label=f"{run['optimizer']}, lr {run['lr']:g}",
-            )
-        axes.axhline(report["target"], color="grey", linestyle="--", label="SGD's best loss")
-        axes.set(yscale="log", xlabel=quantity)
-        axes.grid(alpha=0.3)
-    by_steps.set_ylabel("loss on the training data")
-    by_steps.legend()
-    figure.suptitle(f"{report['dataset']}: {report['model']}, batch {report['batch_size']}")
-    figure.savefig(path, dpi=150)
+    axes = list(figure.subplots(1, 2, sharey=True))
+    for each, quantity in zip(axes, ("steps", "seconds"), strict=True):
+        for run in best:
+            label = f"{run['optimizer']}, lr {run['lr']:g}"
+            each.plot([p[quantity] for p in run[points]], [p[value] for p in run[points]], label=label)
+        each.set_xlabel(quantity)
+        each.grid(alpha=0.3)
+    figure.suptitle(title)
+    return figure, axes

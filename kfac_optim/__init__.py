@@ -29,7 +29,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import Empirical, Estimate
 from kfac_optim.inverses import Cholesky, Eigen, Inverse
-from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics
+from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
@@ -50,7 +50,9 @@ __all__ = [
     "LayerSpec",
     "LayerStatistics",
     "LossTerms",
+    "RowStatistics",
     "Structure",
     "Summary",
+    "WeightBiasAdapter",
     "WeightSharing",
 ]

@@ -115,10 +115,11 @@ class KFACBlock:
         self.clock = Clock(step=self.clock.step)
         self.state = self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
 
-    def oppose(self, opposed: bool = True) -> None:
-        """Make room for uses that multiply by the transposed matrix (or no longer); statistics start anew."""
-        self.spec = replace(self.spec, opposed=opposed)
-        self.restart()
+    def revise(self, spec: LayerSpec) -> None:
+        """Take on what a forward has shown of the layer; where that is new, statistics start anew."""
+        if spec != self.spec:
+            self.spec = spec
+            self.restart()
 
     def fold(self, count: LossCount) -> None:
         """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
@@ -210,3 +211,7 @@ class Sink:
     def discard(self) -> None:
         for block, _ in self.attachments:
             block.discard()
+
+    def separate_inputs(self, index: int) -> None:
+        block, _ = self.attachments[index]
+        block.revise(replace(block.spec, shared_input=False))

@@ -26,11 +26,13 @@ along; a pickled or copied model carries inert hooks.
 
 import functools
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from kfac_optim.specs import LossTerms
 
 _BY_INPUT = (LossTerms.EXAMPLES, LossTerms.SUM)
+_MODULE_CALL = nn.Module._call_impl.__code__
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class LayerWatch:
         emit: receives each committed call.
         discard: forgets the calls emitted since the last step.
         unbatched_ndim: dimensions of an input without a batch dimension, for `watch_layer`.
-        is_product: whether the layer's forward is a product with its weight, which may have been noted already.
+        is_product: whether the layer's forward is a product with its weight, which `around`'s mode may see.
         keep_input: whether further backwards need the input again; it then lives until the window closes.
     """
 
@@ -156,6 +159,11 @@ class _LayerHooks:
         if self._before is not None and self._handles:
             self._before(module, args, kwargs)
 
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Catch up with a forward of `module` that has begun."""
+        if module is self._module:
+            self._call_before(module, args, {})
+
     def off(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -203,6 +211,9 @@ class ModeStack:
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes.append(mode)
 
+    def __contains__(self, mode: TorchFunctionMode) -> bool:
+        return mode in self._modes
+
     def leave(self, mode: TorchFunctionMode | None = None) -> None:
         """Leave all modes entered since `mode`, and it as well; all of them where it is None."""
         while self._modes:
@@ -222,8 +233,9 @@ class CaptureWindow:
         listening: whether backward passes count; an estimate says which do.
         dropped_calls: calls whose input was changed in place before the backward, ever.
         around: makes the mode that forwards of the model are to run in, or None.
+        module_ran: told, within that mode, of a module whose forward is a product with this weight; whether the mode
+            notes such products by itself.
         modes: those that forwards under way run in.
-        noted: ids of the weights whose use was noted apart from their module since the model's forward began.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -231,8 +243,9 @@ class CaptureWindow:
         self.listening = False
         self.dropped_calls = 0
         self.around: Callable[[], TorchFunctionMode | None] = lambda: None
-        self.noted: set[int] = set()
+        self.module_ran: Callable[[nn.Parameter], bool] = lambda _: False
         self.modes = ModeStack()
+        self._mode: TorchFunctionMode | None = None
         self._watches: list[LayerWatch] = []
         self._hooks: list[_LayerHooks] = []
         self._roots: list[RootCall] = []
@@ -244,20 +257,26 @@ class CaptureWindow:
         self._rootless = False
         self._stale = False
 
-    def watch_root(self, model: nn.Module, *, under_way: bool = False) -> Handle:
-        """Read the number of loss terms off every forward of `model`, the one `under_way` included."""
+    def watch_root(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> Handle:
+        """Read the number of loss terms off every forward of `model`, and off one under way with these arguments."""
         hooks = _RootHooks(self)
         handle = Handles(
             model.register_forward_pre_hook(PicklableHook(hooks.enter), prepend=True, with_kwargs=True),
             model.register_forward_hook(PicklableHook(hooks.leave), with_kwargs=True, always_call=True),
         )
-        if under_way:
-            hooks.enter(model, (), {})
+        if args_under_way is not None:
+            hooks.enter(model, args_under_way, {})
+            for layer in self._hooks:  # torch has already listed the hooks to call before this forward
+                layer.begin(model, args_under_way)
         return handle
 
     def is_under_way(self) -> bool:
         """Whether a forward of the model is running."""
         return bool(self._roots)
+
+    def leaves_product(self, weight: nn.Parameter) -> bool:
+        """After a module whose forward is a product with `weight`: whether it is, or would have been, noted apart."""
+        return self._mode is not None and self._mode in self.modes and self.module_ran(weight)
 
     def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
         """Emit the calls of `module` that a backward reaches."""
@@ -380,16 +399,15 @@ class CaptureWindow:
                 hooks.on()
             else:
                 hooks.off()
-        mode = self.around() if torch.is_grad_enabled() else None
-        if mode is not None:
-            self.modes.enter(mode)
+        self._mode = self.around() if torch.is_grad_enabled() else None
+        if self._mode is not None:
+            self.modes.enter(self._mode)
 
     def end_forward(self) -> None:
         """The model's outermost forward ends, whether or not it failed."""
         if torch.compiler.is_compiling():
             return
         self.modes.leave()
-        self.noted.clear()
         for hooks in self._hooks:
             hooks.on()
 
@@ -510,8 +528,7 @@ class _LayerHook:
             return
         if not isinstance(output, Tensor) or is_parametrized(module):
             return
-        if watch.is_product and id(watch.weight) in window.noted:
-            window.noted.discard(id(watch.weight))
+        if watch.is_product and window.leaves_product(watch.weight):
             return
         layer_input = _first_tensor(args, kwargs, least_ndim=0 if watch.unbatched_ndim == 0 else 1)
         if layer_input is not None:
@@ -526,6 +543,8 @@ class _RootHooks:
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         window = self._window()
         if window is not None:
+            if window._roots and window._roots[0].model == id(model) and not _is_nested(model):
+                window._roots.clear()  # left behind by an interrupted forward
             if not window._roots:
                 window.begin_forward()
             # A model that calls itself is one forward: the outermost counts.
@@ -557,6 +576,17 @@ class _RootHooks:
 def _enter_backward(window_ref: "weakref.ref[CaptureWindow]", root: RootCall, _gradient: Tensor) -> None:
     if (window := window_ref()) is not None:
         window._backward_root = root
+
+
+def _is_nested(model: nn.Module) -> bool:
+    """Whether the call of `model` that is beginning is inside another one."""
+    if torch.compiler.is_compiling():
+        return True
+    calls, frame = 0, cast(FrameType | None, sys._getframe())
+    while frame is not None:
+        calls += frame.f_code is _MODULE_CALL and frame.f_locals.get("self") is model
+        frame = frame.f_back
+    return calls > 1
 
 
 def _in_function_transform() -> bool:

@@ -1,13 +1,15 @@
 """Block state in and out of `Optimizer.state_dict()`: tensors and numbers only, and refused when it does not fit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_optim.blocks import Clock, KFACBlock
+from kfac_optim.layers.product import ProductAdapter
+from kfac_optim.specs import LayerSpec
 
 KEY = "kfac"
 """Where a block's state stands in the optimizer's state of the block's first parameter."""
@@ -18,15 +20,22 @@ def dump(block: KFACBlock, *, include_factors: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
         "name": torch.tensor(list(block.name.encode()), dtype=torch.uint8),
         "clock": asdict(block.clock),
+        "opposed": block.spec.opposed,
+        "shared_input": block.spec.shared_input,
     }
     if include_factors:
         state["inverse"] = block.inverse.tensors(block.state)
     return state
 
 
-def restore(block: KFACBlock, state: Mapping[str, Any]) -> None:
-    """Copy into `block`; without factors its statistics start anew at the next step."""
-    if "inverse" in state:
+def restore(block: KFACBlock, state: Mapping[str, Any] | None) -> None:
+    """Copy into `block`; without factors its statistics start anew at the next step, without a state all does."""
+    if state is None:
+        block.clock = Clock()
+        block.spec = replace(block.spec, opposed=False)
+        block.restart()
+    elif "inverse" in state:
+        block.revise(_spec(block, state))
         block.clock = Clock(**state["clock"])
         block.inverse.load(block.state, state["inverse"])
     else:
@@ -34,22 +43,31 @@ def restore(block: KFACBlock, state: Mapping[str, Any]) -> None:
         block.restart()
 
 
-def check(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None], strays: Sequence[str]) -> None:
+def check(
+    blocks: Sequence[KFACBlock],
+    states: Sequence[Mapping[str, Any] | None],
+    strays: Sequence[str],
+    *,
+    any_prefix: bool = False,
+) -> None:
     """Raise ValueError, naming layers, unless the states fit the blocks.
 
     Args:
         blocks: of this optimizer.
         states: what the checkpoint holds for each, None where it holds nothing.
         strays: names of layers in the checkpoint that belong to no block.
+        any_prefix: whether names may differ by a prefix, as when the model was found inside another module.
     """
     problems = [f"it has statistics for {name!r}, which is not preconditioned here" for name in strays]
     for block, state in zip(blocks, states, strict=True):
         if state is None:
-            problems.append(f"it has none for {block.name!r}")
-        elif layer_name(state) != block.name:
+            # Saved before the first forward it has none of what only a forward shows.
+            if not isinstance(block.adapter, ProductAdapter):
+                problems.append(f"it has none for {block.name!r}")
+        elif not _same_name(layer_name(state), block.name, any_prefix):
             problems.append(f"it has {layer_name(state)!r} in the place of {block.name!r}")
         elif "inverse" in state:
-            ours, theirs = _shapes(block.inverse.tensors(block.state)), _shapes(state["inverse"])
+            ours, theirs = _shapes(_tensors_like(block, state)), _shapes(state["inverse"])
             for key in sorted(ours.keys() | theirs.keys()):
                 if ours.get(key) != theirs.get(key):
                     problems.append(
@@ -65,6 +83,29 @@ def check(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None
 
 def layer_name(state: Mapping[str, Any]) -> str:
     return bytes(state["name"].to(torch.uint8).tolist()).decode()
+
+
+def _same_name(one: str, other: str, any_prefix: bool) -> bool:
+    short, long = sorted((one, other), key=len)
+    return one == other or (any_prefix and (not short or long.endswith(f".{short}")))
+
+
+def _spec(block: KFACBlock, state: Mapping[str, Any]) -> LayerSpec:
+    """The block's, with what forwards had shown by the time of the checkpoint."""
+    by_modules = any(use.opposed for use in block.uses)
+    return replace(
+        block.spec,
+        opposed=by_modules or bool(state.get("opposed", False)),
+        shared_input=bool(state.get("shared_input", block.spec.shared_input)),
+    )
+
+
+def _tensors_like(block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The block's tensors; where the checkpoint would revise it, the like of what it will have."""
+    spec = _spec(block, state)
+    if spec == block.spec:
+        return block.inverse.tensors(block.state)
+    return block.inverse.tensors(block.inverse.init(spec, dtype=block.dtype, device=torch.device("meta")))
 
 
 def _shapes(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, list[int]]:

@@ -23,11 +23,18 @@ def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: fl
     A 1×1 factor is a scalar and cannot share: it multiplies the first of the others, which makes the damping of
     what remains exact. With nothing but scalars their product is damped.
 
+    Where one factor serves all groups of the other (`[1]` against `[groups]` traces), the other is taken as the
+    block-diagonal matrix of its groups, which has one mean eigenvalue.
+
     Args:
         traces: of each factor, `[groups]`.
         dims: size of each factor.
         damping: `λ`, positive.
     """
+    sizes = [len(trace) for trace in traces]
+    if min(sizes) < max(sizes):
+        common = factored_tikhonov([trace.mean(0, keepdim=True) for trace in traces], dims, damping)
+        return [Damped(*(part.expand(size) for part in each)) for each, size in zip(common, sizes, strict=True)]
     matrices = [i for i, dim in enumerate(dims) if dim > 1]
     carrier = matrices[0] if matrices else 0
     one, zero = torch.ones_like(traces[0]), torch.zeros_like(traces[0])

@@ -39,8 +39,13 @@ class Summary:
                 rows.append((parameter.name, shape, parameter.block or "(model)", "", "", "", "", "", ""))
                 continue
             sides = [
-                _describe_factor(block.groups, dim, kept)
-                for dim, kept in zip((block.in_dim, block.out_dim), block.structure, strict=True)
+                _describe_factor(groups, dim, kept)
+                for groups, dim, kept in zip(
+                    (1 if block.shared_input else block.groups, block.groups),
+                    (block.in_dim, block.out_dim),
+                    block.structure,
+                    strict=True,
+                )
             ]
             sharing = [block.weight_sharing.value] if block.weight_sharing is not WeightSharing.EXPAND else []
             remarks = "; ".join([*sharing, *block.notes])
@@ -151,6 +156,7 @@ def _record(block: KFACBlock) -> BlockRecord:
         layer=type(block.uses[0].module).__name__,
         params=block.param_names,
         groups=spec.groups,
+        shared_input=spec.shared_input,
         in_dim=spec.in_dim,
         out_dim=spec.out_dim,
         structure=spec.structure,

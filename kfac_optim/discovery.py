@@ -20,6 +20,8 @@ from kfac_optim.specs import LayerSpec, Structure
 
 # Modules that use their children's parameters without calling the children, whose hooks then never fire.
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
+# Modules of torch's own that hold parameters for others to use.
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _NO_ADAPTER = "no adapter for "
 _UNLESS_A_FUNCTION = "; a matrix is preconditioned once a function multiplies by it"
 
@@ -35,6 +37,12 @@ class Coverage:
 
     lazy: set[nn.Parameter] = field(default_factory=set)
     """Parameters that had no shape yet."""
+
+    def owners(self, model: nn.Module) -> list[nn.Module]:
+        """Modules with parameters that are, or were, candidates."""
+        claimed = {block.params[0] for block in self.blocks if isinstance(block.adapter, ProductAdapter)}
+        shown = claimed | self.candidates
+        return [m for m in model.modules() if any(param in shown for param in m.parameters(recurse=False))]
 
     def has_grown(self) -> bool:
         """Whether a parameter got its shape since."""
@@ -88,6 +96,8 @@ def build_blocks(
             _cover(coverage, block)
     for block in existing:
         if isinstance(block.adapter, ProductAdapter) and coverage.candidates.issuperset(block.params):
+            path, _ = _owner(model, block.params[0])
+            _rename(block, _product_name(names.shown[path], block.spec.params[0]), names.shown[path])
             _cover(coverage, block)
     of_model = set(model.parameters())
     for param in group_of:
@@ -108,9 +118,10 @@ def claim(
     if weight not in coverage.candidates or not (weight.requires_grad and weight.is_floating_point()):
         return None
     names = ModuleNames(model)
-    path, module = next((path, m) for path, m in model.named_modules() if _local_name(m, weight) is not None)
+    path, module = _owner(model, weight)
     local, bias = _local_name(module, weight), _local_name(module, product.bias)
-    assert local is not None
+    if local is None:
+        return None  # taken out of the model since
     adapter = ProductAdapter(transposes=product.transposed)
     out_dim, in_dim = reversed(weight.shape) if product.transposed else weight.shape
     params: tuple[str, ...] = (local,)
@@ -120,13 +131,29 @@ def claim(
         and tuple(module.get_parameter(bias).shape) == (out_dim,)
     ):
         params = (local, bias)
-    name = names.shown[path] if local == "weight" else f"{names.shown[path]}.{local}".lstrip(".")
-    spec = LayerSpec(name, params, in_dim + len(params) - 1, out_dim)
+    spec = LayerSpec(_product_name(names.shown[path], local), params, in_dim + len(params) - 1, out_dim)
     use = _Use(path, names.shown[path], module, adapter, set(params))
     block = _build(names, [use], [spec], [False], group_of, options, ())
     if block is not None:
         _cover(coverage, block)
     return block
+
+
+def _owner(model: nn.Module, weight: nn.Parameter) -> tuple[str, nn.Module]:
+    """Path and first module that has `weight` for its own; the model itself where none has."""
+    owners = ((path, module) for path, module in model.named_modules() if _local_name(module, weight) is not None)
+    return next(owners, ("", model))
+
+
+def _product_name(module_name: str, local: str) -> str:
+    return module_name if local == "weight" else f"{module_name}.{local}".lstrip(".")
+
+
+def _rename(block: KFACBlock, name: str, module_name: str) -> None:
+    """Give the block the names it has in a model that was found to be part of another."""
+    block.name = name
+    block.spec = replace(block.spec, name=name)
+    block.param_names = tuple(f"{module_name}.{local}".lstrip(".") for local in block.spec.params)
 
 
 def _local_name(module: nn.Module, param: Tensor | None) -> str | None:
@@ -202,7 +229,7 @@ def _adapter_for(
         return None, f"{type(module).__name__} is parametrized: the trained tensor is not the one used"
     if adapter is None:
         # torch's own modules use their parameters in ways of their own.
-        foreign = not type(module).__module__.startswith("torch.nn")
+        foreign = not type(module).__module__.startswith("torch.nn") or isinstance(module, _CONTAINERS)
         multiplied = foreign and any(not is_lazy(param) and param.dim() == 2 for param in owned.values())
         return None, f"{_NO_ADAPTER}{type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
     for local, param in owned.items():
@@ -232,6 +259,7 @@ def _merge(
         for use in uses:
             for local in use.trained:
                 coverage.uncovered[use.module.get_parameter(local)] = reason
+                coverage.candidates.discard(use.module.get_parameter(local))
         return []
 
     for use in uses:
@@ -329,21 +357,29 @@ def _build(
         weight_sharing=options.weight_sharing.of(names, first.path),
         opposed=any(opposed),
     )
-    for block in existing:
-        same_spec = replace(block.spec, opposed=False) == replace(spec, opposed=False)
-        if same_spec and [id(p) for p in block.params] == [id(p) for p in params]:
-            return block
     dtype = options.factor_dtype or torch.promote_types(params[0].dtype, torch.float32)
     inverse = options.inverse.of(names, first.path)
+    layer_uses = tuple(
+        LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
+        for use, other in zip(uses, opposed, strict=True)
+        if use.adapter is not None
+    )
+    for block in existing:
+        # What forwards have shown since is kept.
+        seen = replace(spec, opposed=block.spec.opposed, shared_input=block.spec.shared_input)
+        same_spec = replace(block.spec, name=spec.name) == seen
+        if same_spec and block.inverse is inverse and [id(p) for p in block.params] == [id(p) for p in params]:
+            _rename(block, spec.name, first.name)
+            block.notes = tuple(notes)
+            known = {use.module: use for use in block.uses}  # kept, and with them their hooks
+            block.uses = tuple(known.get(use.module, use) for use in layer_uses)
+            block.revise(replace(block.spec, opposed=block.spec.opposed or spec.opposed))
+            return block
     return KFACBlock(
         name=spec.name,
         param_names=tuple(f"{first.name}.{local}".lstrip(".") for local in spec.params),
         spec=spec,
-        uses=tuple(
-            LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
-            for use, other in zip(uses, opposed, strict=True)
-            if use.adapter is not None
-        ),
+        uses=layer_uses,
         params=params,
         inverse=inverse,
         state=inverse.init(spec, dtype=dtype, device=params[0].device),

@@ -39,11 +39,13 @@ class Factor:
         self.pending: Tensor | None = None
 
     def add(self, moment: Tensor) -> None:
-        """Add raw second moments, shaped like `average`, to the sum of this step."""
+        """Add raw second moments to the sum of this step, shaped like `average` or one for all groups."""
         if self.pending is None:
             self.pending = moment
-        else:
+        elif self.pending.shape == moment.shape:
             self.pending += moment
+        else:
+            self.pending = self.pending + moment
 
     def pending_is_finite(self) -> Tensor:
         """`[]` bool. By Cauchy-Schwarz a Gram matrix is finite when its diagonal is."""

@@ -16,26 +16,29 @@ class ModelFinder:
 
     Args:
         params: to look for.
-        found: told of such a module, at each of its calls; a bound method, held weakly.
+        found: told of such a module and its arguments, at each of its calls; a bound method, held weakly.
         under_way: whether a forward of a known model is running, whose inner modules are of no interest.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], found: Callable[[nn.Module], None], under_way: Callable[[], bool]
+        self,
+        params: Iterable[nn.Parameter],
+        found: Callable[[nn.Module, tuple[Any, ...]], None],
+        under_way: Callable[[], bool],
     ) -> None:
         self.params = set(params)
         self._found = weakref.WeakMethod(found)
         self._under_way = under_way
         self._handle = register_module_forward_pre_hook(self._look)
 
-    def _look(self, module: nn.Module, args: Any) -> None:
+    def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._under_way() or not any(param in self.params for param in module.parameters()):
             return
         found = self._found()
         if found is None:
             self.remove()
         else:
-            found(module)
+            found(module, args)
 
     def remove(self) -> None:
         self._handle.remove()

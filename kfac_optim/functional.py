@@ -2,11 +2,13 @@
 
 A tied output layer is `F.linear(x, embedding.weight)`, Hugging Face's `Conv1D` is `torch.addmm`: no module hook sees
 either. So within forwards of the model, on statistics steps, every product is looked at and told by the identity of its
-parameter. A module whose forward is such a product then leaves it to us, so that nothing counts twice.
+parameter. A module whose forward is such a product then leaves it to us, so that nothing counts twice; one that
+multiplies by something computed from its weight instead has no statistics then, rather than wrong ones.
 """
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -14,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow, Handle, LayerCall, LayerWatch
-from kfac_optim.functions import Product, ProductMode
-from kfac_optim.layers.product import ProductStatistics
+from kfac_optim.functions import Product, ProductMode, run_in
+from kfac_optim.layers.product import ProductStatistics, ProductUse
 
 Claim = Callable[[Product], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
@@ -37,29 +39,71 @@ class FunctionalUses:
         self._blocks: dict[nn.Parameter, KFACBlock] = {}
         self._candidates: set[nn.Parameter] = set()
         self._watches: dict[tuple[nn.Parameter, bool], tuple[LayerWatch, Handle]] = {}
-        self._looked = False
+        self._owners: dict[nn.Module, Handle] = {}
+        self._last: dict[nn.Parameter, ProductUse] = {}
+        self._looking = self._looked = False
 
-    def know(self, blocks: Iterable[KFACBlock], candidates: Iterable[nn.Parameter]) -> None:
-        """Begin anew with these blocks, of which those count whose matrix is a weight or its transpose."""
-        self.forget()
+    def know(
+        self, blocks: Iterable[KFACBlock], candidates: Iterable[nn.Parameter], owners: Iterable[nn.Module]
+    ) -> None:
+        """From now on these are the blocks, of which those count whose matrix is a weight or its transpose.
+
+        Args:
+            blocks: of the model.
+            candidates: parameters that may be claimed.
+            owners: modules with parameters that only functions show; they are looked into also when they run outside
+                a forward of the model: by themselves, or again within backward.
+        """
+        before = self._blocks
         self._blocks = {block.params[0]: block for block in blocks if block.adapter.transposes is not None}
+        for weight, opposed in list(self._watches):
+            if self._blocks.get(weight) is not before[weight]:
+                self._watches.pop((weight, opposed))[1].remove()
         self._candidates = set(candidates)
-        self._looked = False
+        self._look_into(set(owners))
+        self._looking = self._looked = False
 
     def forget(self) -> None:
         """Listen to nothing."""
         for _, handle in self._watches.values():
             handle.remove()
         self._watches.clear()
+        self._look_into(set())
         self._blocks, self._candidates = {}, set()
 
     def mode(self) -> TorchFunctionMode | None:
-        """What a forward of the model is to run in: on statistics steps, and once to look for candidates."""
+        """What a forward of the model is to run in: on statistics steps, and in the first step to find candidates."""
         wanted = any(block.wants_statistics() for block in self._blocks.values())
         if not wanted and (self._looked or not self._candidates):
             return None
-        self._looked = True
+        self._looking = True
+        self._last.clear()
         return ProductMode(self._seen)
+
+    def _look_into(self, owners: set[nn.Module]) -> None:
+        window = self._window()
+        for module in self._owners.keys() - owners:
+            self._owners.pop(module).remove()
+        if window is not None:
+            for module in owners - self._owners.keys():
+                self._owners[module] = run_in(window, module, self._mode_alone)
+
+    def _mode_alone(self) -> TorchFunctionMode | None:
+        window = self._window()
+        return None if window is None or window.is_under_way() else self.mode()
+
+    def end_step(self) -> None:
+        """A step was taken: what its forwards did not show is not looked for any more."""
+        self._looked |= self._looking
+
+    def module_ran(self, weight: nn.Parameter) -> bool:
+        """Within the mode, the module with this weight has run: whether its product, if any, was noted here.
+
+        The module may add its bias to the product by itself.
+        """
+        if weight in self._last:
+            self._last.pop(weight).adds_bias = True
+        return weight in self._blocks
 
     def _seen(self, product: Product, output: Tensor) -> None:
         window, weight = self._window(), product.weight
@@ -73,12 +117,15 @@ class FunctionalUses:
         if block is None:
             return
         opposed = product.transposed != block.adapter.transposes
+        if not block.wants_statistics():
+            return
         if opposed and not block.spec.opposed:
-            block.oppose()
-        adds_bias = len(block.params) > 1 and product.bias is block.params[1]
+            block.revise(replace(block.spec, opposed=True))
+        use = ProductUse(adds_bias=len(block.params) > 1 and product.bias is block.params[1])
         unbatched = product.input.dim() == 1
-        window.note(self._watch(window, block, opposed), product.input, output, unbatched=unbatched, context=adds_bias)
-        window.noted.add(id(weight))
+        window.note(self._watch(window, block, opposed), product.input, output, unbatched=unbatched, context=use)
+        if not opposed:
+            self._last[weight] = use
 
     def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:
         key = (block.params[0], opposed)

@@ -1,5 +1,6 @@
 """Torch functions seen or replaced while a module's forward runs, for layers that module hooks cannot see into."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kfac_optim.capture import CaptureWindow, Handle, ModeStack
+from kfac_optim.capture import CaptureWindow, Handle
 
 Function = Callable[..., Any]
 
@@ -56,8 +57,9 @@ def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Pro
     return _product(input, weight, bias, transposed=False)
 
 
-def _of_matmul(input: Tensor, other: Any, **_: Any) -> Product | None:  # noqa: A002 (torch's name)
-    return _product(input, other, None, transposed=True) if isinstance(other, Tensor) else None
+def _of_matmul(input: Tensor, other: Any = None, *, mat2: Any = None, **_: Any) -> Product | None:  # noqa: A002
+    matrix = mat2 if other is None else other
+    return _product(input, matrix, None, transposed=True) if isinstance(matrix, Tensor) else None
 
 
 def _of_addmm(
@@ -98,25 +100,33 @@ class _Substitution(TorchFunctionMode):
 
 
 class _Around:
-    """Runs the forwards of a module in a substitution; what is entered is left, also when the forward raises."""
+    """Runs the forwards of a module in a mode; what is entered is left, also when the forward raises."""
 
-    def __init__(self, modes: ModeStack, table: Mapping[Function, Function], wanted: Callable[[], bool]) -> None:
-        self._modes = modes
-        self._table = table
-        self._wanted = wanted
-        self._entered: list[_Substitution | None] = []  # one for each forward under way
+    def __init__(self, window: CaptureWindow, mode: Callable[[], TorchFunctionMode | None]) -> None:
+        self._window = weakref.ref(window)
+        self._mode = mode
+        self._entered: list[TorchFunctionMode | None] = []  # one for each forward under way
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        mode = None
-        if torch.is_grad_enabled() and self._wanted():
-            mode = _Substitution(self._table)
-            self._modes.enter(mode)
+        window, mode = self._window(), None
+        if window is not None and not torch.is_grad_enabled():
+            window.note_without_graph()
+        elif window is not None and not torch.compiler.is_compiling():
+            mode = self._mode()
+            if mode is not None:
+                window.modes.enter(mode)
         self._entered.append(mode)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        mode = self._entered.pop() if self._entered else None
-        if mode is not None:
-            self._modes.leave(mode)
+        window, mode = self._window(), self._entered.pop() if self._entered else None
+        if window is not None and mode is not None:
+            window.modes.leave(mode)
+
+
+def run_in(window: CaptureWindow, module: nn.Module, mode: Callable[[], TorchFunctionMode | None]) -> Handle:
+    """Run forwards of `module` that build a graph in the mode that `mode()` gives, if it gives one."""
+    around = _Around(window, mode)
+    return window.hook(module, after=around.after, before=around.before)
 
 
 def substitute(
@@ -132,5 +142,4 @@ def substitute(
         table: torch function → replacement, called with the same arguments.
         wanted: asked before each forward; where it says no nothing is replaced.
     """
-    around = _Around(window.modes, table, wanted)
-    return window.hook(module, after=around.after, before=around.before)
+    return run_in(window, module, lambda: _Substitution(table) if wanted() else None)

@@ -124,8 +124,9 @@ class KFACOptimizer(Optimizer):
         fused: bool | None = None,
     ) -> None:
         self._coverage = Coverage()
-        self._incoming: list[Mapping[str, Any]] = []
+        self._incoming: tuple[list[Mapping[str, Any] | None], dict[nn.Parameter, Mapping[str, Any]]] = [], {}
         self._model = _given_model(params, model)
+        self._model_given = self._model is not None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -163,6 +164,7 @@ class KFACOptimizer(Optimizer):
         self._window = CaptureWindow(loss_terms)
         self._record: engine.StepRecord | None = None
         self._warned = False
+        self._settled = False
         self._functional = FunctionalUses(self._window, self._make_claim(), self._executor.reduce)
         self._finder: ModelFinder | None = None
         self._waiting: dict[nn.Parameter, Mapping[str, Any]] = {}
@@ -170,7 +172,7 @@ class KFACOptimizer(Optimizer):
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         estimate.arm(self._window)
-        self._window.around = self._functional.mode
+        self._window.around, self._window.module_ran = self._functional.mode, self._functional.module_ran
         if self._model is not None:
             self._adopt(self._model)
             self._warn_of_nothing_to_do(stacklevel=2)
@@ -214,8 +216,9 @@ class KFACOptimizer(Optimizer):
             )
         self._settle_model()
         self._record = engine.step(self.param_groups, self.state, self._coverage.blocks, self._window, self._executor)
+        self._functional.end_step()
         self._warn_of_unseen_layers(self._record.unpreconditioned)
-        if self._model is not None and self._coverage.has_grown():
+        if self._roots and self._coverage.has_grown():
             self._build()
         return loss
 
@@ -263,6 +266,8 @@ class KFACOptimizer(Optimizer):
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
         _remove(self._roots, self._attached, self._window.modes)
+        self._roots.clear()
+        self._attached.clear()
         self._stop_finding()
         self._functional.forget()
 
@@ -313,7 +318,7 @@ class KFACOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            self._incoming = []
+            self._incoming = [], {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -321,8 +326,9 @@ class KFACOptimizer(Optimizer):
             for key in self._group_keys:
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
-        for block, incoming in zip(self._coverage.blocks, self._incoming, strict=True):
-            checkpoint.restore(block, incoming)
+        incoming, self._waiting = self._incoming
+        for block, block_state in zip(self._coverage.blocks, incoming, strict=True):
+            checkpoint.restore(block, block_state)
         self._bind_groups()
         self._publish_blocks()
 
@@ -355,13 +361,13 @@ class KFACOptimizer(Optimizer):
         if _is_compiled(self._model):
             self._functional.forget()
         else:
-            self._functional.know(blocks, self._coverage.candidates)
+            self._functional.know(blocks, self._coverage.candidates, self._coverage.owners(self._model))
         self._bind_groups()
         for block in blocks:
             self._restore_waiting(block)
         self._publish_blocks()
 
-    def _adopt(self, model: nn.Module, *, under_way: bool = False) -> None:
+    def _adopt(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> None:
         """Take `model` as (one of) the optimizer's, in the place of any that it contains."""
         inside = set(model.modules())
         for root in [root for root in self._roots if root in inside]:
@@ -369,27 +375,31 @@ class KFACOptimizer(Optimizer):
         self._roots[model] = Handles()
         self._model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
-        self._roots[model] = self._window.watch_root(model, under_way=under_way)
+        self._roots[model] = self._window.watch_root(model, args_under_way)
 
-    def _found(self, model: nn.Module) -> None:
-        if model not in self._roots:
-            self._adopt(model, under_way=True)
+    def _found(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        # A part of a model that is known is no other model.
+        if not any(model in root.modules() for root in self._roots):
+            self._adopt(model, args)
 
     def _settle_model(self) -> None:
-        """End the search for the model with the first step that has gradients."""
-        if self._finder is not None and any(param.grad is not None for param in self._group_of()):
-            if self._model is not None:
-                self._options.check_patterns(self._model)
+        """With the first step that has gradients, all that only a forward can show was shown."""
+        if self._settled or all(param.grad is None for param in self._group_of()):
+            return
+        if self._finder is not None and self._model is not None:
+            self._options.check_patterns(self._model)
+        self._settled = True
+        if self._finder is not None or self._coverage.candidates:
             self._stop_finding()
-            self._warn_of_nothing_to_do(stacklevel=5)
+            self._warn_of_nothing_to_do(stacklevel=5, settled=True)
 
     def _stop_finding(self) -> None:
         if self._finder is not None:
             self._finder.remove()
             self._finder = None
 
-    def _warn_of_nothing_to_do(self, stacklevel: int) -> None:
-        """Warn where nothing is preconditioned, nor can be once a function multiplies by a bare parameter."""
+    def _warn_of_nothing_to_do(self, stacklevel: int, *, settled: bool = False) -> None:
+        """Warn where nothing is preconditioned, nor may be once a function multiplies by a bare parameter."""
         if self._model is None:
             warnings.warn(
                 "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
@@ -397,7 +407,7 @@ class KFACOptimizer(Optimizer):
                 "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
                 stacklevel=stacklevel + 1,
             )
-        elif not (self._coverage.blocks or self._options.skip_layers or self._coverage.candidates):
+        elif not (self._coverage.blocks or self._options.skip_layers or (self._coverage.candidates and not settled)):
             warnings.warn(
                 "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
                 "optimizer.summary() lists the reasons.",
@@ -406,10 +416,11 @@ class KFACOptimizer(Optimizer):
 
     def _restore_waiting(self, block: KFACBlock) -> None:
         """Give a new block what a checkpoint that was loaded before held for it."""
-        state = self._waiting.pop(block.params[0], None)
+        state = self._waiting.get(block.params[0])
         if state is not None:
-            checkpoint.check([block], [state], [])
+            checkpoint.check([block], [state], [], any_prefix=not self._model_given)
             checkpoint.restore(block, state)
+            del self._waiting[block.params[0]]
 
     def _make_claim(self) -> Claim:
         """Held by the model's hooks, thus by a weak reference."""
@@ -433,8 +444,9 @@ class KFACOptimizer(Optimizer):
             warnings.warn(
                 f"kfac_optim: {len(names)} layers have gradients but no statistics and take the plain SGD step, the "
                 f"first of them {names[0]!r}. Either no finite statistics came yet, or the layer was parametrized "
-                "since, or its forward or backward is out of sight: torch.compile, torch.func, or gradients "
-                "from autograd.grad. Later such steps are counted in metrics()['unpreconditioned_blocks'].",
+                "since, or its forward or backward is out of sight: torch.compile, torch.func, gradients from "
+                "autograd.grad, or a forward of its own that multiplies by something else than its weight. Later such "
+                "steps are counted in metrics()['unpreconditioned_blocks'].",
                 stacklevel=5,
             )
 
@@ -474,13 +486,12 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     states = {i: s[checkpoint.KEY] for i, s in state_dict["state"].items() if checkpoint.KEY in s}
     incoming = [states.pop(id_of[block.params[0]], None) for block in blocks]
     # Layers that only a forward will show wait for it.
+    to_come = optimizer._coverage.candidates | optimizer._coverage.lazy
     unknown = optimizer._model is None
-    waiting = {
-        param_of[i]: states.pop(i) for i in list(states) if unknown or param_of[i] in optimizer._coverage.candidates
-    }
-    checkpoint.check(blocks, incoming, [checkpoint.layer_name(state) for state in states.values()])
-    optimizer._incoming = [state for state in incoming if state is not None]
-    optimizer._waiting = waiting
+    waiting = {param_of[i]: states.pop(i) for i in list(states) if unknown or param_of[i] in to_come}
+    strays = [checkpoint.layer_name(state) for state in states.values()]
+    checkpoint.check(blocks, incoming, strays, any_prefix=not optimizer._model_given)
+    optimizer._incoming = incoming, waiting
     rest = {
         i: {key: value for key, value in s.items() if key != checkpoint.KEY} if isinstance(s, dict) else s
         for i, s in state_dict["state"].items()

@@ -15,7 +15,7 @@ class FactorPair:
     """`A` and `G` of one block, and the rows behind the pending sum of `A`.
 
     Attributes:
-        a: input factor, or None for the identity.
+        a: input factor, of one group where all share their input, or None for the identity.
         g: output factor, or None for the identity.
         rows: rows accumulated since the last fold; a device scalar where only the device knows how many count.
         refused: non-finite samples refused so far, `[]` int64.
@@ -25,8 +25,13 @@ class FactorPair:
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.a, self.g = (
-            None if structure is Structure.IDENTITY else Factor(spec.groups, dim, structure, dtype=dtype, device=device)
-            for structure, dim in zip(spec.structure, (spec.in_dim, spec.out_dim), strict=True)
+            None if structure is Structure.IDENTITY else Factor(groups, dim, structure, dtype=dtype, device=device)
+            for structure, groups, dim in zip(
+                spec.structure,
+                (1 if spec.shared_input else spec.groups, spec.groups),
+                (spec.in_dim, spec.out_dim),
+                strict=True,
+            )
         )
         self.rows: int | Tensor = 0
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
@@ -54,6 +59,12 @@ class FactorPair:
             self.g.fold(scale=loss_terms, mass=loss_terms, decay=decay, accept=accept)
         self.refused += ~accept
         self.rows = 0
+
+    def age(self, decay: float) -> None:
+        """A fold without a sample: what is held weighs less."""
+        for factor in (self.a, self.g):
+            if factor is not None:
+                factor.mass.mul_(decay)
 
     def discard(self) -> None:
         for factor in (self.a, self.g):
@@ -111,6 +122,8 @@ class OpposedPair(FactorPair):
         for pair in (self.own, self.opposed):
             if pair.has_pending():
                 pair.fold(loss_terms, decay)
+            else:
+                pair.age(decay)
         self.refused.copy_(self.own.refused + self.opposed.refused)
         self._combine()
 

@@ -62,6 +62,8 @@ class LayerSpec:
     structure: tuple[Structure, Structure] = (Structure.DENSE, Structure.DENSE)
     """Kept structure of `(A, G)`; what a layer family asks for is the most that a user's choice can keep."""
     weight_sharing: WeightSharing = WeightSharing.EXPAND
+    shared_input: bool = False
+    """Whether all groups read one input, as far as was seen: they then share one `A`."""
     opposed: bool = False
     """Whether some uses multiply by the transposed matrix, as an output layer tied to an embedding does."""
 
@@ -98,6 +100,7 @@ class BlockRecord:
     params: tuple[str, ...]
     """Fully qualified names."""
     groups: int
+    shared_input: bool
     in_dim: int
     out_dim: int
     structure: tuple[Structure, Structure]

@@ -169,15 +169,18 @@ def damped_kronecker(a: MaybeFactor, g: MaybeFactor, grad: Tensor, damping: floa
     """Damped curvature of one block, `[groups, out·in, out·in]`.
 
     Two matrices of equal mean eigenvalue after scaling get `√λ` each; a scalar (1×1 or an identity) only
-    multiplies, and `λ` is added to the product.
+    multiplies, and `λ` is added to the product. An `A` that serves all groups is balanced with all of them at once.
     """
     groups, rows, columns = grad.shape
     blocks = []
+    shared = a is not None and len(a) < groups
+    a = a.expand(groups, *a.shape[1:]) if shared else a
+    mean_of_all = dense(g, groups, rows).diagonal(dim1=1, dim2=2).mean()
     for left, right in zip(dense(a, groups, columns), dense(g, groups, rows), strict=True):
         if a is None or g is None or columns == 1 or rows == 1:
             blocks.append(torch.kron(right, left) + damping * torch.eye(rows * columns))
             continue
-        mean_left, mean_right = left.trace() / columns, right.trace() / rows
+        mean_left, mean_right = left.trace() / columns, mean_of_all if shared else right.trace() / rows
         pi = (mean_left / mean_right).sqrt() if mean_left > 0 and mean_right > 0 else torch.ones(())
         root = damping**0.5
         blocks.append(torch.kron(right + root / pi * torch.eye(rows), left + root * pi * torch.eye(columns)))

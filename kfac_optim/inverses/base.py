@@ -198,7 +198,16 @@ def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
         yield structure, equal
 
 
-def dense_dims(spec: LayerSpec) -> list[int]:
-    """Sizes of the factors that are dense."""
-    dims = (spec.in_dim, spec.out_dim)
-    return [dim for dim, kept in zip(dims, spec.structure, strict=True) if kept is Structure.DENSE]
+def dense_sides(spec: LayerSpec) -> list[tuple[int, int]]:
+    """Size, and number of groups, of each factor that is dense."""
+    sides = ((spec.in_dim, 1 if spec.shared_input else spec.groups), (spec.out_dim, spec.groups))
+    return [side for side, kept in zip(sides, spec.structure, strict=True) if kept is Structure.DENSE]
+
+
+def dense_flops(spec: LayerSpec, per_cube: float, products: int) -> Cost:
+    """Of a refresh that takes `per_cube · d³` for each dense factor, and `products` matrix products to apply each."""
+    sides = dense_sides(spec)
+    return Cost(
+        refresh=per_cube * sum(groups * float(dim) ** 3 for dim, groups in sides),
+        apply=products * 2.0 * spec.groups * spec.in_dim * spec.out_dim * sum(dim for dim, _ in sides),
+    )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches, dense_dims
+from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches, dense_flops
 from kfac_optim.linalg import damped_cholesky_inverse
 from kfac_optim.specs import Cost, LayerSpec, Structure
 
@@ -67,11 +67,7 @@ class Cholesky(PairInverse[CholeskyState]):
         return grad
 
     def flops(self, spec: LayerSpec) -> Cost:
-        dims = dense_dims(spec)
-        return Cost(
-            refresh=spec.groups * sum(float(dim) ** 3 for dim in dims),
-            apply=spec.groups * 2.0 * spec.in_dim * spec.out_dim * sum(dims),
-        )
+        return dense_flops(spec, per_cube=1.0, products=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfac_optim.damping import factored_tikhonov
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches, dense_dims
+from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches, dense_flops
 from kfac_optim.linalg import eigendecomposition
 from kfac_optim.specs import Cost, LayerSpec, Structure
 
@@ -100,11 +100,7 @@ class Eigen(PairInverse[EigenState]):
         return grad
 
     def flops(self, spec: LayerSpec) -> Cost:
-        dims = dense_dims(spec)
-        return Cost(
-            refresh=spec.groups * _EIGH_FLOPS * sum(float(dim) ** 3 for dim in dims),
-            apply=spec.groups * 4.0 * spec.in_dim * spec.out_dim * sum(dims),
-        )
+        return dense_flops(spec, per_cube=_EIGH_FLOPS, products=2)
 
 
 def _damped_eigenvalues(state: EigenState, damping: float) -> Tensor:

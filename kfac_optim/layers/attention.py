@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfac_optim.capture import CaptureWindow, Handle, Handles, LayerCall, LayerWatch
 from kfac_optim.functions import substitute
 from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
-from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 _PACKED = ("in_proj_weight", "in_proj_bias")
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -20,18 +20,24 @@ _OUT = ("out_proj.weight", "out_proj.bias")
 
 
 class _Use(NamedTuple):
-    """One linear call: the groups (query, key, value) that it made, and what a row of its input weighs."""
+    """One linear call: the groups (query, key, value) that it made, and of what input.
+
+    Attributes:
+        shared: whether all groups read this input.
+        mass: what a row of the input weighs; each group's rows come to as much as the queries'.
+    """
 
     first: int
     groups: int
+    shared: bool
     mass: float
 
 
 class ProjectionStatistics(RowStatistics):
     """Inputs `[positions, batch, in]`, gradients `[positions, batch, used groups · out]`; the context is a `_Use`.
 
-    Query, key and value are the groups of one matrix. Where they read one input its moment is computed once; where they
-    do not, each has that of its own.
+    Query, key and value are the groups of one matrix. They share one `A` until they are seen to read different inputs;
+    then each has that of its own.
     """
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
@@ -43,12 +49,19 @@ class ProjectionStatistics(RowStatistics):
         return self._among_all(rows)
 
     @property
+    def has_input(self) -> bool:
+        return super().has_input and (self._use.first == 0 or not self._use.shared)
+
+    @property
     def count(self) -> int | Tensor:
-        # One number for all groups: the rows of the first. The others' weigh as if they were as many.
-        return super().count if self._use.first == 0 else 0
+        return super().count if self._use.first == 0 else 0  # one number for all groups
 
     def input_moment(self, structure: Structure) -> Tensor:
-        moment = super().input_moment(structure) * self._use.mass
+        moment = super().input_moment(structure)
+        if self._use.shared:
+            return moment
+        if self.spec.weight_sharing is WeightSharing.EXPAND:
+            moment *= self._use.mass
         return self._among_all(moment.expand(self._use.groups, *moment.shape[1:]))
 
     @property
@@ -87,7 +100,9 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
                 params = tuple(local for local in names if local in trained)
                 label = names[0].removesuffix("_weight").removesuffix(".weight")
                 in_dim = inputs + len(params) - 1
-                specs.append(LayerSpec(f"{name}.{label}".lstrip("."), params, in_dim, wide, groups))
+                shared = groups > 1 and wide > 1  # numbers are damped by their own kind, group by group
+                label = f"{name}.{label}".lstrip(".")
+                specs.append(LayerSpec(label, params, in_dim, wide, groups, shared_input=shared))
         return tuple(specs)
 
     def capture(
@@ -106,7 +121,7 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
                 emit=partial(_emit, sink, index, spec, dtype),
                 discard=sink.discard,
             )
-            projections.append(_Projection(watch, spec))
+            projections.append(_Projection(watch, spec, partial(sink.separate_inputs, index)))
         attention = _NotedAttention(window, projections)
         return Handles(
             *(window.watch_calls(projection.watch) for projection in projections),
@@ -117,6 +132,7 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
 class _Projection(NamedTuple):
     watch: LayerWatch
     spec: LayerSpec
+    separate_inputs: Callable[[], None]
 
 
 def _emit(sink: StatisticsSink, index: int, spec: LayerSpec, dtype: torch.dtype, call: LayerCall) -> None:
@@ -130,7 +146,8 @@ class _NotedAttention:
         self._window = window
         self._projections = {id(projection.watch.weight): projection for projection in projections}
 
-    def __call__(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        one_input = key is query and value is query
         unbatched = query.dim() == 2
         batch = 1 if unbatched else query.shape[1]
 
@@ -146,12 +163,15 @@ class _NotedAttention:
             use = _Use(
                 first=(weight.storage_offset() - whole.storage_offset()) // (whole[0].numel() * spec.out_dim),
                 groups=weight.shape[0] // spec.out_dim,
-                mass=query.shape[0] / noted_input.shape[0] if spec.groups > 1 else 1.0,
+                shared=one_input or spec.groups == 1,
+                mass=query.shape[0] / noted_input.shape[0],
             )
+            if not use.shared:
+                projection.separate_inputs()
             self._window.note(projection.watch, noted_input, noted, unbatched=unbatched, context=use)
             return noted.view(output.shape)
 
-        return _with_linear(linear)(query, *args, **kwargs)
+        return _with_linear(linear)(query, key, value, *args, **kwargs)
 
 
 def _with_linear(linear: Callable[..., Tensor]) -> Callable[..., Any]:

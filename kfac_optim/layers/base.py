@@ -169,6 +169,9 @@ class StatisticsSink(Protocol):
     def discard(self) -> None:
         """Forget what was emitted since the last step."""
 
+    def separate_inputs(self, index: int) -> None:
+        """Told of a call in which the groups of spec number `index` read different inputs."""
+
 
 class LayerAdapter(ABC, Generic[M]):
     """How one family of modules takes part in K-FAC.
@@ -248,6 +251,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
         """Moments of one call."""
 
     def groups(self, module: M) -> int:
+        """Independent matrices that the weight is made of."""
         return 1
 
     def refusal(self, module: M) -> str | None:

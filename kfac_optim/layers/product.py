@@ -1,6 +1,7 @@
 """Parameters that functions multiply by, in modules of no known kind: their uses are watched, not the modules."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +12,18 @@ from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink, 
 from kfac_optim.specs import LayerSpec
 
 
+@dataclass(slots=True, eq=False)
+class ProductUse:
+    """What is to be known of one product: whether the block's bias was added to it."""
+
+    adds_bias: bool
+
+
 class ProductStatistics(RowStatistics):
     """Statistics of one product `[batch, *shared, in]` to `[batch, *shared, out]`; positions as in `nn.Linear`.
 
-    The context is whether the product added the block's bias. Where it did not, the bias column of `a` is zero; a
-    product with the transpose has none, and its `g` is zero there.
+    The context is a `ProductUse`. Where the block's bias was not added, the bias column of `a` is zero; a product with
+    the transpose has none, and its `g` is zero there.
     """
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
@@ -27,7 +35,7 @@ class ProductStatistics(RowStatistics):
 
     def _shared_inputs(self) -> Tensor:
         a = super()._shared_inputs()
-        if self.spec.has_bias and not self.call.context:
+        if self.spec.has_bias and not self.call.context.adds_bias:
             a[..., -1] = 0
         return a
 

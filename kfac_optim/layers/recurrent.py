@@ -143,9 +143,6 @@ class _Forwards:
         # The module adds the batch dimension before it calls the function that is replaced.
         given = args[0] if args else kwargs.get("input")
         self._unbatched = isinstance(given, Tensor) and given.dim() == self._unbatched_ndim
-        window = self._window()
-        if window is not None and not torch.is_grad_enabled():
-            window.note_without_graph()
 
     def leave(self, *_: Any) -> None:
         self._unbatched = False

@@ -54,6 +54,20 @@ def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path) -> None:
     assert cost["state_multiple"] > 1  # two averages and two inverses of each layer
 
 
+@pytest.mark.parametrize("model", ["transformer", "lstm"])
+def test_language_leaves_a_table_a_plot_and_figures(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "input.txt").write_text("so much depends upon a red wheel barrow\n" * 50)
+    run("language", "--quick", "--model", model, "--data-dir", tmp_path, "--out", tmp_path)
+    assert "lowest bits per character" in capsys.readouterr().out
+    assert (tmp_path / f"{model}.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / f"{model}.json").read_text())
+    assert [best["optimizer"] for best in report["best"]] == ["SGD", "AdamW", "KFAC"]
+    kfac = report["best"][2]["readings"]
+    assert kfac[-1]["bits"] < kfac[0]["bits"] < math.log2(20), "it learns a text of few characters"
+
+
 def test_preconditioning_reads_the_cosine_and_the_rise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.rand(1024, 1, 28, 28)
     split = type("Split", (), {"inputs": images})

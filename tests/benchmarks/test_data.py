@@ -77,3 +77,23 @@ def test_batches_are_a_permutation_and_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first, other)
     assert len(first) == 18  # three whole batches in each of two epochs
     assert len(set(first[:9].tolist())) == 9
+
+
+def test_tinyshakespeare_is_read_as_numbers_of_characters_and_split_once(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("abca\n\nbca c" * 2)
+    text = data.tinyshakespeare(tmp_path)
+    assert text.vocabulary == 5
+    numbers = torch.cat([text.train, text.validation])
+    assert len(text.train) == 19
+    assert "".join("\n abc"[int(number)] for number in numbers) == "abca\n\nbca c" * 2
+    with pytest.raises(DataError, match=r"no file .*input\.txt.*pass the folder"):
+        data.tinyshakespeare(tmp_path / "nowhere")
+
+
+def test_windows_pair_each_character_with_the_next() -> None:
+    first, again = ([*data.windows(torch.arange(50), 4, 7, 3, seed)] for seed in (0, 0))
+    assert len(first) == 3
+    for (inputs, targets), (same, _) in zip(first, again, strict=True):
+        assert inputs.shape == (4, 7)
+        assert torch.equal(targets, inputs + 1)
+        assert torch.equal(inputs, same)

@@ -116,6 +116,12 @@ def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     torch.testing.assert_close(tuple(actual), tuple(expected), rtol=1e-9, atol=1e-14)
 
 
+def of_group(factors: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor]:
+    """`A` and `G` of query, key or value; a single `A` serves all."""
+    a, g = factors
+    return a[index % len(a)].unsqueeze(0), g[index : index + 1]
+
+
 @given(case=cases(), sharing=st.sampled_from(WeightSharing))
 def test_factors_are_those_of_a_linear_for_each_projection(case: Case, sharing: WeightSharing) -> None:
     attention = case.module()
@@ -147,7 +153,8 @@ def test_factors_are_those_of_a_linear_for_each_projection(case: Case, sharing: 
             pair = got[f"attention.{name}_proj"]
             assert_close(pair, (a[:, :inner, :inner], g))
         else:
-            assert_close([factor[index : index + 1] for factor in got["attention.in_proj"]], (a, g))
+            assert_close(of_group(got["attention.in_proj"], index), (a, g))
+            assert len(got["attention.in_proj"][0]) == (1 if case.inputs is Inputs.SELF else 3)
 
 
 @given(case=cases(), seed=st.integers(0, 9))
@@ -238,7 +245,7 @@ def test_two_calls_of_one_layer_are_two_uses() -> None:
     theirs.step()
     assert_same(ours.factors()["out_proj"], theirs.factors()["out"])
     for index, name in enumerate("qkv"):
-        assert_same([side[index : index + 1] for side in ours.factors()["in_proj"]], theirs.factors()[name])
+        assert_same(of_group(ours.factors()["in_proj"], index), theirs.factors()[name])
 
 
 def test_evaluation_takes_the_fast_path_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,3 +310,32 @@ def test_frozen_parts_are_left_alone(trained: str) -> None:
     assert blocks == (
         [] if trained == "in_proj_bias" else [f"attention.{trained.removesuffix('_weight').removesuffix('.weight')}"]
     )
+
+
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_a_checkpoint_says_whether_the_inputs_are_shared(loaded: str) -> None:
+    def build() -> tuple[nn.MultiheadAttention, KFACOptimizer]:
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        return attention, KFACOptimizer(attention, lr=0.1, momentum=0.9)
+
+    def train(attention: nn.MultiheadAttention, optimizer: KFACOptimizer, seeds: range) -> None:
+        for seed in seeds:
+            torch.manual_seed(seed)
+            query, memory = torch.randn(3, 2, 4), torch.randn(3, 5, 4)
+            optimizer.zero_grad()
+            loss(attention(query, memory, memory)[0]).backward()
+            optimizer.step()
+
+    straight, optimizer = build()
+    train(straight, optimizer, range(3))
+    weights, state = copy.deepcopy(straight.state_dict()), copy.deepcopy(optimizer.state_dict())
+    train(straight, optimizer, range(3, 6))
+    resumed, optimizer = build()
+    if loaded == "after":
+        train(resumed, optimizer, range(1))
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    train(resumed, optimizer, range(3, 6))
+    for left, right in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(left, right)
