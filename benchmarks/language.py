@@ -60,7 +60,7 @@ PROBLEMS = {
         "nn.TransformerEncoder, 2 layers, width 128",
         steps=600,
         period=50,
-        grids={"SGD": (0.03, 0.1, 0.3), "AdamW": (1e-3, 3e-3, 1e-2), "KFAC": (0.003, 0.01, 0.03)},
+        grids={"SGD": (0.1, 0.3, 1.0), "AdamW": (1e-3, 3e-3, 1e-2), "KFAC": (0.01, 0.03, 0.1)},
     ),
     "lstm": Problem(
         lambda vocabulary: CharacterLSTM(vocabulary, width=128, layers=1),

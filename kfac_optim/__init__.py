@@ -3,6 +3,8 @@
 The house, from the ground up; imports go only to a lower storey (within a folder also to its `base.py`):
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
+    hooks                       L0  forward hooks and torch function modes, put on and taken off
+    rows                        L1  canonical rows and their second moments
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
     capture                     L1  when a forward and a backward become statistics; the only file on autograd
@@ -15,7 +17,8 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     inverses/                   L5  accumulate, refresh (dear), apply (cheap), one representation per file
     options                     L6  the user's choices about layers, checked against the model
     blocks                      L6  layer + adapter + inverse + clock
-    discovery                   L7  the blocks of a model
+    assembly                    L7  the block of a weight, from all the modules that use it
+    discovery                   L8  the blocks of a model
     functional                  L7  matrices that functions multiply by, whatever module owns them
     estimates                   L7  which output gradients count
     execution                   L7  who does the work: one device, later many
@@ -23,6 +26,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     engine                      L8  one step as a pipeline
     schedulers                  L8  schedules for any param-group number
     diagnostics                 L9  summary, metrics, factors
+    binding                     L9  the model as the optimizer knows it: found, made into blocks, hooked
     optimizer                   L10  KFACOptimizer: groups, hooks, checkpoints
 """
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from kfac_optim.capture import CaptureWindow, Handle, LossCount
+from kfac_optim.capture import CaptureWindow, LossCount
+from kfac_optim.hooks import Handle
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.layers.base import LayerAdapter, LayerStatistics
 from kfac_optim.specs import LayerSpec

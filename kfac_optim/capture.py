@@ -32,15 +32,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
+from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook
 from kfac_optim.specs import LossTerms
 
 _BY_INPUT = (LossTerms.EXAMPLES, LossTerms.SUM)
@@ -96,24 +96,6 @@ class LossCount(NamedTuple):
     """Terms that are summed instead; 1 for a mean, infinity where the number is unknown."""
 
 
-class Handle(Protocol):
-    """Takes hooks off a module."""
-
-    def remove(self) -> None:
-        """Idempotent."""
-
-
-class Handles:
-    """Several handles as one."""
-
-    def __init__(self, *handles: Handle) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
 @dataclass(frozen=True, slots=True)
 class _WatchHandle:
     watches: list[LayerWatch]
@@ -122,57 +104,6 @@ class _WatchHandle:
     def remove(self) -> None:
         if self.watch in self.watches:
             self.watches.remove(self.watch)
-
-
-class _LayerHooks:
-    """Forward hooks of one layer, which can be taken off and put on again."""
-
-    def __init__(
-        self,
-        hooks: "list[_LayerHooks]",
-        module: nn.Module,
-        before: Callable[..., None] | None,
-        after: Callable[..., None],
-    ) -> None:
-        self._hooks = hooks
-        self._module = module
-        self._before = before
-        self._after = after
-        self._handles: list[RemovableHandle] = []
-
-    def on(self) -> None:
-        if self._handles:
-            return
-        before, after = PicklableHook(self._call_before), PicklableHook(self._after)
-        if self._before is not None:
-            self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
-        # First among the module's hooks: the output is then the layer's own, and the root call still open when the
-        # model is this very layer.
-        self._handles.append(
-            self._module.register_forward_hook(
-                after, prepend=True, with_kwargs=True, always_call=self._before is not None
-            )
-        )
-
-    def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same.
-        if self._before is not None and self._handles:
-            self._before(module, args, kwargs)
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Catch up with a forward of `module` that has begun."""
-        if module is self._module:
-            self._call_before(module, args, {})
-
-    def off(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def remove(self) -> None:
-        self.off()
-        if self in self._hooks:
-            self._hooks.remove(self)
 
 
 class RootCall:
@@ -197,34 +128,6 @@ class RootCall:
         self.recomputes = False
 
 
-class ModeStack:
-    """Torch function modes that forwards under way run in.
-
-    An interrupted forward (KeyboardInterrupt) is left without a hook being called; its modes go with the next forward
-    of the model, the next `step()` or `zero_grad()`, or the optimizer itself.
-    """
-
-    def __init__(self) -> None:
-        self._modes: list[TorchFunctionMode] = []
-
-    def enter(self, mode: TorchFunctionMode) -> None:
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        self._modes.append(mode)
-
-    def __contains__(self, mode: TorchFunctionMode) -> bool:
-        return mode in self._modes
-
-    def leave(self, mode: TorchFunctionMode | None = None) -> None:
-        """Leave all modes entered since `mode`, and it as well; all of them where it is None."""
-        while self._modes:
-            last = self._modes.pop()
-            # Somebody's own mode may lie above one that was left behind; then it stays, and is asked in vain.
-            if _get_current_function_mode() is last:  # type: ignore[no-untyped-call]
-                last.__exit__(None, None, None)
-            if last is mode:
-                return
-
-
 class CaptureWindow:
     """Everything captured between two optimizer steps.
 
@@ -247,7 +150,7 @@ class CaptureWindow:
         self.modes = ModeStack()
         self._mode: TorchFunctionMode | None = None
         self._watches: list[LayerWatch] = []
-        self._hooks: list[_LayerHooks] = []
+        self._hooks: list[LayerHooks] = []
         self._roots: list[RootCall] = []
         self._backward_root: RootCall | None = None
         self._open: list[ForwardCall] = []
@@ -288,7 +191,7 @@ class CaptureWindow:
         Where there is a `before`, `after` is called even if the forward raises. Neither is called within a forward of
         the model without gradients: torch's fast paths of evaluation are closed to modules with hooks.
         """
-        hooks = _LayerHooks(self._hooks, module, before, after)
+        hooks = LayerHooks(self._hooks, module, before, after)
         self._hooks.append(hooks)
         hooks.on()
         return hooks
@@ -598,26 +501,3 @@ def _first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
     """The first tensor with a dimension; a scalar in front of the batch (a time, a temperature) is not the batch."""
     leaves = tree_leaves(structures)
     return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() >= least_ndim), None)
-
-
-class PicklableHook:
-    """A module hook that neither pickles nor copies what it calls."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert_hook, ()
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
-
-
-def _inert_hook() -> Callable[..., None]:
-    return _do_nothing

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from kfac_optim.assembly import Coverage
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.discovery import Coverage
 from kfac_optim.engine import StepRecord
 from kfac_optim.specs import BlockRecord, ParameterRecord, Structure, WeightSharing
 

@@ -2,21 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from kfac_optim.blocks import KFACBlock, LayerUse
+from kfac_optim.assembly import Assembly, Coverage, Use, build, cover, merge, rename
+from kfac_optim.blocks import KFACBlock
 from kfac_optim.functions import Product
 from kfac_optim.layers.base import LayerAdapter, find_adapter
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames, matches
-from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.specs import LayerSpec
 
 # Modules that use their children's parameters without calling the children, whose hooks then never fire.
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
@@ -24,29 +23,6 @@ _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _NO_ADAPTER = "no adapter for "
 _UNLESS_A_FUNCTION = "; a matrix is preconditioned once a function multiplies by it"
-
-
-@dataclass
-class Coverage:
-    """Blocks, and for every parameter that none of them covers the reason."""
-
-    blocks: list[KFACBlock] = field(default_factory=list)
-    uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
-    candidates: set[nn.Parameter] = field(default_factory=set)
-    """Uncovered parameters in modules of no known kind, of which a block is made once a function multiplies by them."""
-
-    lazy: set[nn.Parameter] = field(default_factory=set)
-    """Parameters that had no shape yet."""
-
-    def owners(self, model: nn.Module) -> list[nn.Module]:
-        """Modules with parameters that are, or were, candidates."""
-        claimed = {block.params[0] for block in self.blocks if isinstance(block.adapter, ProductAdapter)}
-        shown = claimed | self.candidates
-        return [m for m in model.modules() if any(param in shown for param in m.parameters(recurse=False))]
-
-    def has_grown(self) -> bool:
-        """Whether a parameter got its shape since."""
-        return any(not is_lazy(param) for param in self.lazy)
 
 
 def build_blocks(
@@ -63,7 +39,8 @@ def build_blocks(
     """
     coverage = Coverage()
     names = ModuleNames(model)
-    found: defaultdict[nn.Parameter, list[_Use]] = defaultdict(list)
+    assembly = Assembly(names, group_of, options, existing)
+    found: defaultdict[nn.Parameter, list[Use]] = defaultdict(list)
     owners: list[str] = []
     for path, module in model.named_modules():
         if any(path.startswith(owner) for owner in owners):
@@ -87,18 +64,18 @@ def build_blocks(
             coverage.uncovered.setdefault(param, why)
         if adapter is None:
             for local in trained:
-                found[owned[local]].append(_Use(path, name, module, None, set()))
+                found[owned[local]].append(Use(path, name, module, None, set()))
         else:
             first = adapter.specs(module, name, trained)[0].params[0]
-            found[owned[first]].append(_Use(path, name, module, adapter, trained))
+            found[owned[first]].append(Use(path, name, module, adapter, trained))
     for uses in found.values():
-        for block in _merge(names, uses, group_of, options, coverage, existing):
-            _cover(coverage, block)
+        for block in merge(assembly, uses, coverage):
+            cover(coverage, block)
     for block in existing:
         if isinstance(block.adapter, ProductAdapter) and coverage.candidates.issuperset(block.params):
             path, _ = _owner(model, block.params[0])
-            _rename(block, _product_name(names.shown[path], block.spec.params[0]), names.shown[path])
-            _cover(coverage, block)
+            rename(block, _product_name(names.shown[path], block.spec.params[0]), names.shown[path])
+            cover(coverage, block)
     of_model = set(model.parameters())
     for param in group_of:
         if param not in of_model:
@@ -132,10 +109,10 @@ def claim(
     ):
         params = (local, bias)
     spec = LayerSpec(_product_name(names.shown[path], local), params, in_dim + len(params) - 1, out_dim)
-    use = _Use(path, names.shown[path], module, adapter, set(params))
-    block = _build(names, [use], [spec], [False], group_of, options, ())
+    use = Use(path, names.shown[path], module, adapter, set(params))
+    block = build(Assembly(names, group_of, options), [use], [spec], [False])
     if block is not None:
-        _cover(coverage, block)
+        cover(coverage, block)
     return block
 
 
@@ -149,33 +126,8 @@ def _product_name(module_name: str, local: str) -> str:
     return module_name if local == "weight" else f"{module_name}.{local}".lstrip(".")
 
 
-def _rename(block: KFACBlock, name: str, module_name: str) -> None:
-    """Give the block the names it has in a model that was found to be part of another."""
-    block.name = name
-    block.spec = replace(block.spec, name=name)
-    block.param_names = tuple(f"{module_name}.{local}".lstrip(".") for local in block.spec.params)
-
-
 def _local_name(module: nn.Module, param: Tensor | None) -> str | None:
     return next((name for name, own in module.named_parameters(recurse=False) if own is param), None)
-
-
-def _cover(coverage: Coverage, block: KFACBlock) -> None:
-    coverage.blocks.append(block)
-    for param in block.params:
-        coverage.uncovered.pop(param, None)
-        coverage.candidates.discard(param)
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One module that uses a weight; `adapter` is None where it cannot be measured."""
-
-    path: str
-    name: str
-    module: nn.Module
-    adapter: LayerAdapter[Any] | None
-    trained: set[str]
 
 
 def _owned(
@@ -240,154 +192,3 @@ def _adapter_for(
     if (refusal := adapter.refusal(module)) is not None:
         return None, refusal
     return adapter, "not used by the layer's block"
-
-
-def _merge(
-    names: ModuleNames,
-    uses: Sequence[_Use],
-    group_of: Mapping[nn.Parameter, dict[str, Any]],
-    options: BlockOptions,
-    coverage: Coverage,
-    existing: Sequence[KFACBlock],
-) -> list[KFACBlock]:
-    """The blocks of one weight and all modules that use it; none where they do not fit together."""
-    if all(use.adapter is None for use in uses):
-        return []
-    first = uses[0]
-
-    def refuse(reason: str) -> list[KFACBlock]:
-        for use in uses:
-            for local in use.trained:
-                coverage.uncovered[use.module.get_parameter(local)] = reason
-                coverage.candidates.discard(use.module.get_parameter(local))
-        return []
-
-    for use in uses:
-        if use.adapter is None:
-            shared = f"shared with {type(use.module).__name__} {use.name!r}"
-            return refuse(f"{shared}, which is not preconditioned")
-    trained = first.trained
-    if any(_parameters(use) != _parameters(first) for use in uses):
-        # Tied weights, biases apart.
-        trained = {
-            local
-            for local in first.trained
-            if all(_parameters(use).get(local) == _parameters(first)[local] for use in uses)
-        }
-        for use in uses:
-            for local in use.trained - trained:
-                coverage.uncovered[use.module.get_parameter(local)] = "bias of a weight tied to other layers"
-    described = [_describe(use, trained) for use in uses]
-    opposed = [_opposed(first, use) for use in uses]
-    if any(
-        not _fit(specs, [spec.transposed() for spec in described[0]] if other else described[0])
-        for specs, other in zip(described, opposed, strict=True)
-    ):
-        return refuse("tied to a layer of another shape")
-    blocks: list[KFACBlock] = []
-    for of_spec in zip(*described, strict=True):
-        block = _build(names, uses, of_spec, opposed, group_of, options, existing)
-        if block is None:
-            for local in of_spec[0].params:
-                coverage.uncovered[first.module.get_parameter(local)] = "structure keeps neither of its factors"
-        else:
-            blocks.append(block)
-    return blocks
-
-
-def _describe(use: _Use, trained: set[str]) -> tuple[LayerSpec, ...]:
-    assert use.adapter is not None
-    return use.adapter.specs(use.module, use.name, trained)
-
-
-def _opposed(first: _Use, use: _Use) -> bool:
-    """Whether `use` multiplies by the transpose of what `first` multiplies by."""
-    assert first.adapter is not None
-    assert use.adapter is not None
-    ways = first.adapter.transposes, use.adapter.transposes
-    return None not in ways and ways[0] != ways[1]
-
-
-def _fit(specs: Sequence[LayerSpec], others: Sequence[LayerSpec]) -> bool:
-    return [_shape(spec) for spec in specs] == [_shape(spec) for spec in others]
-
-
-def _shape(spec: LayerSpec) -> tuple[Any, ...]:
-    return (type(spec), spec.params, spec.in_dim, spec.out_dim, spec.groups)
-
-
-def _build(
-    names: ModuleNames,
-    uses: Sequence[_Use],
-    specs: Sequence[LayerSpec],
-    opposed: Sequence[bool],
-    group_of: Mapping[nn.Parameter, dict[str, Any]],
-    options: BlockOptions,
-    existing: Sequence[KFACBlock],
-) -> KFACBlock | None:
-    """The block of one matrix, or None where the structure leaves nothing to precondition with.
-
-    Args:
-        names: of the model's modules.
-        uses: of the matrix.
-        specs: the matrix as each of `uses` sees it.
-        opposed: whether each sees the transpose of what the first sees.
-        group_of: the param group of each parameter.
-        options: the user's choices.
-        existing: one of these is returned where it would be built again.
-    """
-    first, spec = uses[0], specs[0]
-    params = tuple(first.module.get_parameter(local) for local in spec.params)
-    structure = list(options.structure.of(names, first.path))
-    for each, other in zip(specs, opposed, strict=True):
-        kept = reversed(each.structure) if other else each.structure
-        structure = [most.at_most(wish) for most, wish in zip(kept, structure, strict=True)]
-    notes = []
-    for side, dim in enumerate((spec.in_dim, spec.out_dim)):
-        if dim > options.max_factor_dim and structure[side] is Structure.DENSE:
-            structure[side] = Structure.DIAGONAL
-            notes.append(f"{'AG'[side]} is diagonal: {dim} > max_factor_dim {options.max_factor_dim}")
-    if structure == [Structure.IDENTITY, Structure.IDENTITY]:
-        return None
-    if len(uses) > 1:
-        notes.append("shared by " + ", ".join(use.name for use in uses))
-    spec = replace(
-        spec,
-        structure=(structure[0], structure[1]),
-        weight_sharing=options.weight_sharing.of(names, first.path),
-        opposed=any(opposed),
-    )
-    dtype = options.factor_dtype or torch.promote_types(params[0].dtype, torch.float32)
-    inverse = options.inverse.of(names, first.path)
-    layer_uses = tuple(
-        LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
-        for use, other in zip(uses, opposed, strict=True)
-        if use.adapter is not None
-    )
-    for block in existing:
-        # What forwards have shown since is kept.
-        seen = replace(spec, opposed=block.spec.opposed, shared_input=block.spec.shared_input)
-        same_spec = replace(block.spec, name=spec.name) == seen
-        if same_spec and block.inverse is inverse and [id(p) for p in block.params] == [id(p) for p in params]:
-            _rename(block, spec.name, first.name)
-            block.notes = tuple(notes)
-            known = {use.module: use for use in block.uses}  # kept, and with them their hooks
-            block.uses = tuple(known.get(use.module, use) for use in layer_uses)
-            block.revise(replace(block.spec, opposed=block.spec.opposed or spec.opposed))
-            return block
-    return KFACBlock(
-        name=spec.name,
-        param_names=tuple(f"{first.name}.{local}".lstrip(".") for local in spec.params),
-        spec=spec,
-        uses=layer_uses,
-        params=params,
-        inverse=inverse,
-        state=inverse.init(spec, dtype=dtype, device=params[0].device),
-        dtype=dtype,
-        groups=tuple(group_of[param] for param in params),
-        notes=tuple(notes),
-    )
-
-
-def _parameters(use: _Use) -> dict[str, int]:
-    return {local: id(use.module.get_parameter(local)) for local in use.trained}

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kfac_optim.blocks import KFACBlock
-from kfac_optim.capture import CaptureWindow, Handle, LayerCall, LayerWatch
+from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
 from kfac_optim.functions import Product, ProductMode, run_in
-from kfac_optim.layers.product import ProductStatistics, ProductUse
+from kfac_optim.hooks import Handle
+from kfac_optim.layers.embedding import EmbeddingAdapter
+from kfac_optim.layers.linear import LinearAdapter
+from kfac_optim.layers.product import ProductAdapter, ProductStatistics, ProductUse
 
 Claim = Callable[[Product], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
@@ -55,7 +58,7 @@ class FunctionalUses:
                 a forward of the model: by themselves, or again within backward.
         """
         before = self._blocks
-        self._blocks = {block.params[0]: block for block in blocks if block.adapter.transposes is not None}
+        self._blocks = {block.params[0]: block for block in blocks if _is_plain(block)}
         for weight, opposed in list(self._watches):
             if self._blocks.get(weight) is not before[weight]:
                 self._watches.pop((weight, opposed))[1].remove()
@@ -145,3 +148,8 @@ class FunctionalUses:
         stats.opposed = opposed
         block.accumulate(stats)
         self._emitted(block)
+
+
+def _is_plain(block: KFACBlock) -> bool:
+    """Whether products with the weight are all there is to measure: somebody's own adapter may measure otherwise."""
+    return all(type(use.adapter) in (LinearAdapter, EmbeddingAdapter, ProductAdapter) for use in block.uses)

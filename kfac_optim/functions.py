@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kfac_optim.capture import CaptureWindow, Handle
+from kfac_optim.capture import CaptureWindow
+from kfac_optim.hooks import Handle
 
 Function = Callable[..., Any]
 

@@ -11,21 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
-from kfac_optim.blocks import Attachment, KFACBlock, attach, by_module
-from kfac_optim.capture import CaptureWindow, Handle, Handles, ModeStack
+from kfac_optim.binding import ModelBinding
+from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
-from kfac_optim.discovery import Coverage, build_blocks, claim
 from kfac_optim.estimates import Empirical, Estimate
 from kfac_optim.execution import Executor, SingleDevice
-from kfac_optim.finder import ModelFinder
-from kfac_optim.functional import Claim, FunctionalUses
-from kfac_optim.functions import Product
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.options import block_options
-from kfac_optim.selection import ModuleNames, Pattern
+from kfac_optim.selection import Pattern
 from kfac_optim.specs import LossTerms, Structure, WeightSharing
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, plain_number
 
@@ -49,14 +45,14 @@ class KFACOptimizer(Optimizer):
     may differ per group, be edited, and be scheduled.
 
     Args:
-        params: the model; or parameters, named parameters or group dicts as for any `torch.optim` optimizer,
-            together with `model`.
+        params: the model; or parameters, named parameters or group dicts as for any `torch.optim` optimizer.
         lr: learning rate (group), a number or a 1-element tensor.
         momentum: momentum (group), applied to the preconditioned gradient.
         dampening: dampening of the momentum (group).
         weight_decay: added to the *preconditioned* gradient (group), times the parameter.
         nesterov: Nesterov momentum (group).
-        model: the module whose layers are preconditioned, when `params` is not a module.
+        model: the module whose layers are preconditioned, when `params` is not a module. Where it is left out, it is
+            what is called and holds the parameters, found at its first forward; until then `summary()` shows no block.
         damping: `λ` (group), in units of the loss's curvature. As `G` has the same scale at every batch size, so
             has `λ`. A block takes its weight's group's.
         factor_decay: decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
@@ -85,7 +81,7 @@ class KFACOptimizer(Optimizer):
         fused: as in `optim.SGD` (group).
 
     Raises:
-        TypeError: an argument of the wrong kind, or no model to be found.
+        TypeError: an argument of the wrong kind.
         ValueError: a number out of range, or a pattern that matches no module.
         RuntimeError: a process group of several ranks with `distributed=None`.
     """
@@ -123,10 +119,8 @@ class KFACOptimizer(Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        self._coverage = Coverage()
         self._incoming: tuple[list[Mapping[str, Any] | None], dict[nn.Parameter, Mapping[str, Any]]] = [], {}
-        self._model = _given_model(params, model)
-        self._model_given = self._model is not None
+        given = _given_model(params, model)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -149,7 +143,7 @@ class KFACOptimizer(Optimizer):
         check_kind("loss_terms", loss_terms, LossTerms)
         check_flag("include_factors", include_factors, optional=False)
         self._include_factors = include_factors
-        self._options = block_options(
+        options = block_options(
             adapters=adapters,
             skip_layers=skip_layers,
             inverse=inverse,
@@ -158,28 +152,19 @@ class KFACOptimizer(Optimizer):
             max_factor_dim=max_factor_dim,
             factor_dtype=factor_dtype,
         )
-        if self._model is not None:
-            self._options.check_patterns(self._model)
+        if given is not None:
+            options.check_patterns(given)
         self._executor: Executor = _choose_executor(distributed)
         self._window = CaptureWindow(loss_terms)
         self._record: engine.StepRecord | None = None
         self._warned = False
-        self._settled = False
-        self._functional = FunctionalUses(self._window, self._make_claim(), self._executor.reduce)
-        self._finder: ModelFinder | None = None
-        self._waiting: dict[nn.Parameter, Mapping[str, Any]] = {}
-        self._roots: dict[nn.Module, Handle] = {}
-        self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
+        self._binding = ModelBinding(given, options, self._window, self._executor.reduce)
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         estimate.arm(self._window)
-        self._window.around, self._window.module_ran = self._functional.mode, self._functional.module_ran
-        if self._model is not None:
-            self._adopt(self._model)
+        self._binding.start(self._group_of())
+        if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
-        else:
-            self._finder = ModelFinder(self._group_of(), self._found, self._window.is_under_way)
-            weakref.finalize(self, self._finder.remove)
-        weakref.finalize(self, _remove, self._roots, self._attached, self._window.modes)
+        weakref.finalize(self, self._binding.release)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -214,12 +199,12 @@ class KFACOptimizer(Optimizer):
                 "kfac_optim: torch.amp.GradScaler is not supported yet: the output gradients behind G carry its scale. "
                 "Use torch.autocast with bfloat16, which needs no scaler, and call optimizer.step() directly."
             )
-        self._settle_model()
-        self._record = engine.step(self.param_groups, self.state, self._coverage.blocks, self._window, self._executor)
-        self._functional.end_step()
+        if self._binding.settle():
+            self._warn_of_nothing_to_do(stacklevel=4)
+        blocks = self._binding.coverage.blocks
+        self._record = engine.step(self.param_groups, self.state, blocks, self._window, self._executor)
+        self._binding.end_step()
         self._warn_of_unseen_layers(self._record.unpreconditioned)
-        if self._roots and self._coverage.has_grown():
-            self._build()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -258,25 +243,18 @@ class KFACOptimizer(Optimizer):
             param_group = {key: plain_number(value) for key, value in param_group.items()}
             check_group({**self.defaults, **param_group}, f" in param group {number}")
         super().add_param_group(param_group)
-        if self._roots:
-            self._build()
-        if self._finder is not None:
-            self._finder.params = set(self._group_of())
+        self._binding.bind(self._group_of())
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
-        _remove(self._roots, self._attached, self._window.modes)
-        self._roots.clear()
-        self._attached.clear()
-        self._stop_finding()
-        self._functional.forget()
+        self._binding.release()
 
     # -- reports -----------------------------------------------------------------------------------------------
 
     def summary(self) -> Summary:
         """Each parameter, its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
         params = [param for group in self.param_groups for param in group["params"]]
-        return diagnostics.summary(self._coverage, self._names(), params)
+        return diagnostics.summary(self._binding.coverage, self._names(), params)
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step, for any logger. Synchronises with the device.
@@ -289,7 +267,7 @@ class KFACOptimizer(Optimizer):
         `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
         What is not known yet is absent.
         """
-        return diagnostics.metrics(self._coverage.blocks, self._window, self._record)
+        return diagnostics.metrics(self._binding.coverage.blocks, self._window, self._record)
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """`{layer name: (A, G)}`, copies of the undamped running averages.
@@ -297,7 +275,7 @@ class KFACOptimizer(Optimizer):
         `A` is `[groups, in, in]` (bias column last) and `G` `[groups, out, out]`; a diagonal factor is `[groups, d]`,
         an identity None. `A ⊗ G` approximates the Fisher of the loss as the user wrote it.
         """
-        return diagnostics.factors(self._coverage.blocks)
+        return diagnostics.factors(self._binding.coverage.blocks)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -326,10 +304,8 @@ class KFACOptimizer(Optimizer):
             for key in self._group_keys:
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
-        incoming, self._waiting = self._incoming
-        for block, block_state in zip(self._coverage.blocks, incoming, strict=True):
-            checkpoint.restore(block, block_state)
-        self._bind_groups()
+        self._binding.restore(*self._incoming)
+        self._binding.rebind(self._group_of())
         self._publish_blocks()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -340,103 +316,20 @@ class KFACOptimizer(Optimizer):
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        """Find the blocks of all groups; keep those that exist, hook in those that are new."""
-        assert self._model is not None
-        old = self._coverage.blocks
-        self._coverage = build_blocks(self._model, self._group_of(), self._options, old)
-        blocks = self._coverage.blocks
-        for block in old:
-            if block not in blocks:
-                self.state[block.params[0]].pop(checkpoint.KEY, None)
-        wanted = by_module(blocks)
-        for module, (attached, handle) in list(self._attached.items()):
-            if wanted.get(module) != attached:
-                handle.remove()
-                del self._attached[module]
-        for module, attachments in wanted.items():
-            if module not in self._attached:
-                handle = attach(module, attachments, self._window, self._executor.reduce)
-                self._attached[module] = (attachments, handle)
-        if _is_compiled(self._model):
-            self._functional.forget()
-        else:
-            self._functional.know(blocks, self._coverage.candidates, self._coverage.owners(self._model))
-        self._bind_groups()
-        for block in blocks:
-            self._restore_waiting(block)
-        self._publish_blocks()
-
-    def _adopt(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> None:
-        """Take `model` as (one of) the optimizer's, in the place of any that it contains."""
-        inside = set(model.modules())
-        for root in [root for root in self._roots if root in inside]:
-            self._roots.pop(root).remove()
-        self._roots[model] = Handles()
-        self._model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
-        self._build()
-        self._roots[model] = self._window.watch_root(model, args_under_way)
-
-    def _found(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        # A part of a model that is known is no other model.
-        if not any(model in root.modules() for root in self._roots):
-            self._adopt(model, args)
-
-    def _settle_model(self) -> None:
-        """With the first step that has gradients, all that only a forward can show was shown."""
-        if self._settled or all(param.grad is None for param in self._group_of()):
-            return
-        if self._finder is not None and self._model is not None:
-            self._options.check_patterns(self._model)
-        self._settled = True
-        if self._finder is not None or self._coverage.candidates:
-            self._stop_finding()
-            self._warn_of_nothing_to_do(stacklevel=5, settled=True)
-
-    def _stop_finding(self) -> None:
-        if self._finder is not None:
-            self._finder.remove()
-            self._finder = None
-
-    def _warn_of_nothing_to_do(self, stacklevel: int, *, settled: bool = False) -> None:
-        """Warn where nothing is preconditioned, nor may be once a function multiplies by a bare parameter."""
-        if self._model is None:
+    def _warn_of_nothing_to_do(self, stacklevel: int) -> None:
+        if self._binding.model is None:
             warnings.warn(
                 "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
                 "module that holds the parameters was seen since the optimizer was built, as when a model has already "
                 "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
                 stacklevel=stacklevel + 1,
             )
-        elif not (self._coverage.blocks or self._options.skip_layers or (self._coverage.candidates and not settled)):
+        elif self._binding.does_nothing():
             warnings.warn(
                 "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
                 "optimizer.summary() lists the reasons.",
                 stacklevel=stacklevel + 1,
             )
-
-    def _restore_waiting(self, block: KFACBlock) -> None:
-        """Give a new block what a checkpoint that was loaded before held for it."""
-        state = self._waiting.get(block.params[0])
-        if state is not None:
-            checkpoint.check([block], [state], [], any_prefix=not self._model_given)
-            checkpoint.restore(block, state)
-            del self._waiting[block.params[0]]
-
-    def _make_claim(self) -> Claim:
-        """Held by the model's hooks, thus by a weak reference."""
-        weak = weakref.ref(self)
-
-        def claim_of(product: Product) -> KFACBlock | None:
-            optimizer = weak()
-            if optimizer is None:
-                return None
-            assert optimizer._model is not None
-            block = claim(optimizer._model, product, optimizer._group_of(), optimizer._options, optimizer._coverage)
-            if block is not None:
-                optimizer._restore_waiting(block)
-            return block
-
-        return claim_of
 
     def _warn_of_unseen_layers(self, names: Sequence[str]) -> None:
         if names and not self._warned:
@@ -453,20 +346,17 @@ class KFACOptimizer(Optimizer):
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {param: group for group in self.param_groups for param in group["params"]}
 
-    def _bind_groups(self) -> None:
-        group_of = self._group_of()
-        for block in self._coverage.blocks:
-            block.groups = tuple(group_of[param] for param in block.params)
-
     def _publish_blocks(self) -> None:
-        for block in self._coverage.blocks:
+        """Put the blocks' state where torch looks for it."""
+        for state in self.state.values():
+            state.pop(checkpoint.KEY, None)
+        for block in self._binding.coverage.blocks:
             self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=self._include_factors)
-
-        for param, state in self._waiting.items():
-            self.state[param][checkpoint.KEY] = state
+        for param, waiting in self._binding.waiting.items():
+            self.state[param][checkpoint.KEY] = waiting
 
     def _names(self) -> dict[nn.Parameter, str]:
-        names = {} if self._model is None else ModuleNames(self._model).parameters()
+        names = self._binding.names()
         for group in self.param_groups:  # named parameters keep their names there
             for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
                 names.setdefault(param, name)
@@ -476,7 +366,8 @@ class KFACOptimizer(Optimizer):
 def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check the blocks' part of a checkpoint and set it aside, for torch would cast it to the parameters' dtype."""
     assert isinstance(optimizer, KFACOptimizer)
-    blocks = optimizer._coverage.blocks
+    binding = optimizer._binding
+    blocks = binding.coverage.blocks
     saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if len(saved_ids) != len(params):
@@ -486,11 +377,9 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     states = {i: s[checkpoint.KEY] for i, s in state_dict["state"].items() if checkpoint.KEY in s}
     incoming = [states.pop(id_of[block.params[0]], None) for block in blocks]
     # Layers that only a forward will show wait for it.
-    to_come = optimizer._coverage.candidates | optimizer._coverage.lazy
-    unknown = optimizer._model is None
-    waiting = {param_of[i]: states.pop(i) for i in list(states) if unknown or param_of[i] in to_come}
+    waiting = {param_of[i]: states.pop(i) for i in list(states) if binding.awaits(param_of[i])}
     strays = [checkpoint.layer_name(state) for state in states.values()]
-    checkpoint.check(blocks, incoming, strays, any_prefix=not optimizer._model_given)
+    checkpoint.check(blocks, incoming, strays, any_prefix=not binding.given)
     optimizer._incoming = incoming, waiting
     rest = {
         i: {key: value for key, value in s.items() if key != checkpoint.KEY} if isinstance(s, dict) else s
@@ -524,18 +413,3 @@ def _choose_executor(distributed: bool | None) -> Executor:
             "pass distributed=False where every rank trains a model of its own."
         )
     return SingleDevice()
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether any part of `model` is compiled: what runs there is out of sight of modes and hooks."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
-
-
-def _remove(
-    roots: Mapping[nn.Module, Handle],
-    attached: Mapping[nn.Module, tuple[Sequence[Attachment], Handle]],
-    modes: ModeStack,
-) -> None:
-    modes.leave()
-    for handle in (*roots.values(), *(handle for _, handle in attached.values())):
-        handle.remove()

@@ -117,7 +117,7 @@ def refresh_steps(factor_period: int, inverse_period: int, steps: int) -> list[i
 
 def block(optimizer: KFACOptimizer, name: str) -> KFACBlock:
     """The block called `name`; for tests of what has no public view."""
-    return next(block for block in optimizer._coverage.blocks if block.name == name)
+    return next(block for block in optimizer._binding.coverage.blocks if block.name == name)
 
 
 def sgd_step(start: Tensor, grad: Tensor | None, lr: float) -> Tensor:

@@ -1130,3 +1130,56 @@ def test_a_checkpoint_of_another_size_is_refused_before_the_first_forward_or_at_
     resumed.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"of '0' is \[1, 5, 5\], here \[1, 6, 6\]"):
         late(batch())
+
+
+# -- outside a forward of the model ------------------------------------------------------------------------------
+
+
+class Recomputed(nn.Module):
+    """A bare matrix and attention, run again within backward where `recompute`."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = Conv1D(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.out = nn.Linear(4, 3)
+        self.recompute = recompute
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.matrix(x).tanh()
+        return x + self.attention(x, x, x)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.recompute:
+            return self.out(self.body(x))
+        return self.out(checkpoint(self.body, x, use_reentrant=True))
+
+
+def test_what_reentrant_checkpointing_runs_again_is_measured_as_if_run_once() -> None:
+    models = [Recomputed(recompute) for recompute in (False, True)]
+    optimizers = [KFACOptimizer(model, lr=0.1, momentum=0.9) for model in models]
+    for seed in range(4):
+        x = batch(seed, size=6).view(3, 2, 4).requires_grad_()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            square_loss(model(x)).backward()
+            optimizer.step()
+            assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+    assert owners(optimizers[0]) == owners(optimizers[1])
+    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+
+def test_a_bare_matrix_whose_module_is_called_by_hand_is_measured() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    whole = copy.deepcopy(model)
+    ours, theirs = KFACOptimizer(model, lr=0.0), KFACOptimizer(whole, lr=0.0)
+    ours.set_loss_terms(8)
+    square_loss(model[2](model[1](model[0](batch())))).backward()
+    square_loss(whole(batch())).backward()
+    ours.step()
+    theirs.step()
+    for name, pair in theirs.factors().items():
+        assert_same(ours.factors()[name], pair)

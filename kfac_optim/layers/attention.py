@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.capture import CaptureWindow, Handle, Handles, LayerCall, LayerWatch
+from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
 from kfac_optim.functions import substitute
+from kfac_optim.hooks import Handle, Handles
 from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 

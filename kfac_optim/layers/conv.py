@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from kfac_optim.capture import LayerCall
-from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, channel_rows, patch_rows
+from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter
+from kfac_optim.rows import channel_rows, patch_rows
 from kfac_optim.specs import LayerSpec
 
 

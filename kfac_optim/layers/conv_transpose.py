@@ -15,14 +15,8 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from kfac_optim.capture import LayerCall
-from kfac_optim.layers.base import (
-    LayerStatistics,
-    RowStatistics,
-    WeightBiasAdapter,
-    channel_rows,
-    patch_rows,
-    weight_and_bias,
-)
+from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, weight_and_bias
+from kfac_optim.rows import channel_rows, patch_rows
 from kfac_optim.specs import LayerSpec
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim.capture import LayerCall
-from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, gram, own_forward
+from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, own_forward
+from kfac_optim.rows import gram
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 

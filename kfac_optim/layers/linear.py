@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.capture import LayerCall
-from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, linear_rows
+from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter
+from kfac_optim.rows import linear_rows
 from kfac_optim.specs import LayerSpec
 
 

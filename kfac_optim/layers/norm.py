@@ -20,7 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from kfac_optim.capture import LayerCall
-from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, channel_rows, own_forward, weight_and_bias
+from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, own_forward, weight_and_bias
+from kfac_optim.rows import channel_rows
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.capture import CaptureWindow, Handle, Handles
-from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink, linear_rows
+from kfac_optim.capture import CaptureWindow
+from kfac_optim.hooks import Handle, Handles
+from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
+from kfac_optim.rows import linear_rows
 from kfac_optim.specs import LayerSpec
 
 

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from kfac_optim.capture import CaptureWindow, Handle, Handles, LayerWatch
+from kfac_optim.capture import CaptureWindow, LayerWatch
 from kfac_optim.functions import substitute
+from kfac_optim.hooks import Handle, Handles
 from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
 from kfac_optim.specs import LayerSpec, WeightSharing
 

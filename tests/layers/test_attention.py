@@ -139,7 +139,7 @@ def test_factors_are_those_of_a_linear_for_each_projection(case: Case, sharing: 
 
     ours = KFACOptimizer(Model(), lr=0.0, weight_sharing=sharing)
     theirs = KFACOptimizer(plain, lr=0.0, weight_sharing=sharing)
-    loss(ours._model(*tensors)).backward()
+    loss(ours._binding.model(*tensors)).backward()
     output = plain(*tensors, arguments["attn_mask"])
     loss(output).backward()
     ours.step()
@@ -200,7 +200,7 @@ def test_an_unbatched_sequence_is_one_example() -> None:
     for module, tensor in ((single, x), (batch, x.unsqueeze(1))):
         optimizer = KFACOptimizer(nn.Sequential(Self(module)), lr=0.0)
         optimizer.set_loss_terms(1)
-        optimizer._model(tensor).square().sum().backward()
+        optimizer._binding.model(tensor).square().sum().backward()
         optimizer.step()
         factors.append(optimizer.factors())
     for name, pair in factors[0].items():
@@ -223,7 +223,7 @@ def test_the_step_solves_each_projections_own_system(structure: tuple[Structure,
     attention = nn.MultiheadAttention(4, 2)
     optimizer = KFACOptimizer(Self(attention), lr=1.0, kl_clip=None, damping=0.1, structure=structure)
     before = attention.in_proj_weight.detach().clone(), attention.in_proj_bias.detach().clone()
-    loss(optimizer._model(torch.randn(5, 3, 4))).backward()
+    loss(optimizer._binding.model(torch.randn(5, 3, 4))).backward()
     optimizer.step()
     weight, bias = attention.in_proj_weight, attention.in_proj_bias
     grad = torch.cat([weight.grad.view(3, 4, 4), bias.grad.view(3, 4, 1)], dim=-1)

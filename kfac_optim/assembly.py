@@ -1,0 +1,217 @@
+"""Making the block of a weight from all the modules that use it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from kfac_optim.blocks import KFACBlock, LayerUse
+from kfac_optim.layers.base import LayerAdapter
+from kfac_optim.layers.product import ProductAdapter
+from kfac_optim.options import BlockOptions
+from kfac_optim.selection import ModuleNames
+from kfac_optim.specs import LayerSpec, Structure
+
+
+@dataclass
+class Coverage:
+    """Blocks, and for every parameter that none of them covers the reason."""
+
+    blocks: list[KFACBlock] = field(default_factory=list)
+    uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
+    candidates: set[nn.Parameter] = field(default_factory=set)
+    """Uncovered parameters in modules of no known kind, of which a block is made once a function multiplies by them."""
+
+    lazy: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that had no shape yet."""
+
+    def owners(self, model: nn.Module) -> list[nn.Module]:
+        """Modules with parameters that are, or were, candidates."""
+        claimed = {block.params[0] for block in self.blocks if isinstance(block.adapter, ProductAdapter)}
+        shown = claimed | self.candidates
+        return [m for m in model.modules() if any(param in shown for param in m.parameters(recurse=False))]
+
+    def has_grown(self) -> bool:
+        """Whether a parameter got its shape since."""
+        return any(not is_lazy(param) for param in self.lazy)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One module that uses a weight; `adapter` is None where it cannot be measured."""
+
+    path: str
+    name: str
+    module: nn.Module
+    adapter: LayerAdapter[Any] | None
+    trained: set[str]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What every block of one model is made from.
+
+    Attributes:
+        names: of the model's modules.
+        group_of: the param group of each parameter.
+        options: the user's choices.
+        existing: blocks that are kept where they would be built again.
+    """
+
+    names: ModuleNames
+    group_of: Mapping[nn.Parameter, dict[str, Any]]
+    options: BlockOptions
+    existing: Sequence[KFACBlock] = ()
+
+
+def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[KFACBlock]:
+    """The blocks of one weight and all modules that use it; none where they do not fit together."""
+    if all(use.adapter is None for use in uses):
+        return []
+    first = uses[0]
+
+    def refuse(reason: str) -> list[KFACBlock]:
+        for use in uses:
+            for local in use.trained:
+                coverage.uncovered[use.module.get_parameter(local)] = reason
+                coverage.candidates.discard(use.module.get_parameter(local))
+        return []
+
+    for use in uses:
+        if use.adapter is None:
+            shared = f"shared with {type(use.module).__name__} {use.name!r}"
+            return refuse(f"{shared}, which is not preconditioned")
+    trained = first.trained
+    if any(_parameters(use) != _parameters(first) for use in uses):
+        # Tied weights, biases apart.
+        trained = {
+            local
+            for local in first.trained
+            if all(_parameters(use).get(local) == _parameters(first)[local] for use in uses)
+        }
+        for use in uses:
+            for local in use.trained - trained:
+                coverage.uncovered[use.module.get_parameter(local)] = "bias of a weight tied to other layers"
+    described = [_describe(use, trained) for use in uses]
+    opposed = [_opposed(first, use) for use in uses]
+    if any(
+        not _fit(specs, [spec.transposed() for spec in described[0]] if other else described[0])
+        for specs, other in zip(described, opposed, strict=True)
+    ):
+        return refuse("tied to a layer of another shape")
+    blocks: list[KFACBlock] = []
+    for of_spec in zip(*described, strict=True):
+        block = build(assembly, uses, of_spec, opposed)
+        if block is None:
+            for local in of_spec[0].params:
+                coverage.uncovered[first.module.get_parameter(local)] = "structure keeps neither of its factors"
+        else:
+            blocks.append(block)
+    return blocks
+
+
+def _describe(use: Use, trained: set[str]) -> tuple[LayerSpec, ...]:
+    assert use.adapter is not None
+    return use.adapter.specs(use.module, use.name, trained)
+
+
+def _opposed(first: Use, use: Use) -> bool:
+    """Whether `use` multiplies by the transpose of what `first` multiplies by."""
+    assert first.adapter is not None
+    assert use.adapter is not None
+    ways = first.adapter.transposes, use.adapter.transposes
+    return None not in ways and ways[0] != ways[1]
+
+
+def _fit(specs: Sequence[LayerSpec], others: Sequence[LayerSpec]) -> bool:
+    return [_shape(spec) for spec in specs] == [_shape(spec) for spec in others]
+
+
+def _shape(spec: LayerSpec) -> tuple[Any, ...]:
+    return (type(spec), spec.params, spec.in_dim, spec.out_dim, spec.groups)
+
+
+def build(
+    assembly: Assembly, uses: Sequence[Use], specs: Sequence[LayerSpec], opposed: Sequence[bool]
+) -> KFACBlock | None:
+    """The block of one matrix, or None where the structure leaves nothing to precondition with.
+
+    Args:
+        assembly: as for every block.
+        uses: of the matrix.
+        specs: the matrix as each of `uses` sees it.
+        opposed: whether each sees the transpose of what the first sees.
+    """
+    names, options = assembly.names, assembly.options
+    first, spec = uses[0], specs[0]
+    params = tuple(first.module.get_parameter(local) for local in spec.params)
+    structure = list(options.structure.of(names, first.path))
+    for each, other in zip(specs, opposed, strict=True):
+        kept = reversed(each.structure) if other else each.structure
+        structure = [most.at_most(wish) for most, wish in zip(kept, structure, strict=True)]
+    notes = []
+    for side, dim in enumerate((spec.in_dim, spec.out_dim)):
+        if dim > options.max_factor_dim and structure[side] is Structure.DENSE:
+            structure[side] = Structure.DIAGONAL
+            notes.append(f"{'AG'[side]} is diagonal: {dim} > max_factor_dim {options.max_factor_dim}")
+    if structure == [Structure.IDENTITY, Structure.IDENTITY]:
+        return None
+    if len(uses) > 1:
+        notes.append("shared by " + ", ".join(use.name for use in uses))
+    spec = replace(
+        spec,
+        structure=(structure[0], structure[1]),
+        weight_sharing=options.weight_sharing.of(names, first.path),
+        opposed=any(opposed),
+    )
+    dtype = options.factor_dtype or torch.promote_types(params[0].dtype, torch.float32)
+    inverse = options.inverse.of(names, first.path)
+    layer_uses = tuple(
+        LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
+        for use, other in zip(uses, opposed, strict=True)
+        if use.adapter is not None
+    )
+    for block in assembly.existing:
+        # What forwards have shown since is kept.
+        seen = replace(spec, opposed=block.spec.opposed, shared_input=block.spec.shared_input)
+        same_spec = replace(block.spec, name=spec.name) == seen
+        if same_spec and block.inverse is inverse and [id(p) for p in block.params] == [id(p) for p in params]:
+            rename(block, spec.name, first.name)
+            block.notes = tuple(notes)
+            known = {use.module: use for use in block.uses}  # kept, and with them their hooks
+            block.uses = tuple(known.get(use.module, use) for use in layer_uses)
+            block.revise(replace(block.spec, opposed=block.spec.opposed or spec.opposed))
+            return block
+    return KFACBlock(
+        name=spec.name,
+        param_names=tuple(f"{first.name}.{local}".lstrip(".") for local in spec.params),
+        spec=spec,
+        uses=layer_uses,
+        params=params,
+        inverse=inverse,
+        state=inverse.init(spec, dtype=dtype, device=params[0].device),
+        dtype=dtype,
+        groups=tuple(assembly.group_of[param] for param in params),
+        notes=tuple(notes),
+    )
+
+
+def _parameters(use: Use) -> dict[str, int]:
+    return {local: id(use.module.get_parameter(local)) for local in use.trained}
+
+
+def cover(coverage: Coverage, block: KFACBlock) -> None:
+    coverage.blocks.append(block)
+    for param in block.params:
+        coverage.uncovered.pop(param, None)
+        coverage.candidates.discard(param)
+
+
+def rename(block: KFACBlock, name: str, module_name: str) -> None:
+    """Give the block the names it has in a model that was found to be part of another."""
+    block.name = name
+    block.spec = replace(block.spec, name=name)
+    block.param_names = tuple(f"{module_name}.{local}".lstrip(".") for local in block.spec.params)

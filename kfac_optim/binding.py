@@ -1,0 +1,200 @@
+"""The model as the optimizer knows it: found or given, its layers made into blocks, hooks that listen to them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from kfac_optim import checkpoint
+from kfac_optim.assembly import Coverage
+from kfac_optim.blocks import Attachment, KFACBlock, attach, by_module
+from kfac_optim.capture import CaptureWindow
+from kfac_optim.discovery import build_blocks, claim
+from kfac_optim.finder import ModelFinder
+from kfac_optim.functional import FunctionalUses
+from kfac_optim.functions import Product
+from kfac_optim.hooks import Handle, Handles
+from kfac_optim.options import BlockOptions
+from kfac_optim.selection import ModuleNames
+
+Groups = Mapping[nn.Parameter, dict[str, Any]]
+"""The param group of each parameter."""
+
+
+class ModelBinding:
+    """Blocks and hooks of one model, or of several that hold the optimizer's parameters.
+
+    Args:
+        model: None where it is to be found at its first forward.
+        options: the user's choices about layers.
+        window: takes the statistics.
+        emitted: told of each block that took statistics.
+
+    Attributes:
+        model: the model; a list of models where several were found, None before.
+        given: whether the user named it.
+        coverage: the blocks, and why parameters have none.
+        waiting: what a loaded checkpoint holds for blocks that only a forward will show.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        options: BlockOptions,
+        window: CaptureWindow,
+        emitted: Callable[[KFACBlock], None],
+    ) -> None:
+        self.model: nn.Module | None = None
+        self.given = model is not None
+        self.coverage = Coverage()
+        self.waiting: dict[nn.Parameter, Mapping[str, Any]] = {}
+        self._to_adopt = model
+        self._options = options
+        self._window = window
+        self._emitted = emitted
+        self._groups: Groups = {}
+        self._finder: ModelFinder | None = None
+        self._settled = False
+        self._roots: dict[nn.Module, Handle] = {}
+        self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
+        self._functional = FunctionalUses(window, self._claim, emitted)
+        window.around, window.module_ran = self._functional.mode, self._functional.module_ran
+
+    def start(self, groups: Groups) -> None:
+        """Hook the model, or begin to look for it."""
+        self._groups = groups
+        if self._to_adopt is not None:
+            self._adopt(self._to_adopt)
+        else:
+            self._finder = ModelFinder(groups, self._found, self._window.is_under_way)
+
+    def bind(self, groups: Groups) -> None:
+        """Take on other param groups; layers they complete are hooked, blocks that exist are kept."""
+        self._groups = groups
+        if self._roots:
+            self._build()
+        if self._finder is not None:
+            self._finder.params = set(groups)
+
+    def rebind(self, groups: Groups) -> None:
+        """Take on the same parameters in other group dicts."""
+        self._groups = groups
+        for block in self.coverage.blocks:
+            block.groups = tuple(groups[param] for param in block.params)
+
+    def settle(self) -> bool:
+        """With the first step that has gradients, all that only a forward can show was shown.
+
+        Returns:
+            Whether that was now, and something had been awaited.
+
+        Raises:
+            ValueError: a pattern of the options matches no module of a model that had to be found.
+        """
+        if self._settled or all(param.grad is None for param in self._groups):
+            return False
+        if self._finder is not None and self.model is not None:
+            self._options.check_patterns(self.model)
+        self._settled = True
+        awaited = self._finder is not None or bool(self.coverage.candidates)
+        self._stop_finding()
+        return awaited
+
+    def does_nothing(self) -> bool:
+        """Whether nothing is preconditioned against the user's wish, nor can yet be."""
+        awaited = bool(self.coverage.candidates) and not self._settled
+        return not (self.coverage.blocks or self._options.skip_layers or awaited)
+
+    def end_step(self) -> None:
+        """A step was taken."""
+        self._functional.end_step()
+        if self._roots and self.coverage.has_grown():
+            self._build()
+
+    def release(self) -> None:
+        """Take all hooks off."""
+        self._window.modes.leave()
+        for handle in (*self._roots.values(), *(handle for _, handle in self._attached.values())):
+            handle.remove()
+        self._roots.clear()
+        self._attached.clear()
+        self._functional.forget()
+        self._stop_finding()
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """Fully qualified names of the model's parameters."""
+        return {} if self.model is None else ModuleNames(self.model).parameters()
+
+    def restore(
+        self, states: Sequence[Mapping[str, Any] | None], waiting: dict[nn.Parameter, Mapping[str, Any]]
+    ) -> None:
+        """Load what a checkpoint holds for each block, and keep the rest for those to come."""
+        self.waiting = waiting
+        for block, state in zip(self.coverage.blocks, states, strict=True):
+            checkpoint.restore(block, state)
+
+    def awaits(self, param: nn.Parameter) -> bool:
+        """Whether a forward may yet show a block whose first parameter this is."""
+        return self.model is None or param in self.coverage.candidates or param in self.coverage.lazy
+
+    def _adopt(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> None:
+        """Take `model` as (one of) the optimizer's, in the place of any that it contains."""
+        inside = set(model.modules())
+        for root in [root for root in self._roots if root in inside]:
+            self._roots.pop(root).remove()
+        self._roots[model] = Handles()
+        self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
+        self._build()
+        self._roots[model] = self._window.watch_root(model, args_under_way)
+
+    def _found(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        # A part of a model that is known is no other model.
+        if not any(model in root.modules() for root in self._roots):
+            self._adopt(model, args)
+
+    def _stop_finding(self) -> None:
+        if self._finder is not None:
+            self._finder.remove()
+            self._finder = None
+
+    def _build(self) -> None:
+        """Find the blocks; keep those that exist, hook in those that are new."""
+        assert self.model is not None
+        self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks)
+        blocks = self.coverage.blocks
+        wanted = by_module(blocks)
+        for module, (attached, handle) in list(self._attached.items()):
+            if wanted.get(module) != attached:
+                handle.remove()
+                del self._attached[module]
+        for module, attachments in wanted.items():
+            if module not in self._attached:
+                handle = attach(module, attachments, self._window, self._emitted)
+                self._attached[module] = (attachments, handle)
+        if _is_compiled(self.model):
+            self._functional.forget()
+        else:
+            self._functional.know(blocks, self.coverage.candidates, self.coverage.owners(self.model))
+        self.rebind(self._groups)
+        for block in blocks:
+            self._restore_waiting(block)
+
+    def _claim(self, product: Product) -> KFACBlock | None:
+        assert self.model is not None
+        block = claim(self.model, product, self._groups, self._options, self.coverage)
+        if block is not None:
+            self._restore_waiting(block)
+        return block
+
+    def _restore_waiting(self, block: KFACBlock) -> None:
+        """Give a new block what a checkpoint that was loaded before held for it."""
+        state = self.waiting.get(block.params[0])
+        if state is not None:
+            checkpoint.check([block], [state], [], any_prefix=not self.given)
+            checkpoint.restore(block, state)
+            del self.waiting[block.params[0]]
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether any part of `model` is compiled: what runs there is out of sight of modes and hooks."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
