@@ -338,7 +338,7 @@ def test_a_checkpoint_without_factors_starts_statistics_anew_even_where_some_wer
     optimizer.load_state_dict(state)
     train(model, optimizer, 1, start=40)
     only = KFACOptimizer(mlp(), lr=0.0)
-    train(only._model, only, 1, start=40)
+    train(only._binding.model, only, 1, start=40)
     assert_identical(optimizer.factors(), only.factors())
     assert torch.equal(block(optimizer, "0").state.a_inverse, block(only, "0").state.a_inverse)
 

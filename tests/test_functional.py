@@ -1114,8 +1114,8 @@ def test_without_factors_statistics_start_anew_at_the_same_step() -> None:
     resumed = KFACOptimizer(second, include_factors=False, **OPTIONS)
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     train_language(second, resumed, 1)
-    assert {block.clock.step for block in resumed._coverage.blocks} == {4}
-    assert {block.clock.folds for block in resumed._coverage.blocks} == {1}
+    assert {block.clock.step for block in resumed._binding.coverage.blocks} == {4}
+    assert {block.clock.folds for block in resumed._binding.coverage.blocks} == {1}
 
 
 def test_a_checkpoint_of_another_size_is_refused_before_the_first_forward_or_at_it() -> None:
