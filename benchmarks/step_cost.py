@@ -267,13 +267,13 @@ def ratio_table(costs: Sequence[ModelCost]) -> Table:
         caption=f"state: multiple of the parameters' bytes; peer: ratio of {_PEER}",
         box=box.SIMPLE,
     )
-    table.add_column("model, batch", no_wrap=True)
+    table.add_column("model", no_wrap=True)
     for heading in ("periods", "SGD ms", "K-FAC ms", "ratio", "floor", "gap", "state", "peer"):
         table.add_column(heading, justify="right", no_wrap=True)
     for cost in costs:
         for row in cost.periods:
             table.add_row(
-                f"{cost.model}, {cost.examples}",
+                cost.model,
                 row.periods,
                 f"{1e3 * cost.sgd_seconds:.1f}",
                 f"{1e3 * row.seconds:.1f}",

@@ -55,10 +55,12 @@ class ModelBinding:
         self._groups: Groups = {}
         self._finder: ModelFinder | None = None
         self._settled = False
+        self._excluded: dict[nn.Parameter, str] = {}
         self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         self._functional = FunctionalUses(window, self._claim, emitted)
-        window.around, window.module_ran = self._functional.mode, self._functional.module_ran
+        window.around = self._functional.mode
+        window.module_ran, window.layer_ran = self._functional.module_ran, self._functional.layer_ran
 
     def start(self, groups: Groups) -> None:
         """Hook the model, or begin to look for it."""
@@ -99,6 +101,19 @@ class ModelBinding:
         awaited = self._finder is not None or bool(self.coverage.candidates)
         self._stop_finding()
         return awaited
+
+    def exclude_unmeasured(self) -> list[str]:
+        """Leave to SGD what a function used in a way that is out of sight; the reasons, new ones only."""
+        covered = {block.params[0]: block.param_names[0] for block in self.coverage.blocks}
+        reasons = {
+            param: f"{covered[param]!r} is used by {function} outside its own layer, which is not measured"
+            for param, function in self._functional.unmeasured().items()
+            if param in covered
+        }
+        if reasons:
+            self._excluded |= reasons
+            self._build()
+        return list(reasons.values())
 
     def does_nothing(self) -> bool:
         """Whether nothing is preconditioned against the user's wish, nor can yet be."""
@@ -160,7 +175,7 @@ class ModelBinding:
     def _build(self) -> None:
         """Find the blocks; keep those that exist, hook in those that are new."""
         assert self.model is not None
-        self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks)
+        self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, self._excluded)
         blocks = self.coverage.blocks
         wanted = by_module(blocks)
         for module, (attached, handle) in list(self._attached.items()):

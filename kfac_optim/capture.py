@@ -137,7 +137,8 @@ class CaptureWindow:
         dropped_calls: calls whose input was changed in place before the backward, ever.
         around: makes the mode that forwards of the model are to run in, or None.
         module_ran: told, within that mode, of a module whose forward is a product with this weight; whether the mode
-            notes such products by itself.
+            notes it.
+        layer_ran: told, within that mode, of any other module with this weight.
         modes: those that forwards under way run in.
     """
 
@@ -147,6 +148,7 @@ class CaptureWindow:
         self.dropped_calls = 0
         self.around: Callable[[], TorchFunctionMode | None] = lambda: None
         self.module_ran: Callable[[nn.Parameter], bool] = lambda _: False
+        self.layer_ran: Callable[[nn.Parameter], None] = lambda _: None
         self.modes = ModeStack()
         self._mode: TorchFunctionMode | None = None
         self._watches: list[LayerWatch] = []
@@ -177,9 +179,9 @@ class CaptureWindow:
         """Whether a forward of the model is running."""
         return bool(self._roots)
 
-    def leaves_product(self, weight: nn.Parameter) -> bool:
-        """After a module whose forward is a product with `weight`: whether it is, or would have been, noted apart."""
-        return self._mode is not None and self._mode in self.modes and self.module_ran(weight)
+    def in_mode(self) -> bool:
+        """Whether the forward that is running runs in `around`'s mode."""
+        return self._mode is not None and self._mode in self.modes
 
     def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
         """Emit the calls of `module` that a backward reaches."""
@@ -431,8 +433,11 @@ class _LayerHook:
             return
         if not isinstance(output, Tensor) or is_parametrized(module):
             return
-        if watch.is_product and window.leaves_product(watch.weight):
-            return
+        if window.in_mode():
+            if not watch.is_product:
+                window.layer_ran(watch.weight)
+            elif window.module_ran(watch.weight):
+                return
         layer_input = _first_tensor(args, kwargs, least_ndim=0 if watch.unbatched_ndim == 0 else 1)
         if layer_input is not None:
             unbatched = layer_input.dim() == watch.unbatched_ndim

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,12 +31,14 @@ def build_blocks(
     group_of: Mapping[nn.Parameter, dict[str, Any]],
     options: BlockOptions,
     existing: Sequence[KFACBlock] = (),
+    excluded: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> Coverage:
     """Find the layers of `model` whose parameters are in `group_of` and make a block of each.
 
     Modules that share the very same parameters share a block. Where modules share a weight but not a bias, the
     block covers the weight alone. A weight that is also used by a module without an adapter is left uncovered,
-    because only some of its uses could be measured. Blocks in `existing` that would be built again are kept.
+    because only some of its uses could be measured. Blocks in `existing` that would be built again are kept; parameters
+    in `excluded` are left uncovered for the reason given.
     """
     coverage = Coverage()
     names = ModuleNames(model)
@@ -49,6 +52,9 @@ def build_blocks(
         if adapter is not None and adapter.owns_children:
             owners.append(f"{path}." if path else "")
         owned = _owned(names, path, module, adapter, group_of, options, coverage)
+        for local in [local for local, param in owned.items() if param in excluded]:
+            param = owned.pop(local)
+            coverage.uncovered[param] = excluded[param]
         if not owned:
             continue
         name = names.shown[path]

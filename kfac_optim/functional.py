@@ -40,9 +40,11 @@ class FunctionalUses:
         self._claim = claim
         self._emitted = emitted
         self._blocks: dict[nn.Parameter, KFACBlock] = {}
+        self._listening: list[KFACBlock] = []
         self._candidates: set[nn.Parameter] = set()
         self._watches: dict[tuple[nn.Parameter, bool], tuple[LayerWatch, Handle]] = {}
         self._owners: dict[nn.Module, Handle] = {}
+        self._others: dict[nn.Parameter, list[str]] = {}
         self._last: dict[nn.Parameter, ProductUse] = {}
         self._looking = self._looked = False
 
@@ -58,7 +60,8 @@ class FunctionalUses:
                 a forward of the model: by themselves, or again within backward.
         """
         before = self._blocks
-        self._blocks = {block.params[0]: block for block in blocks if _is_plain(block)}
+        self._listening = list(blocks)
+        self._blocks = {block.params[0]: block for block in self._listening if _is_plain(block)}
         for weight, opposed in list(self._watches):
             if self._blocks.get(weight) is not before[weight]:
                 self._watches.pop((weight, opposed))[1].remove()
@@ -72,16 +75,16 @@ class FunctionalUses:
             handle.remove()
         self._watches.clear()
         self._look_into(set())
-        self._blocks, self._candidates = {}, set()
+        self._listening, self._blocks, self._candidates = [], {}, set()
 
     def mode(self) -> TorchFunctionMode | None:
         """What a forward of the model is to run in: on statistics steps, and in the first step to find candidates."""
-        wanted = any(block.wants_statistics() for block in self._blocks.values())
+        wanted = any(block.wants_statistics() for block in self._listening)
         if not wanted and (self._looked or not self._candidates):
             return None
         self._looking = True
         self._last.clear()
-        return ProductMode(self._seen)
+        return ProductMode(self._seen, self._used)
 
     def _look_into(self, owners: set[nn.Module]) -> None:
         window = self._window()
@@ -97,7 +100,20 @@ class FunctionalUses:
 
     def end_step(self) -> None:
         """A step was taken: what its forwards did not show is not looked for any more."""
+        self._others.clear()
         self._looked |= self._looking
+
+    def unmeasured(self) -> dict[nn.Parameter, str]:
+        """Parameters that a function used as another layer's weight outside their own modules, and its name."""
+        return {param: names[-1] for param, names in self._others.items() if names}
+
+    def layer_ran(self, weight: nn.Parameter) -> None:
+        """Within the mode, the module with this weight has run: one of the uses was its own."""
+        if self._others.get(weight):
+            self._others[weight].pop()
+
+    def _used(self, param: nn.Parameter, function: str) -> None:
+        self._others.setdefault(param, []).append(function)
 
     def module_ran(self, weight: nn.Parameter) -> bool:
         """Within the mode, the module with this weight has run: whether its product, if any, was noted here.
@@ -116,6 +132,7 @@ class FunctionalUses:
             self._candidates.discard(weight)
             if (claimed := self._claim(product)) is not None:
                 self._blocks[weight] = claimed
+                self._listening.append(claimed)
         block = self._blocks.get(weight)
         if block is None:
             return

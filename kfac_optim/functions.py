@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.hooks import Handle
@@ -25,11 +26,17 @@ class Product(NamedTuple):
 
 
 class ProductMode(TorchFunctionMode):
-    """Tells `seen(product, output)` of every product with a parameter, whatever module or function asks for it."""
+    """Sees what functions do with parameters, whatever module asks for it.
 
-    def __init__(self, seen: Callable[[Product, Tensor], None]) -> None:
+    Args:
+        seen: told of every product with a parameter, and its output.
+        used: told of every other use of a parameter as a layer's weight, and the name of the function.
+    """
+
+    def __init__(self, seen: Callable[[Product, Tensor], None], used: Callable[[nn.Parameter, str], None]) -> None:
         super().__init__()
         self._seen = seen
+        self._used = used
 
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,6 +47,10 @@ class ProductMode(TorchFunctionMode):
             product = read(*args, **(kwargs or {}))
             if product is not None:
                 self._seen(product, output)
+        elif func in _OTHER_LAYERS and output.requires_grad:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, nn.Parameter):
+                    self._used(leaf, func.__name__)
         return output
 
 
@@ -87,6 +98,14 @@ _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
     torch.Tensor.mm: _of_matmul,
     torch.Tensor.__matmul__: _of_matmul,
 }
+
+
+_OTHER_LAYERS: frozenset[Function] = frozenset(
+    {
+        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        *(F.embedding, F.embedding_bag, F.bilinear, torch.einsum),
+    }
+)
 
 
 class _Substitution(TorchFunctionMode):

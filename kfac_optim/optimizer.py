@@ -201,6 +201,8 @@ class KFACOptimizer(Optimizer):
             )
         if self._binding.settle():
             self._warn_of_nothing_to_do(stacklevel=4)
+        for reason in self._binding.exclude_unmeasured():
+            warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=4)
         blocks = self._binding.coverage.blocks
         self._record = engine.step(self.param_groups, self.state, blocks, self._window, self._executor)
         self._binding.end_step()

@@ -1,5 +1,6 @@
 """Matrices that functions multiply by: `addmm`, `matmul`, output layers tied to embeddings, a Linear's own weight."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -1183,3 +1184,47 @@ def test_a_bare_matrix_whose_module_is_called_by_hand_is_measured() -> None:
     theirs.step()
     for name, pair in theirs.factors().items():
         assert_same(ours.factors()[name], pair)
+
+
+# -- uses that are out of sight ----------------------------------------------------------------------------------
+
+
+class Filters(nn.Module):
+    """A convolution whose weight is used once more, by a function; and an embedding likewise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.embedding, self.out = nn.Conv1d(4, 4, 1), nn.Embedding(4, 4), nn.Linear(4, 3)
+        self.again: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x.argmax(dim=-1)
+        x = self.conv(x[..., None]).squeeze(-1) + self.embedding(ids)
+        if "conv" in self.again:
+            x = x + F.conv1d(x[..., None], self.conv.weight).squeeze(-1)
+        if "embedding" in self.again:
+            x = x + F.embedding(ids, self.embedding.weight)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("layer", ["conv", "embedding"])
+def test_a_weight_used_by_a_function_that_is_not_measured_is_left_to_sgd_and_the_user_is_told(layer: str) -> None:
+    model = Filters()
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6)
+    train(model, optimizer, 2)
+    assert owners(optimizer)[f"{layer}.weight"] == layer
+    model.again = {layer}
+    weight = model.get_parameter(f"{layer}.weight")
+    function = {"conv": "conv1d", "embedding": "embedding"}[layer]
+    for step in range(2):
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        square_loss(model(batch(step))).backward()
+        told = pytest.warns(UserWarning, match=rf"'{layer}\.weight' is used by {function} outside its own layer")
+        with told if step == 0 else contextlib.nullcontext():
+            optimizer.step()
+        assert torch.equal(weight, torch.add(before, weight.grad, alpha=-0.1))
+    assert owners(optimizer)[f"{layer}.weight"] is None
+    assert "outside its own layer" in str(reasons(optimizer)[f"{layer}.weight"])
+    assert owners(optimizer)["out.weight"] == "out"
