@@ -317,3 +317,31 @@ PROBLEMS = [
 
 def problem_ids(problems: Sequence[Problem]) -> list[str]:
     return [problem.name for problem in problems]
+
+
+# -- the step ----------------------------------------------------------------------------------------------------
+
+
+def free_optimizer(model: nn.Module, **options: Any) -> KFACOptimizer:
+    """One whose steps subtract the preconditioned gradient and nothing else."""
+    return KFACOptimizer(model, lr=1.0, momentum=0.0, kl_clip=None, **options)
+
+
+def displacement(module: nn.Module, before: dict[str, Tensor]) -> Tensor:
+    """What a step of learning rate 1 subtracted, as `[groups, out, in]`."""
+    moved = {name: before[name] - param.detach() for name, param in module.named_parameters() if param.grad is not None}
+    return oracles.gradient_matrix(module, moved)
+
+
+def look_alikes() -> nn.Sequential:
+    """Layers of equal shapes, several with groups, which are batched together: none may take another's result."""
+    return nn.Sequential(
+        nn.Conv1d(4, 4, 1, groups=2),
+        nn.Tanh(),
+        nn.Conv1d(4, 4, 2, groups=4),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+        nn.Tanh(),
+        nn.Linear(3, 3),
+        nn.Linear(3, 3, bias=False),
+    )

@@ -1,13 +1,23 @@
 import oracles
 import pytest
 import torch
-from cases import STRUCTURES, LayerCase, any_loss, conv_cases, linear_cases, snapshot
+from cases import (
+    STRUCTURES,
+    LayerCase,
+    any_loss,
+    conv_cases,
+    displacement,
+    free_optimizer,
+    linear_cases,
+    look_alikes,
+    snapshot,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
-from torch import Tensor, nn
+from torch import nn
 
-from kfac_optim import Cholesky, KFACOptimizer, LayerSpec, Structure, WeightSharing
+from kfac_optim import Cholesky, LayerSpec, Structure, WeightSharing
 from kfac_optim.inverses.cholesky import CholeskyState
 
 pytestmark = [
@@ -16,17 +26,6 @@ pytestmark = [
 ]
 
 # -- the step, through the optimizer -----------------------------------------------------------------------------
-
-
-def displacement(module: nn.Module, before: dict[str, Tensor]) -> Tensor:
-    """What a step of learning rate 1 subtracted, as `[groups, out, in]`."""
-    moved = {name: before[name] - param.detach() for name, param in module.named_parameters() if param.grad is not None}
-    return oracles.gradient_matrix(module, moved)
-
-
-def free_optimizer(model: nn.Module, **options: object) -> KFACOptimizer:
-    """One whose steps subtract the preconditioned gradient and nothing else."""
-    return KFACOptimizer(model, lr=1.0, momentum=0.0, kl_clip=None, **options)
 
 
 @given(
@@ -53,16 +52,7 @@ def test_the_step_solves_the_damped_kronecker_system(
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
 def test_every_layer_of_a_model_solves_its_own_system(structure: tuple[Structure, Structure]) -> None:
     # Equal shapes are inverted in one batch, across layers and groups: none may take another's.
-    model = nn.Sequential(
-        nn.Conv1d(4, 4, 1, groups=2),
-        nn.Tanh(),
-        nn.Conv1d(4, 4, 2, groups=4),
-        nn.Flatten(),
-        nn.Linear(8, 3),
-        nn.Tanh(),
-        nn.Linear(3, 3),
-        nn.Linear(3, 3, bias=False),
-    )
+    model = look_alikes()
     optimizer = free_optimizer(model, structure=structure, damping=0.1)
     before = snapshot(model)
     any_loss(model(torch.randn(6, 4, 3))).backward()
