@@ -4,30 +4,31 @@ The house, from the ground up; imports go only to a lower storey (within a folde
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
     hooks                       L0  forward hooks and torch function modes, put on and taken off
+    loss_terms                  L1  how many terms the loss of a step has
     rows                        L1  canonical rows and their second moments
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
-    capture                     L1  when a forward and a backward become statistics; the only file on autograd
+    capture                     L2  when a forward and a backward become statistics; the only file on autograd
     finder                      L1  the model, where the optimizer was given parameters alone
     selection                   L1  module names; layers by name glob or class
-    functions                   L2  torch functions seen or replaced while a module's forward runs
-    layers/                     L3  a module's input and output gradient as second moments, one family per file
-    damping                     L3  how λ is shared among factors
-    pairs                       L4  the two factors of a block
-    inverses/                   L5  accumulate, refresh (dear), apply (cheap), one representation per file
-    options                     L6  the user's choices about layers, checked against the model
-    blocks                      L6  layer + adapter + inverse + clock
-    assembly                    L7  the block of a weight, from all the modules that use it
-    discovery                   L8  the blocks of a model
-    functional                  L7  matrices that functions multiply by, whatever module owns them
-    estimates                   L7  which output gradients count
-    execution                   L7  who does the work: one device, later many
-    checkpoint                  L7  block state in and out of state_dict
-    engine                      L8  one step as a pipeline
-    schedulers                  L8  schedules for any param-group number
-    diagnostics                 L9  summary, metrics, factors
-    binding                     L9  the model as the optimizer knows it: found, made into blocks, hooked
-    optimizer                   L10  KFACOptimizer: groups, hooks, checkpoints
+    functions                   L3  torch functions seen or replaced while a module's forward runs
+    layers/                     L4  a module's input and output gradient as second moments, one family per file
+    damping                     L4  how λ is shared among factors
+    pairs                       L5  the two factors of a block
+    inverses/                   L6  accumulate, refresh (dear), apply (cheap), one representation per file
+    options                     L7  the user's choices about layers, checked against the model
+    blocks                      L7  layer + adapter + inverse + clock
+    assembly                    L8  the block of a weight, from all the modules that use it
+    functional                  L8  matrices that functions multiply by, whatever module owns them
+    estimates                   L8  which output gradients count
+    execution                   L8  who does the work: one device, later many
+    checkpoint                  L8  block state in and out of state_dict
+    discovery                   L9  the blocks of a model
+    engine                      L9  one step as a pipeline
+    schedulers                  L9  schedules for any param-group number
+    diagnostics                 L10  summary, metrics, factors
+    binding                     L10  the model as the optimizer knows it: found, made into blocks, hooked
+    optimizer                   L11  KFACOptimizer: groups, hooks, checkpoints
 """
 
 from kfac_optim.diagnostics import Summary

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from kfac_optim.capture import CaptureWindow, LossCount
+from kfac_optim.capture import CaptureWindow
 from kfac_optim.hooks import Handle
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.layers.base import LayerAdapter, LayerStatistics
+from kfac_optim.loss_terms import LossCount
 from kfac_optim.specs import LayerSpec
 
 # The averages change fastest while they are young: an inverse is out of date once they have grown by this factor.

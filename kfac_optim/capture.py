@@ -25,14 +25,12 @@ along; a pickled or copied model carries inert hooks.
 """
 
 import functools
-import math
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +39,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook
+from kfac_optim.loss_terms import LossCount, LossTally, RootCall, first_tensor
 from kfac_optim.specs import LossTerms
 
-_BY_INPUT = (LossTerms.EXAMPLES, LossTerms.SUM)
 _MODULE_CALL = nn.Module._call_impl.__code__
 
 
@@ -87,15 +85,6 @@ class LayerWatch:
     keep_input: bool = False
 
 
-class LossCount(NamedTuple):
-    """The terms of a step's loss."""
-
-    averaged: float
-    """`M`, the terms that the mean runs over; 1 for a summed loss."""
-    summed: float
-    """Terms that are summed instead; 1 for a mean, infinity where the number is unknown."""
-
-
 @dataclass(frozen=True, slots=True)
 class _WatchHandle:
     watches: list[LayerWatch]
@@ -104,28 +93,6 @@ class _WatchHandle:
     def remove(self) -> None:
         if self.watch in self.watches:
             self.watches.remove(self.watch)
-
-
-class RootCall:
-    """One forward call of the whole model, whose loss terms count once in each window that has a backward through it.
-
-    Attributes:
-        model: identity of the model.
-        terms: what the window's rule reads off the call; None where it finds nothing to read.
-        counted_in: number of the window that counted it last.
-        batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
-        recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
-    """
-
-    __slots__ = ("batched", "counted_in", "model", "recomputes", "terms", "unbatched")
-
-    def __init__(self, model: int) -> None:
-        self.model = model
-        self.terms: int | None = None
-        self.counted_in = -1
-        self.batched = False
-        self.unbatched = False
-        self.recomputes = False
 
 
 class CaptureWindow:
@@ -156,10 +123,7 @@ class CaptureWindow:
         self._roots: list[RootCall] = []
         self._backward_root: RootCall | None = None
         self._open: list[ForwardCall] = []
-        self._number = 0
-        self._counted: Counter[int] = Counter()
-        self._stated: int | None = None
-        self._rootless = False
+        self._tally = LossTally(rule)
         self._stale = False
 
     def watch_root(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> Handle:
@@ -244,7 +208,7 @@ class CaptureWindow:
         """State the loss terms of the coming backward; counting is off until the window closes."""
         if self._stale:
             self.discard()
-        self._stated = (self._stated or 0) + terms
+        self._tally.state(terms)
 
     def close(self) -> LossCount:
         """End the window and count the loss terms in it.
@@ -255,22 +219,7 @@ class CaptureWindow:
         """
         if self._stale:
             self.discard()
-        # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
-        counted = max(self._counted.values(), default=0)
-        if self.rule is LossTerms.SUM:
-            count = LossCount(averaged=1, summed=math.inf if self._rootless else counted)
-        elif self._stated is not None:
-            count = LossCount(averaged=self._stated, summed=1)
-        elif self._rootless:
-            raise RuntimeError(
-                "kfac_optim: the number of terms in the loss's mean is unknown: a layer ran outside the model's "
-                f"forward (a submodule or another method was called directly), or loss_terms={self.rule} finds no "
-                "tensor with a dimension to read it off. Call optimizer.set_loss_terms(n) before backward(), with n "
-                "the number of terms the loss is averaged over, or run the model through its own forward, or build the "
-                "optimizer with model=<the module that is called>."
-            )
-        else:
-            count = LossCount(averaged=counted, summed=1)
+        count = self._tally.result()
         self._forget_calls()
         self._roots.clear()
         self.modes.leave()
@@ -320,24 +269,14 @@ class CaptureWindow:
         for call in self._open:
             call.release()
         self._open.clear()
-        self._number += 1
-        self._stated, self._rootless, self._stale = None, False, False
-        self._counted.clear()
+        self._tally.reset()
+        self._stale = False
 
     def _current_root(self) -> RootCall | None:
         if self._roots:
             return self._roots[-1]
         recomputing = torch._C._current_graph_task_id() != -1
         return self._backward_root if recomputing else None
-
-    def _count(self, root: RootCall | None) -> None:
-        if root is None or root.terms is None:
-            self._rootless = True
-        elif root.counted_in != self._number:
-            root.counted_in = self._number
-            # A model that gets a single example without a batch dimension hands none to its layers.
-            single = self.rule in _BY_INPUT and root.unbatched and not root.batched
-            self._counted[root.model] += 1 if single else root.terms
 
 
 class ForwardCall:
@@ -390,7 +329,7 @@ class ForwardCall:
             call = LayerCall(self._input, self._gradient + gradient, self._gradient, self._training, self._context)
         else:
             return  # the call was counted in a window that has closed
-        window._count(self._root)
+        window._tally.count(self._root)
         self._gradient = call.gradient
         with torch.profiler.record_function("kfac.statistics"):
             watch.emit(call)
@@ -438,7 +377,7 @@ class _LayerHook:
                 window.layer_ran(watch.weight)
             elif window.module_ran(watch.weight):
                 return
-        layer_input = _first_tensor(args, kwargs, least_ndim=0 if watch.unbatched_ndim == 0 else 1)
+        layer_input = first_tensor(args, kwargs, least_ndim=0 if watch.unbatched_ndim == 0 else 1)
         if layer_input is not None:
             unbatched = layer_input.dim() == watch.unbatched_ndim
             window.note(watch, layer_input, output, training=module.training, unbatched=unbatched)
@@ -465,16 +404,7 @@ class _RootHooks:
         root = window._roots.pop()
         if not window._roots:
             window.end_forward()
-        by_input = window.rule in _BY_INPUT
-        tensor = _first_tensor(args, kwargs) if by_input else _first_tensor(output)
-        if tensor is None:
-            root.terms = None
-        elif by_input:
-            root.terms = tensor.shape[0]
-        elif window.rule is LossTerms.POSITIONS:
-            root.terms = tensor.numel() // max(tensor.shape[-1], 1)
-        else:
-            root.terms = tensor.numel()
+        root.read(window.rule, (args, kwargs), output)
         if root.recomputes and torch.is_grad_enabled():
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -500,9 +430,3 @@ def _is_nested(model: nn.Module) -> bool:
 def _in_function_transform() -> bool:
     """Whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
-    """The first tensor with a dimension; a scalar in front of the batch (a time, a temperature) is not the batch."""
-    leaves = tree_leaves(structures)
-    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() >= least_ndim), None)
