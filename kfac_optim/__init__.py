@@ -16,7 +16,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     damping                     L4  how λ is shared among factors
     pairs                       L5  the two factors of a block
     inverses/                   L6  accumulate, refresh (dear), apply (cheap), one representation per file
-    options                     L7  the user's choices about layers, checked against the model
+    options                     L7  the user's choices about layers
     blocks                      L7  layer + adapter + inverse + clock
     assembly                    L8  the block of a weight, from all the modules that use it
     functional                  L8  matrices that functions multiply by, whatever module owns them

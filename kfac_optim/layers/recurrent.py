@@ -162,7 +162,7 @@ class _Forwards:
         """In place of `torch.lstm` and its like: `(output, h)` or `(output, h, c)`."""
         if not isinstance(args[3], bool):  # (data, batch_sizes, hx, weights, …) of packed sequences
             data, batch_sizes, hx, *options = args
-            sizes = tuple(batch_sizes.tolist())
+            sizes = tuple(batch_sizes.tolist())  # always on the CPU: nothing is waited for
             rows, state = run_stack(step, data, sizes, _as_state(hx), options, functools.partial(self._note, sizes))
             return rows, *state
         layer_input, hx, *options, batch_first = args
