@@ -189,9 +189,9 @@ def attach(
     emitted: Callable[[KFACBlock], None],
 ) -> Handle:
     """Hook `module` into `window` for all its blocks; `emitted` is told of each that took statistics."""
-    block, use = attachments[0]
+    _, use = attachments[0]
     specs = [use.spec for _, use in attachments]
-    return use.adapter.capture(module, specs, window, Sink(attachments, emitted), block.dtype)
+    return use.adapter.capture(module, specs, window, Sink(attachments, emitted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +201,19 @@ class Sink:
     attachments: Sequence[Attachment]
     emitted: Callable[[KFACBlock], None]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.attachments[0][0].dtype
+
     def wanted(self) -> bool:
         return any(block.wants_statistics() for block, _ in self.attachments)
 
-    def emit(self, index: int, stats: LayerStatistics) -> None:
+    def emit(self, index: int, stats: LayerStatistics) -> bool:
         block, use = self.attachments[index]
         stats.opposed = use.opposed
         block.accumulate(stats)
         self.emitted(block)
+        return stats.keeps_input
 
     def discard(self) -> None:
         for block, _ in self.attachments:

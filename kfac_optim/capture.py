@@ -12,7 +12,7 @@ call's gradient is the running sum, and what was counted for the earlier sum is 
 
 [Note: the lifetime of a call]
 A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a forward that never gets a
-backward is freed with it. It drops the input as soon as it has committed (unless the watch keeps it), and keeps the
+backward is freed with it. It drops the input as soon as it has committed (unless its statistics keep it), and keeps the
 gradient, in case another backward comes, only until the window closes in `step()`.
 
 [Note: recomputed layers]
@@ -50,8 +50,7 @@ class LayerCall:
     """One forward call of a layer, as a backward through it leaves it."""
 
     input: Tensor | None
-    """The layer's input. From the second backward on, when its rows are counted already, it is None unless the watch
-    keeps it."""
+    """The layer's input. None from the second backward on, unless statistics of an earlier one kept it."""
     gradient: Tensor
     """Gradient with respect to the layer's output, summed over the backwards so far."""
     earlier: Tensor | None = None
@@ -69,20 +68,18 @@ class LayerWatch:
     Attributes:
         weight: the parameter that a backward must reach to count.
         wanted: whether the layer's next forward should be captured.
-        emit: receives each committed call.
+        emit: receives each committed call; whether further backwards through it need its input again.
         discard: forgets the calls emitted since the last step.
         unbatched_ndim: dimensions of an input without a batch dimension, for `watch_layer`.
         is_product: whether the layer's forward is a product with its weight, which `around`'s mode may see.
-        keep_input: whether further backwards need the input again; it then lives until the window closes.
     """
 
     weight: nn.Parameter
     wanted: Callable[[], bool]
-    emit: Callable[[LayerCall], None]
+    emit: Callable[[LayerCall], bool]
     discard: Callable[[], None]
     unbatched_ndim: int = -1
     is_product: bool = False
-    keep_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,31 +305,27 @@ class ForwardCall:
         window, watch = self._window(), self._watch()
         if window is None or watch is None or not window.listening or not _reaches(watch.weight):
             return
-        gradient = gradient.detach()
-        if not self._committed:
-            if window._stale:
-                window.discard()
-            layer_input = self._input
-            self._committed = True
-            if not watch.keep_input:
-                self._input = None
-            if layer_input is None or _version(layer_input) != self._version:
-                window.dropped_calls += 1
-                return
-            call = LayerCall(layer_input, gradient, None, self._training, self._context)
-            window._open.append(self)
-        elif self._gradient is not None:
-            window._stale = False
-            if self._input is not None and _version(self._input) != self._version:
-                window.dropped_calls += 1
-                return
-            call = LayerCall(self._input, self._gradient + gradient, self._gradient, self._training, self._context)
-        else:
+        if self._committed and self._gradient is None:
             return  # the call was counted in a window that has closed
+        if window._stale and not self._committed:
+            window.discard()
+        layer_input, self._input = self._input, None
+        if layer_input is not None and _version(layer_input) != self._version:
+            self._committed = True
+            window.dropped_calls += 1
+            return
+        earlier, gradient = self._gradient, gradient.detach()
+        if earlier is not None:
+            gradient = earlier + gradient
+            window._stale = False
+        if not self._committed:
+            self._committed = True
+            window._open.append(self)
+        self._gradient = gradient
         window._tally.count(self._root)
-        self._gradient = call.gradient
         with torch.profiler.record_function("kfac.statistics"):
-            watch.emit(call)
+            if watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self._context)):
+                self._input = layer_input
 
     def release(self) -> None:
         self._gradient = self._input = None

@@ -159,12 +159,13 @@ class FunctionalUses:
             self._watches[key] = (watch, window.watch_calls(watch))
         return self._watches[key][0]
 
-    def _emit(self, block: KFACBlock, opposed: bool, call: LayerCall) -> None:
+    def _emit(self, block: KFACBlock, opposed: bool, call: LayerCall) -> bool:
         spec = block.spec.transposed() if opposed else block.spec
         stats = ProductStatistics(spec, call, block.dtype)
         stats.opposed = opposed
         block.accumulate(stats)
         self._emitted(block)
+        return stats.keeps_input
 
 
 def _is_plain(block: KFACBlock) -> bool:

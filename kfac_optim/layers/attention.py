@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -112,14 +111,13 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
         specs: Sequence[LayerSpec],
         window: CaptureWindow,
         sink: StatisticsSink,
-        dtype: torch.dtype,
     ) -> Handle:
         projections = []
         for index, spec in enumerate(specs):
             watch = LayerWatch(
                 weight=module.get_parameter(spec.params[0]),
                 wanted=sink.wanted,
-                emit=partial(_emit, sink, index, spec, dtype),
+                emit=partial(_emit, sink, index, spec),
                 discard=sink.discard,
             )
             projections.append(_Projection(watch, spec, partial(sink.separate_inputs, index)))
@@ -136,8 +134,8 @@ class _Projection(NamedTuple):
     separate_inputs: Callable[[], None]
 
 
-def _emit(sink: StatisticsSink, index: int, spec: LayerSpec, dtype: torch.dtype, call: LayerCall) -> None:
-    sink.emit(index, ProjectionStatistics(spec, call, dtype))
+def _emit(sink: StatisticsSink, index: int, spec: LayerSpec, call: LayerCall) -> bool:
+    return sink.emit(index, ProjectionStatistics(spec, call, sink.dtype))
 
 
 class _NotedAttention:

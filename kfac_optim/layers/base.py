@@ -26,6 +26,9 @@ class LayerStatistics(ABC):
     opposed = False
     """Whether the call multiplied by the transpose of the block's matrix, so that the sides change places."""
 
+    keeps_input = False
+    """Whether further backwards through the call need its input again; it then lives until the window closes."""
+
     @property
     @abstractmethod
     def count(self) -> int | Tensor:
@@ -111,11 +114,15 @@ class RowStatistics(LayerStatistics):
 class StatisticsSink(Protocol):
     """Where an adapter's statistics go."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the moments. It follows the model when that is moved to another dtype."""
+
     def wanted(self) -> bool:
         """Whether the next forward should be captured."""
 
-    def emit(self, index: int, stats: LayerStatistics) -> None:
-        """Take the statistics of spec number `index` at once; they hold the call's tensors alive."""
+    def emit(self, index: int, stats: LayerStatistics) -> bool:
+        """Take the statistics of spec number `index` at once; `LayerStatistics.keeps_input` of them."""
 
     def discard(self) -> None:
         """Forget what was emitted since the last step."""
@@ -158,7 +165,6 @@ class LayerAdapter(ABC, Generic[M]):
         specs: Sequence[LayerSpec],
         window: CaptureWindow,
         sink: StatisticsSink,
-        dtype: torch.dtype,
     ) -> Handle:
         """Hand `sink` the statistics of every call of `module` that a backward reaches.
 
@@ -168,7 +174,6 @@ class LayerAdapter(ABC, Generic[M]):
                 by the user; the sink counts in this sequence.
             window: where to listen.
             sink: takes the statistics.
-            dtype: of the moments.
         """
 
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
@@ -189,9 +194,6 @@ class WeightBiasAdapter(LayerAdapter[M]):
 
     is_product = False
     """Whether the forward is a product with the weight, such as `functional.py` sees."""
-
-    keeps_input = False
-    """Whether statistics of further backwards through one forward need the input again."""
 
     @abstractmethod
     def unbatched_ndim(self, module: M) -> int:
@@ -232,16 +234,14 @@ class WeightBiasAdapter(LayerAdapter[M]):
         specs: Sequence[LayerSpec],
         window: CaptureWindow,
         sink: StatisticsSink,
-        dtype: torch.dtype,
     ) -> Handle:
         (spec,) = specs
         watch = LayerWatch(
             weight=module.get_parameter("weight"),
             unbatched_ndim=self.unbatched_ndim(module),
             wanted=sink.wanted,
-            emit=lambda call: sink.emit(0, self.statistics(module, spec, call, dtype)),
+            emit=lambda call: sink.emit(0, self.statistics(module, spec, call, sink.dtype)),
             discard=sink.discard,
-            keep_input=self.keeps_input,
             is_product=self.is_product,
         )
         return window.watch_layer(module, watch)

@@ -29,6 +29,8 @@ class EmbeddingStatistics(LayerStatistics):
         dtype: of the moments.
     """
 
+    keeps_input = True  # for the mask of padding positions
+
     def __init__(self, module: nn.Embedding, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
         assert call.input is not None
         ids = call.input if call.input.dim() > 0 else call.input.unsqueeze(0)
@@ -104,7 +106,6 @@ class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):
     """Its weight is `[in, out]`."""
 
     transposes = True
-    keeps_input = True  # for the mask of padding positions
 
     def refusal(self, module: nn.Embedding) -> str | None:
         if module.sparse:

@@ -39,6 +39,8 @@ class NormStatistics(LayerStatistics):
         canonical: brings a gradient from the layout of the module to that of `standardised`.
     """
 
+    keeps_input = True
+
     def __init__(
         self,
         spec: LayerSpec,
@@ -99,7 +101,6 @@ def _moment(columns: Sequence[Tensor], structure: Structure) -> Tensor:
 class NormAdapter(WeightBiasAdapter[M]):
     """A layer whose `weight` and `bias` scale and shift each feature of a normalised input."""
 
-    keeps_input = True
     family: ClassVar[type[nn.Module]]
 
     @abstractmethod

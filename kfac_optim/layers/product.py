@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -60,7 +59,6 @@ class ProductAdapter(LayerAdapter[nn.Module]):
         specs: Sequence[LayerSpec],
         window: CaptureWindow,
         sink: StatisticsSink,
-        dtype: torch.dtype,
     ) -> Handle:
         return Handles()
 

@@ -112,13 +112,12 @@ class RecurrentAdapter(LayerAdapter[_Module]):
         specs: Sequence[LayerSpec],
         window: CaptureWindow,
         sink: StatisticsSink,
-        dtype: torch.dtype,
     ) -> Handle:
         def watch(index: int, spec: LayerSpec) -> LayerWatch:
             return LayerWatch(
                 weight=module.get_parameter(spec.params[0]),
                 wanted=sink.wanted,
-                emit=lambda call: sink.emit(index, SequenceStatistics(spec, call, dtype)),
+                emit=lambda call: sink.emit(index, SequenceStatistics(spec, call, sink.dtype)),
                 discard=sink.discard,
             )
 
