@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -167,7 +166,6 @@ def build(
         weight_sharing=options.weight_sharing.of(names, first.path),
         opposed=any(opposed),
     )
-    dtype = options.factor_dtype or torch.promote_types(params[0].dtype, torch.float32)
     inverse = options.inverse.of(names, first.path)
     layer_uses = tuple(
         LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
@@ -192,8 +190,7 @@ def build(
         uses=layer_uses,
         params=params,
         inverse=inverse,
-        state=inverse.init(spec, dtype=dtype, device=params[0].device),
-        dtype=dtype,
+        factor_dtype=options.factor_dtype,
         groups=tuple(assembly.group_of[param] for param in params),
         notes=tuple(notes),
     )

@@ -63,12 +63,12 @@ class KFACBlock:
         uses: every module that uses these parameters; the first one's adapter packs the matrix.
         params: the parameters, in the order of `spec.params`.
         inverse: representation of the inverse curvature.
-        state: of `inverse`.
         groups: the optimizer's param group of each parameter; the first one's damping, decay and periods are
             the block's.
-        dtype: of the factors.
+        factor_dtype: of the factors; None is the parameter's, but at least float32.
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
+        state: of `inverse`.
     """
 
     name: str
@@ -77,11 +77,14 @@ class KFACBlock:
     uses: tuple[LayerUse, ...]
     params: tuple[nn.Parameter, ...]
     inverse: Inverse[Any]
-    state: Any
-    dtype: torch.dtype
+    factor_dtype: torch.dtype | None
     groups: tuple[dict[str, Any], ...]
     notes: tuple[str, ...] = ()
     clock: Clock = field(default_factory=Clock)
+    state: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = self._new_state()
 
     @property
     def group(self) -> dict[str, Any]:
@@ -90,6 +93,11 @@ class KFACBlock:
     @property
     def adapter(self) -> LayerAdapter[Any]:
         return self.uses[0].adapter
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the factors."""
+        return self.factor_dtype or torch.promote_types(self.params[0].dtype, torch.float32)
 
     @property
     def is_ready(self) -> bool:
@@ -106,6 +114,7 @@ class KFACBlock:
         return not self.is_ready or self.clock.step % self.group["factor_update_period"] == 0
 
     def accumulate(self, stats: LayerStatistics) -> None:
+        self.follow()
         self.inverse.accumulate(self.state, stats)
 
     def discard(self) -> None:
@@ -115,7 +124,14 @@ class KFACBlock:
     def restart(self) -> None:
         """Forget all statistics; the step count goes on."""
         self.clock = Clock(step=self.clock.step)
-        self.state = self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
+        self.state = self._new_state()
+
+    def follow(self) -> None:
+        """Where the model was moved to another device or dtype since, take the state there."""
+        if self._home != (self.dtype, self.params[0].device):
+            tensors = self.inverse.tensors(self.state)
+            self.state = self._new_state()
+            self.inverse.load(self.state, tensors)
 
     def revise(self, spec: LayerSpec) -> None:
         """Take on what a forward has shown of the layer; where that is new, statistics start anew."""
@@ -123,13 +139,13 @@ class KFACBlock:
             self.spec = spec
             self.restart()
 
-    def fold(self, count: LossCount) -> None:
+    def fold(self, count: LossCount, loss_scale: float) -> None:
         """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
         if not self.inverse.has_pending(self.state):
             return
         clock = self.clock
         elapsed = clock.step - clock.folded_at if clock.folds else 0
-        self.inverse.fold(self.state, count.averaged, self.group["factor_decay"] ** elapsed)
+        self.inverse.fold(self.state, count.averaged, self.group["factor_decay"] ** elapsed, loss_scale)
         clock.folded_at = clock.step
         clock.summed_terms = count.summed
         clock.folds += 1
@@ -167,6 +183,10 @@ class KFACBlock:
             torch.empty_like(param).copy_(part.reshape(param.shape))
             for part, param in zip(parts, self.params, strict=True)
         ]
+
+    def _new_state(self) -> Any:
+        self._home = self.dtype, self.params[0].device
+        return self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
 
 
 Attachment = tuple[KFACBlock, LayerUse]

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook
 from kfac_optim.loss_terms import LossCount, LossTally, RootCall, first_tensor
+from kfac_optim.precision import without_autocast
 from kfac_optim.specs import LossTerms
 
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -201,7 +202,7 @@ class CaptureWindow:
         self._watches.append(watch)
         return _WatchHandle(self._watches, watch)
 
-    def set_loss_terms(self, terms: int) -> None:
+    def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
         if self._stale:
             self.discard()
@@ -217,11 +218,13 @@ class CaptureWindow:
         if self._stale:
             self.discard()
         count = self._tally.result()
-        self._forget_calls()
-        self._roots.clear()
-        self.modes.leave()
-        self._backward_root = None
+        self._end()
         return count
+
+    def abandon(self) -> None:
+        """End the window as if nothing had been captured in it."""
+        self.discard()
+        self._end()
 
     def mark_stale(self) -> None:
         """The gradients so far were thrown away: forget their statistics when the next forward call counts.
@@ -261,6 +264,12 @@ class CaptureWindow:
         self.modes.leave()
         for hooks in self._hooks:
             hooks.on()
+
+    def _end(self) -> None:
+        self._forget_calls()
+        self._roots.clear()
+        self.modes.leave()
+        self._backward_root = None
 
     def _forget_calls(self) -> None:
         for call in self._open:
@@ -323,7 +332,7 @@ class ForwardCall:
             window._open.append(self)
         self._gradient = gradient
         window._tally.count(self._root)
-        with torch.profiler.record_function("kfac.statistics"):
+        with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
             if watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self._context)):
                 self._input = layer_input
 

@@ -88,12 +88,15 @@ def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Itera
     )
 
 
-def metrics(blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepRecord | None) -> dict[str, float]:
+def metrics(
+    blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepRecord | None, skipped_steps: int
+) -> dict[str, float]:
     """Plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
     numbers: dict[str, float] = {
         "blocks": float(len(blocks)),
         "blocks_without_statistics": float(sum(block.clock.folds == 0 for block in blocks)),
         "dropped_calls": float(window.dropped_calls),
+        "skipped_steps": float(skipped_steps),
     }
     if record is not None:
         numbers["unpreconditioned_blocks"] = float(len(record.unpreconditioned))

@@ -55,6 +55,9 @@ def step(
     blocks: Sequence[KFACBlock],
     window: CaptureWindow,
     executor: Executor,
+    *,
+    loss_scale: float,
+    nonfinite_limit: int | None,
 ) -> StepRecord:
     """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
 
@@ -64,22 +67,28 @@ def step(
         blocks: the preconditioned part of the model.
         window: what was captured since the last step.
         executor: who does the work.
+        loss_scale: what the loss was multiplied by before backward; the gradients are free of it.
+        nonfinite_limit: refused samples or failed refreshes in a row that are too many.
 
     Raises:
-        RuntimeError: what cannot be stepped (see `KFACOptimizer.step`); nothing is changed then.
+        RuntimeError: what cannot be stepped (see `KFACOptimizer.step`), and nothing is changed then; or too many
+            setbacks of one layer in a row.
         ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
     """
     kl_clip = _check(groups, blocks)
+    _follow_model(state, blocks)
     count = window.close()
     executor.wait()
     with record_function("kfac.fold"):
         for block in blocks:
-            block.fold(count)
+            block.fold(count, loss_scale)
     with record_function("kfac.refresh"):
         due = [block for block in blocks if block.refresh_due()]
         executor.refresh(due)
         for block in due:
             block.mark_refreshed()
+        if nonfinite_limit is not None:
+            _check_setbacks(due, nonfinite_limit)
     directions, record = _precondition(blocks, state, executor, kl_clip)
     with record_function("kfac.update"):
         for group in groups:
@@ -110,6 +119,39 @@ def _check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> 
                 )
     kl_clip: float | None = clips.pop()
     return kl_clip
+
+
+def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock]) -> None:
+    """Take momentum and statistics to where the model was moved since the last step."""
+    for param, held in state.items():
+        buffer = held.get("momentum_buffer")
+        if buffer is not None and buffer.device != param.device:
+            held["momentum_buffer"] = buffer.to(param.device)
+    for block in blocks:
+        block.follow()
+
+
+def _check_setbacks(blocks: Sequence[KFACBlock], limit: int) -> None:
+    """Raise where a layer has had too many in a row. One host synchronisation."""
+    if not blocks:
+        return
+    device = blocks[0].params[0].device
+    counts = [count.to(device, non_blocking=True) for block in blocks for count in block.inverse.setbacks(block.state)]
+    numbers = torch.stack(counts).tolist()
+    for block, refused, failed in zip(blocks, numbers[::2], numbers[1::2], strict=True):
+        if refused >= limit:
+            raise RuntimeError(
+                f"kfac_optim: the statistics of layer {block.name!r} were not finite {refused} times in a row "
+                f"(nonfinite_limit={limit}). Look for inputs or output gradients that overflow {block.dtype} when they "
+                f"are squared: lower the loss scale or normalise the input, pass factor_dtype=torch.float64, or list "
+                f"the layer in skip_layers."
+            )
+        if failed >= limit:
+            raise RuntimeError(
+                f"kfac_optim: the inverse of layer {block.name!r} could not be computed {failed} times in a row "
+                f"(nonfinite_limit={limit}). Raise damping, pass factor_dtype=torch.float64, or list the layer in "
+                f"skip_layers."
+            )
 
 
 def _precondition(

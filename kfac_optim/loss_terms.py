@@ -15,8 +15,8 @@ _BY_INPUT = (LossTerms.EXAMPLES, LossTerms.SUM)
 class LossCount(NamedTuple):
     """The terms of a step's loss."""
 
-    averaged: float
-    """`M`, the terms that the mean runs over; 1 for a summed loss."""
+    averaged: float | Tensor
+    """`M`, the terms that the mean runs over; 1 for a summed loss; a tensor `[]` where it was stated as one."""
     summed: float
     """Terms that are summed instead; 1 for a mean, infinity where the number is unknown."""
 
@@ -66,7 +66,7 @@ class LossTally:
         self._rule = rule
         self._number = 0
         self._counted: Counter[int] = Counter()
-        self._stated: int | None = None
+        self._stated: float | Tensor | None = None
         self._rootless = False
 
     def count(self, root: RootCall | None) -> None:
@@ -79,9 +79,9 @@ class LossTally:
             single = self._rule in _BY_INPUT and root.unbatched and not root.batched
             self._counted[root.model] += 1 if single else root.terms
 
-    def state(self, terms: int) -> None:
+    def state(self, terms: float | Tensor) -> None:
         """Add stated terms, which stand for all counted ones."""
-        self._stated = (self._stated or 0) + terms
+        self._stated = terms if self._stated is None else self._stated + terms
 
     def result(self) -> LossCount:
         """The terms so far.

@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
@@ -20,10 +21,12 @@ from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
+from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
 from kfac_optim.options import block_options
+from kfac_optim.precision import all_finite, without_autocast
 from kfac_optim.selection import Pattern
 from kfac_optim.specs import LossTerms, Structure, WeightSharing
-from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, plain_number
+from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -72,6 +75,10 @@ class KFACOptimizer(Optimizer):
         adapters: module class → adapter, `{**DEFAULT_ADAPTERS, MyLayer: MyAdapter()}` to add one's own.
         max_factor_dim: a factor wider than this is kept diagonal.
         factor_dtype: dtype of the factors; None is the parameter's, but at least float32.
+        nonfinite_limit: how often in a row a step may be skipped because a gradient is not finite, a layer's statistics
+            refused, or its refresh fail, before `step()` raises; None is without end.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss, needed where `unscale_` is called on it, or `step`
+            without it. `scaler.step(optimizer)` alone hands the scale over.
         include_factors: whether `state_dict()` holds factors and inverses; without them statistics start anew
             on loading.
         distributed: None refuses to run in a process group of several ranks, where each would precondition by
@@ -86,7 +93,7 @@ class KFACOptimizer(Optimizer):
         RuntimeError: a process group of several ranks with `distributed=None`.
     """
 
-    # GradScaler then hands the scale over instead of calling step() on unscaled gradients behind our back.
+    # GradScaler then hands the scale over, which the output gradients behind G carry.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -113,6 +120,8 @@ class KFACOptimizer(Optimizer):
         adapters: Adapters = DEFAULT_ADAPTERS,
         max_factor_dim: int = 8192,
         factor_dtype: torch.dtype | None = None,
+        nonfinite_limit: int | None = 20,
+        grad_scaler: GradScaler | None = None,
         include_factors: bool = True,
         distributed: bool | None = None,
         maximize: bool = False,
@@ -143,6 +152,13 @@ class KFACOptimizer(Optimizer):
         check_kind("loss_terms", loss_terms, LossTerms)
         check_flag("include_factors", include_factors, optional=False)
         self._include_factors = include_factors
+        if nonfinite_limit is not None:
+            check_integer("nonfinite_limit (None is without end)", nonfinite_limit)
+        self._nonfinite_limit = nonfinite_limit
+        if grad_scaler is not None:
+            check_kind("grad_scaler", grad_scaler, GradScaler)
+        self._grad_scaler = grad_scaler
+        self._skipped_steps = self._skipped_in_a_row = 0
         options = block_options(
             adapters=adapters,
             skip_layers=skip_layers,
@@ -176,7 +192,7 @@ class KFACOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step.
+        """Take one step; or none, where a gradient is not finite: then nothing changes but a count in `metrics()`.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -186,27 +202,21 @@ class KFACOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a layer ran outside the model's forward and `set_loss_terms` was not called; a covered
-                parameter has a sparse gradient; a `GradScaler` drives the step.
+                parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_` was called and
+                no `grad_scaler` named.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.__dict__.pop("found_inf", None) is not None:
-            self.__dict__.pop("grad_scale", None)  # GradScaler does not clear them when step() raises
-            raise RuntimeError(
-                "kfac_optim: torch.amp.GradScaler is not supported yet: the output gradients behind G carry its scale. "
-                "Use torch.autocast with bfloat16, which needs no scaler, and call optimizer.step() directly."
-            )
-        if self._binding.settle():
-            self._warn_of_nothing_to_do(stacklevel=4)
-        for reason in self._binding.exclude_unmeasured():
-            warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=4)
-        blocks = self._binding.coverage.blocks
-        self._record = engine.step(self.param_groups, self.state, blocks, self._window, self._executor)
-        self._binding.end_step()
-        self._warn_of_unseen_layers(self._record.unpreconditioned)
+        try:
+            with without_autocast({param.device.type for group in self.param_groups for param in group["params"]}):
+                self._step(read_loss_scale(self.__dict__, self._grad_scaler))
+        except BaseException:
+            for name in ("found_inf", "grad_scale"):  # GradScaler clears them only when step() returns
+                self.__dict__.pop(name, None)
+            raise
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,7 +227,7 @@ class KFACOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         self._window.mark_stale()
 
-    def set_loss_terms(self, terms: int) -> None:
+    def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the number of terms `M` that the loss's mean runs over, before `backward()`.
 
         Gradients of a mean carry a factor `1/M` each, so `G = M Σ g gᵀ`. `M` is read off the model's forward by the
@@ -225,16 +235,22 @@ class KFACOptimizer(Optimizer):
         count), several forwards in one loss term, layers called outside the model's own forward. It holds until
         the next `step()`; with accumulated gradients state it for each backward, the numbers add up.
 
+        Where the mean is weighted, as by the class weights of `nn.CrossEntropyLoss`, state the effective number
+        `(Σ w)² / Σ w²` of the terms' weights.
+
         Args:
-            terms: at least 1.
+            terms: above 0; a number, or a tensor `[]`, whose value is then not waited for.
         """
-        check_integer("terms", terms)
+        if not isinstance(terms, Tensor):
+            check_number("terms", terms, above=0)
+        elif terms.numel() != 1:
+            raise ValueError(f"kfac_optim: terms must be a number or a 1-element tensor, got {list(terms.shape)}.")
         if self._window.rule is LossTerms.SUM:
             raise ValueError(
                 "kfac_optim: set_loss_terms was called, but loss_terms=LossTerms.SUM says that the loss is a sum, "
                 "which has no number of terms; pass another loss_terms, or drop the call."
             )
-        self._window.set_loss_terms(terms)
+        self._window.set_loss_terms(terms.detach().reshape(()) if isinstance(terms, Tensor) else terms)
 
     # -- param groups ------------------------------------------------------------------------------------------
 
@@ -264,12 +280,12 @@ class KFACOptimizer(Optimizer):
         `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); `cosine`
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` over the preconditioned
         parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G` (largest 1-norm
-        condition number of a damped factor); counts of `refused_statistics` (non-finite), `retried_refreshes` and
-        `failed_refreshes`, `dropped_calls` (input changed in place before backward), `blocks`,
-        `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
+        condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
+        `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in
+        place before backward); `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
         What is not known yet is absent.
         """
-        return diagnostics.metrics(self._binding.coverage.blocks, self._window, self._record)
+        return diagnostics.metrics(self._binding.coverage.blocks, self._window, self._record, self._skipped_steps)
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """`{layer name: (A, G)}`, copies of the undamped running averages.
@@ -318,6 +334,48 @@ class KFACOptimizer(Optimizer):
 
     # -- internals ---------------------------------------------------------------------------------------------
 
+    def _step(self, scale: LossScale) -> None:
+        if self._binding.settle():
+            self._warn_of_nothing_to_do(stacklevel=5)
+        for reason in self._binding.exclude_unmeasured():
+            warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=5)
+        gradients = {
+            param: param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
+        }
+        if scale.in_gradients:
+            unscale(gradients.values(), scale.factor)
+        if scale.overflowed or not all_finite(gradients.values()):
+            self._skip(gradients)
+            return
+        self._skipped_in_a_row = 0
+        self._record = engine.step(
+            self.param_groups,
+            self.state,
+            self._binding.coverage.blocks,
+            self._window,
+            self._executor,
+            loss_scale=scale.factor,
+            nonfinite_limit=self._nonfinite_limit,
+        )
+        self._binding.end_step()
+        self._warn_of_unseen_layers(self._record.unpreconditioned)
+
+    def _skip(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Take no step, forget the statistics of these gradients, and raise where that has become a habit."""
+        self._window.abandon()
+        self._skipped_steps += 1
+        self._skipped_in_a_row += 1
+        if self._nonfinite_limit is None or self._skipped_in_a_row < self._nonfinite_limit:
+            return
+        names = self._names()
+        guilty = [names.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([grad])]
+        raise RuntimeError(
+            f"kfac_optim: {self._skipped_in_a_row} steps in a row were skipped because gradients are not finite "
+            f"(nonfinite_limit={self._nonfinite_limit}), now those of {', '.join(map(repr, guilty[:4]))}"
+            f"{f' and {len(guilty) - 4} more' if len(guilty) > 4 else ''}. Look at the loss and the data; "
+            "lower lr, raise damping, or lower the loss scale."
+        )
+
     def _warn_of_nothing_to_do(self, stacklevel: int) -> None:
         if self._binding.model is None:
             warnings.warn(
@@ -342,7 +400,7 @@ class KFACOptimizer(Optimizer):
                 "since, or its forward or backward is out of sight: torch.compile, torch.func, gradients from "
                 "autograd.grad, or a forward of its own that multiplies by something else than its weight. Later such "
                 "steps are counted in metrics()['unpreconditioned_blocks'].",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:

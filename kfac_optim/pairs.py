@@ -19,9 +19,10 @@ class FactorPair:
         g: output factor, or None for the identity.
         rows: rows accumulated since the last fold; a device scalar where only the device knows how many count.
         refused: non-finite samples refused so far, `[]` int64.
+        refused_in_a_row: since the last that was accepted, `[]` int64.
     """
 
-    __slots__ = ("a", "g", "refused", "rows")
+    __slots__ = ("a", "g", "refused", "refused_in_a_row", "rows")
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.a, self.g = (
@@ -35,6 +36,7 @@ class FactorPair:
         )
         self.rows: int | Tensor = 0
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        self.refused_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def accumulate(self, stats: LayerStatistics) -> None:
         if self.a is not None and stats.has_input:
@@ -47,8 +49,8 @@ class FactorPair:
         """Whether anything was accumulated since the last fold."""
         return _counts(self.rows)
 
-    def fold(self, loss_terms: float, decay: float) -> None:
-        """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`."""
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float) -> None:
+        """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`, `g` divided by the loss scale."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
         if self.a is not None:
@@ -56,8 +58,9 @@ class FactorPair:
             rows = self.rows.clamp(min=1) if isinstance(self.rows, Tensor) else self.rows
             self.a.fold(scale=1 / rows, mass=self.rows, decay=decay, accept=accept)
         if self.g is not None:
-            self.g.fold(scale=loss_terms, mass=loss_terms, decay=decay, accept=accept)
+            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms, decay=decay, accept=accept)
         self.refused += ~accept
+        self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
         self.rows = 0
 
     def age(self, decay: float) -> None:
@@ -78,7 +81,7 @@ class FactorPair:
         return torch.stack([factor.mass > 0 for factor in present]).all()
 
     def tensors(self) -> dict[str, Any]:
-        nested: dict[str, Any] = {"refused": self.refused}
+        nested: dict[str, Any] = {"refused": self.refused, "refused_in_a_row": self.refused_in_a_row}
         for name, factor in (("A", self.a), ("G", self.g)):
             if factor is not None:
                 nested[name] = factor.tensors()
@@ -86,6 +89,7 @@ class FactorPair:
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         self.refused.copy_(tensors["refused"])
+        self.refused_in_a_row.copy_(tensors["refused_in_a_row"])
         for name, factor in (("A", self.a), ("G", self.g)):
             if factor is not None:
                 factor.load(tensors[name])
@@ -118,13 +122,13 @@ class OpposedPair(FactorPair):
     def has_pending(self) -> bool:
         return self.own.has_pending() or self.opposed.has_pending()
 
-    def fold(self, loss_terms: float, decay: float) -> None:
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float) -> None:
         for pair in (self.own, self.opposed):
             if pair.has_pending():
-                pair.fold(loss_terms, decay)
+                pair.fold(loss_terms, decay, loss_scale)
             else:
                 pair.age(decay)
-        self.refused.copy_(self.own.refused + self.opposed.refused)
+        self._count_refusals()
         self._combine()
 
     def discard(self) -> None:
@@ -140,8 +144,12 @@ class OpposedPair(FactorPair):
     def load(self, tensors: Mapping[str, Any]) -> None:
         self.own.load(tensors["own"])
         self.opposed.load(tensors["opposed"])
-        self.refused.copy_(self.own.refused + self.opposed.refused)
+        self._count_refusals()
         self._combine()
+
+    def _count_refusals(self) -> None:
+        self.refused.copy_(self.own.refused + self.opposed.refused)
+        self.refused_in_a_row.copy_(torch.maximum(self.own.refused_in_a_row, self.opposed.refused_in_a_row))
 
     def _combine(self) -> None:
         a_sides = (self.own.a, self.opposed.g)

@@ -181,6 +181,11 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (torch.float16, ValueError, r"factor_dtype .*float16 cannot hold squared gradients.*, got torch\.float16"),
         (torch.complex64, ValueError, r"factor_dtype must be one of torch\.float64, .* got torch\.complex64"),
     ],
+    "nonfinite_limit": [
+        (0, ValueError, r"nonfinite_limit \(None is without end\) must be at least 1, got 0"),
+        (2.5, TypeError, r"nonfinite_limit \(None is without end\) must be an integer, got 2\.5"),
+    ],
+    "grad_scaler": [(1024.0, TypeError, r"grad_scaler must be a GradScaler, got 1024\.0")],
     "include_factors": [
         (None, TypeError, r"include_factors must be True or False, got None"),
         ("yes", TypeError, r"include_factors must be True or False, got 'yes'"),
@@ -310,11 +315,15 @@ def scheduler(**arguments: Any) -> Call:
 
 OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
     "KFACOptimizer.set_loss_terms(terms)": [
-        (lambda: KFACOptimizer(mlp()).set_loss_terms(0), ValueError, r"terms must be at least 1, got 0"),
-        (lambda: KFACOptimizer(mlp()).set_loss_terms(-8), ValueError, r"terms must be at least 1, got -8"),
-        (lambda: KFACOptimizer(mlp()).set_loss_terms(8.0), TypeError, r"terms must be an integer, got 8\.0"),
-        (lambda: KFACOptimizer(mlp()).set_loss_terms(None), TypeError, r"terms must be an integer, got None"),
-        (lambda: KFACOptimizer(mlp()).set_loss_terms(NAN), TypeError, r"terms must be an integer, got nan"),
+        (lambda: KFACOptimizer(mlp()).set_loss_terms(0), ValueError, r"terms must be finite, above 0, got 0"),
+        (lambda: KFACOptimizer(mlp()).set_loss_terms(-8), ValueError, r"terms must be finite, above 0, got -8"),
+        (lambda: KFACOptimizer(mlp()).set_loss_terms(None), TypeError, r"terms must be a number, got None"),
+        (lambda: KFACOptimizer(mlp()).set_loss_terms(NAN), ValueError, r"terms must be finite, above 0, got nan"),
+        (
+            lambda: KFACOptimizer(mlp()).set_loss_terms(torch.ones(2)),
+            ValueError,
+            r"terms must be a number or a 1-element tensor, got \[2\]",
+        ),
     ],
     "KFACOptimizer.add_param_group(param_group)": [
         (lambda: KFACOptimizer(mlp()).add_param_group([]), TypeError, r"param_group must be a dict"),

@@ -683,24 +683,95 @@ def test_a_step_pre_hook_may_write_gradients() -> None:
 # -- amp -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_grad_scaler_is_refused_with_the_remedy_and_leaves_the_optimizer_usable(unscale: bool) -> None:
+def test_a_scale_that_is_not_to_be_known_is_refused_with_the_remedy_and_leaves_the_optimizer_usable() -> None:
     model = mlp(dtype=torch.float32)
     optimizer = KFACOptimizer(model, lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(square_loss(model(batch(dtype=torch.float32)))).backward()
-    if unscale:
-        scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
     before = clones(model.parameters())
-    with pytest.raises(RuntimeError, match=r"GradScaler is not supported yet.*autocast with bfloat16"):
+    with pytest.raises(RuntimeError, match=r"unscale_ was called.*KFACOptimizer\(\.\.\., grad_scaler=scaler\)"):
         scaler.step(optimizer)
     assert_identical(clones(model.parameters()), before)
-    # The remedy works on the same optimizer: torch leaves its marks on one that raised.
+    # Torch leaves its marks on an optimizer that raised.
     twin = copy.deepcopy(model)
     reference = KFACOptimizer(twin, lr=0.1)
     train(twin, reference, 1)
     train(model, optimizer, 1)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def all_factors(optimizer: KFACOptimizer) -> list[Tensor]:
+    return [factor for pair in optimizer.factors().values() for factor in pair if factor is not None]
+
+
+def run_scaled(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, *, unscale: bool
+) -> None:
+    for i in range(4):
+        optimizer.zero_grad()
+        scaler.scale(square_loss(model(batch(100 + i)))).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("kind", [KFACOptimizer, torch.optim.SGD])
+def test_a_grad_scaler_drives_the_run_without_it(kind: type[torch.optim.Optimizer], unscale: bool) -> None:
+    """Exactly, as the scales are powers of two; they grow on the way."""
+    model, twin = mlp(), mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    if kind is KFACOptimizer:
+        optimizer: torch.optim.Optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, grad_scaler=scaler)
+        reference: torch.optim.Optimizer = KFACOptimizer(twin, lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    run_scaled(model, optimizer, scaler, unscale=unscale)
+    assert scaler.get_scale() == 2.0**12
+    train(twin, reference, 4)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    grads = [[param.grad for param in m.parameters()] for m in (model, twin)]
+    assert_identical(*grads)
+
+
+def test_with_every_layer_skipped_a_scaled_run_equals_that_of_sgd_bit_for_bit() -> None:
+    model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.1, skip_layers=["*"])
+    for m, each in ((model, optimizer), (twin, torch.optim.SGD(twin.parameters(), lr=0.1))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1234.567)  # not a power of two: each division rounds
+        for i in range(3):
+            each.zero_grad()
+            scaler.scale(square_loss(m(batch(100 + i, dtype=torch.float32)))).backward()
+            scaler.step(each)
+            scaler.update()
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_overflow_step_leaves_everything_but_the_count_and_the_scale(unscale: bool) -> None:
+    model, twin = mlp(), mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=2, grad_scaler=scaler)
+    reference = KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_update_period=2)
+    for i in range(4):
+        for overflow in [True, False] if i in (0, 2, 3) else [False]:
+            optimizer.zero_grad()
+            scaler.scale(square_loss(model(batch(100 + i)))).backward()
+            if overflow:
+                model[2].weight.grad[0, 0] = torch.inf
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        train(twin, reference, 1, start=i)
+        assert_identical(clones(model.parameters()), clones(twin.parameters()))
+        assert_identical(all_factors(optimizer), all_factors(reference))
+    assert scaler.get_scale() == 2.0**7
+    assert optimizer.metrics()["skipped_steps"] == 3.0
+    assert optimizer.metrics()["refused_statistics"] == 0.0
 
 
 def test_a_disabled_grad_scaler_is_no_scaler() -> None:

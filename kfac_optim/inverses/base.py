@@ -44,7 +44,7 @@ class Inverse(ABC, Generic[S]):
         """Whether any sample was ever accepted. Synchronises; asked only until the first yes."""
 
     @abstractmethod
-    def fold(self, state: S, loss_terms: float, decay: float) -> None:
+    def fold(self, state: S, loss_terms: float | Tensor, decay: float, loss_scale: float = 1.0) -> None:
         """Take the sums of this step into the running averages.
 
         Non-finite sums are refused and counted in the state.
@@ -53,6 +53,7 @@ class Inverse(ABC, Generic[S]):
             state: of one block.
             loss_terms: `M`, the terms that the mean in the loss runs over; 1 for a summed loss.
             decay: of the old average, over all optimizer steps since the last fold.
+            loss_scale: what the loss was multiplied by before backward (by a `GradScaler`).
         """
 
     @abstractmethod
@@ -69,6 +70,10 @@ class Inverse(ABC, Generic[S]):
     @abstractmethod
     def factors(self, state: S) -> tuple[Tensor | None, Tensor | None]:
         """The undamped running averages `(A, G)`; None stands for the identity."""
+
+    @abstractmethod
+    def setbacks(self, state: S) -> tuple[Tensor, Tensor]:
+        """Samples refused in a row and refreshes failed in a row, up to now, each `[]` int64."""
 
     @abstractmethod
     def counters(self, state: S) -> dict[str, Tensor]:
@@ -94,21 +99,32 @@ class PairState(ABC):
         pair: the running averages.
         retried: matrices that were solved only in a later attempt, `[]` int64.
         failed: matrices given up, whose old result was kept, `[]` int64.
+        failed_in_a_row: refreshes in a row in which a matrix of that side was given up, `[2]` int64 for A and G.
         condition: largest condition number of the damped factors at the last refresh, `[2]` for A and G; in the
             dtype of all computations, at least float32.
     """
 
-    __slots__ = ("condition", "failed", "pair", "retried")
+    __slots__ = ("condition", "failed", "failed_in_a_row", "pair", "retried")
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.pair = make_pair(spec, dtype=dtype, device=device)
         self.retried = torch.zeros((), dtype=torch.int64, device=device)
         self.failed = torch.zeros((), dtype=torch.int64, device=device)
+        self.failed_in_a_row = torch.zeros(2, dtype=torch.int64, device=device)
         self.condition = torch.ones(2, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     @abstractmethod
     def results(self) -> dict[str, Tensor]:
         """What `refresh` computed, by its name in checkpoints; no copies."""
+
+    def measures(self) -> dict[str, Tensor]:
+        """What was counted and measured, likewise."""
+        return {
+            "retried": self.retried,
+            "failed": self.failed,
+            "failed_in_a_row": self.failed_in_a_row,
+            "condition": self.condition,
+        }
 
 
 P = TypeVar("P", bound=PairState)
@@ -129,12 +145,15 @@ class PairInverse(Inverse[P]):
     def has_statistics(self, state: P) -> bool:
         return bool(state.pair.held())
 
-    def fold(self, state: P, loss_terms: float, decay: float) -> None:
-        state.pair.fold(loss_terms, decay)
+    def fold(self, state: P, loss_terms: float | Tensor, decay: float, loss_scale: float = 1.0) -> None:
+        state.pair.fold(loss_terms, decay, loss_scale)
 
     def factors(self, state: P) -> tuple[Tensor | None, Tensor | None]:
         a, g = state.pair.a, state.pair.g
         return (None if a is None else a.average), (None if g is None else g.average)
+
+    def setbacks(self, state: P) -> tuple[Tensor, Tensor]:
+        return state.pair.refused_in_a_row, state.failed_in_a_row.max()
 
     def counters(self, state: P) -> dict[str, Tensor]:
         return {
@@ -146,18 +165,11 @@ class PairInverse(Inverse[P]):
         }
 
     def tensors(self, state: P) -> dict[str, Any]:
-        return {
-            "factors": state.pair.tensors(),
-            "retried": state.retried,
-            "failed": state.failed,
-            "condition": state.condition,
-            **state.results(),
-        }
+        return {"factors": state.pair.tensors(), **state.measures(), **state.results()}
 
     def load(self, state: P, tensors: Mapping[str, Any]) -> None:
         state.pair.load(tensors["factors"])
-        own = {"retried": state.retried, "failed": state.failed, "condition": state.condition}
-        for name, tensor in (own | state.results()).items():
+        for name, tensor in (state.measures() | state.results()).items():
             tensor.copy_(tensors[name])
 
 
@@ -179,7 +191,9 @@ class FactorJob:
         Args:
             attempts: that each group took, `[groups]`; 0 where all failed.
         """
-        self.state.failed += (attempts == 0).sum()
+        failed, in_a_row = attempts == 0, self.state.failed_in_a_row
+        self.state.failed += failed.sum()
+        in_a_row[self.side] = torch.where(failed.any(), in_a_row[self.side] + 1, 0)
         self.state.retried += (attempts > 1).sum()
         return (attempts > 0) & self.state.pair.held()
 
