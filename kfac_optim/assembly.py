@@ -27,6 +27,9 @@ class Coverage:
     lazy: set[nn.Parameter] = field(default_factory=set)
     """Parameters that had no shape yet."""
 
+    frozen: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that were not trained, and had not been before."""
+
     def owners(self, model: nn.Module) -> list[nn.Module]:
         """Modules with parameters that are, or were, candidates."""
         claimed = {block.params[0] for block in self.blocks if isinstance(block.adapter, ProductAdapter)}
@@ -34,8 +37,8 @@ class Coverage:
         return [m for m in model.modules() if any(param in shown for param in m.parameters(recurse=False))]
 
     def has_grown(self) -> bool:
-        """Whether a parameter got its shape since."""
-        return any(not is_lazy(param) for param in self.lazy)
+        """Whether a parameter got its shape, or was unfrozen, since."""
+        return any(not is_lazy(param) for param in self.lazy) or any(param.requires_grad for param in self.frozen)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from kfac_optim import checkpoint
 from kfac_optim.assembly import Coverage
@@ -59,7 +60,7 @@ class ModelBinding:
         self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         self._functional = FunctionalUses(window, self._claim, emitted)
-        window.around = self._functional.mode
+        window.around = self._before_forward
         window.module_ran, window.layer_ran = self._functional.module_ran, self._functional.layer_ran
 
     def start(self, groups: Groups) -> None:
@@ -166,6 +167,11 @@ class ModelBinding:
         # A part of a model that is known is no other model.
         if not any(model in root.modules() for root in self._roots):
             self._adopt(model, args)
+
+    def _before_forward(self) -> TorchFunctionMode | None:
+        if self._roots and self.coverage.has_grown():
+            self._build()
+        return self._functional.mode()
 
     def _stop_finding(self) -> None:
         if self._finder is not None:

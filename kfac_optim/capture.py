@@ -147,7 +147,7 @@ class CaptureWindow:
 
     def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
         """Emit the calls of `module` that a backward reaches."""
-        return Handles(self.watch_calls(watch), self.hook(module, _LayerHook(self, watch)))
+        return Handles(self.watch_calls(watch), self.hook(module, _LayerHook(self, module, watch)))
 
     def hook(self, module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> Handle:
         """Call `before(module, args, kwargs)` and `after(module, args, kwargs, output)` around forwards of `module`.
@@ -359,11 +359,12 @@ def _reaches(weight: nn.Parameter) -> bool:
 
 
 class _LayerHook:
-    __slots__ = ("_watch", "_window")
+    __slots__ = ("_name", "_watch", "_window")
 
-    def __init__(self, window: CaptureWindow, watch: LayerWatch) -> None:
+    def __init__(self, window: CaptureWindow, module: nn.Module, watch: LayerWatch) -> None:
         self._window = weakref.ref(window)
         self._watch = weakref.ref(watch)
+        self._name = next((name for name, param in module._parameters.items() if param is watch.weight), None)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window, watch = self._window(), self._watch()
@@ -374,6 +375,8 @@ class _LayerHook:
             return
         if not isinstance(output, Tensor) or is_parametrized(module):
             return
+        if self._name is not None and module._parameters.get(self._name) is not watch.weight:
+            return  # torch.func.functional_call runs the module with something else for its weight
         if window.in_mode():
             if not watch.is_product:
                 window.layer_ran(watch.weight)

@@ -43,6 +43,7 @@ def build_blocks(
     coverage = Coverage()
     names = ModuleNames(model)
     assembly = Assembly(names, group_of, options, existing)
+    known = {param for block in existing for param in block.params}  # what was frozen since keeps its block
     found: defaultdict[nn.Parameter, list[Use]] = defaultdict(list)
     owners: list[str] = []
     for path, module in model.named_modules():
@@ -59,14 +60,15 @@ def build_blocks(
             continue
         name = names.shown[path]
         adapter, reason = _adapter_for(names, path, module, adapter, owned, options)
-        trained = {local for local, param in owned.items() if param.requires_grad}
+        trained = {local for local, param in owned.items() if param.requires_grad or param in known}
+        coverage.frozen.update(param for local, param in owned.items() if local not in trained)
         if adapter is not None and not adapter.specs(module, name, trained):
             adapter, reason = None, "the weight it belongs to is not trained by this optimizer"
         coverage.lazy.update(param for param in owned.values() if is_lazy(param))
         if reason.endswith(_UNLESS_A_FUNCTION):
             coverage.candidates.update(param for param in owned.values() if param.requires_grad)
         for param in owned.values():
-            why = reason if param.requires_grad else "requires_grad was False when the optimizer was built"
+            why = "requires_grad is False" if param in coverage.frozen else reason
             coverage.uncovered.setdefault(param, why)
         if adapter is None:
             for local in trained:

@@ -130,6 +130,21 @@ class KFACOptimizer(Optimizer):
     ) -> None:
         self._incoming: tuple[list[Mapping[str, Any] | None], dict[nn.Parameter, Mapping[str, Any]]] = [], {}
         given = _given_model(params, model)
+        self._choices: dict[str, Any] = {
+            "estimate": estimate,
+            "loss_terms": loss_terms,
+            "inverse": inverse,
+            "weight_sharing": weight_sharing,
+            "structure": structure,
+            "skip_layers": skip_layers,
+            "adapters": adapters,
+            "max_factor_dim": max_factor_dim,
+            "factor_dtype": factor_dtype,
+            "nonfinite_limit": nonfinite_limit,
+            "grad_scaler": grad_scaler,
+            "include_factors": include_factors,
+            "distributed": distributed,
+        }
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -299,7 +314,7 @@ class KFACOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it."""
-        self._publish_blocks()
+        self._publish_blocks(self._include_factors)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -324,13 +339,23 @@ class KFACOptimizer(Optimizer):
         self._window.discard()
         self._binding.restore(*self._incoming)
         self._binding.rebind(self._group_of())
-        self._publish_blocks()
+        self._publish_blocks(self._include_factors)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "kfac_optim: a KFACOptimizer is bound to its model by hooks and cannot be pickled or copied. Save "
-            "optimizer.state_dict(), build a new optimizer on the (copied) model and load it there."
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles take the model along: hooks bind the two. Copy or pickle both at once to have both."""
+        choices = {**self._choices, "adapters": dict(self._choices["adapters"])}  # the default is a read-only view
+        self._publish_blocks(include_factors=True)
+        state = super().state_dict()
+        state["state"] = {i: dict(of_param) for i, of_param in state["state"].items()}
+        self._publish_blocks(self._include_factors)
+        model = self._binding.model if self._binding.given else None
+        groups = [{key: value for key, value in group.items() if key != "param_names"} for group in self.param_groups]
+        for group, named in zip(groups, self.param_groups, strict=True):
+            if "param_names" in named:
+                group["params"] = list(zip(named["param_names"], named["params"], strict=True))
+        skipped = self._skipped_steps, self._skipped_in_a_row
+        numbers = {key: self.defaults[key] for key in self._group_keys}
+        return _rebuild, (type(self), model, groups, numbers, choices, state, skipped)
 
     # -- internals ---------------------------------------------------------------------------------------------
 
@@ -406,12 +431,12 @@ class KFACOptimizer(Optimizer):
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {param: group for group in self.param_groups for param in group["params"]}
 
-    def _publish_blocks(self) -> None:
+    def _publish_blocks(self, include_factors: bool) -> None:
         """Put the blocks' state where torch looks for it."""
         for state in self.state.values():
             state.pop(checkpoint.KEY, None)
         for block in self._binding.coverage.blocks:
-            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=self._include_factors)
+            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=include_factors)
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
 
@@ -421,6 +446,23 @@ class KFACOptimizer(Optimizer):
             for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
                 names.setdefault(param, name)
         return names
+
+
+def _rebuild(
+    cls: type[KFACOptimizer],
+    model: nn.Module | None,
+    groups: list[dict[str, Any]],
+    numbers: dict[str, Any],
+    choices: dict[str, Any],
+    state: dict[str, Any],
+    skipped: tuple[int, int],
+) -> KFACOptimizer:
+    """The optimizer that `KFACOptimizer.__reduce__` took apart."""
+    optimizer = cls.__new__(cls)
+    KFACOptimizer.__init__(optimizer, groups, model=model, **numbers, **choices)
+    optimizer.load_state_dict(state)
+    optimizer._skipped_steps, optimizer._skipped_in_a_row = skipped
+    return optimizer
 
 
 def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

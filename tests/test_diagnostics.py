@@ -57,8 +57,8 @@ def zoo() -> tuple[Zoo, KFACOptimizer, nn.Parameter]:
 
 # Parameter → part of the reason; every parameter that is not here is covered.
 REASONS = {
-    "bias_frozen.bias": "requires_grad was False when the optimizer was built",
-    "weight_frozen.weight": "requires_grad was False",
+    "bias_frozen.bias": "requires_grad is False",
+    "weight_frozen.weight": "requires_grad is False",
     "weight_frozen.bias": "weight it belongs to is not trained",
     "slope.weight": "no adapter for PReLU",
     "normed.bias": "parametrized",

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from plain import (
     block,
     clones,
     direction,
+    factors_after,
     gradient_matrix,
     layer_direction,
     linear_factors,
@@ -925,10 +927,102 @@ def test_remove_hooks_ends_statistics_and_steps_go_on_with_the_inverses_as_they_
     optimizer.remove_hooks()  # again, to no effect
 
 
-def test_an_optimizer_says_how_to_copy_it() -> None:
-    optimizer = KFACOptimizer(mlp())
-    with pytest.raises(TypeError, match=r"cannot be pickled or copied\. Save optimizer\.state_dict\(\)"):
-        copy.deepcopy(optimizer)
+def through_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("include_factors", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+def test_a_copy_made_together_with_the_model_goes_on_like_the_original(
+    duplicate: Callable[[Any], Any], named: bool, include_factors: bool
+) -> None:
+    model = mlp()
+    groups = [
+        {"params": list(model[0].named_parameters() if named else model[0].parameters()), "lr": 0.05},
+        {"params": list(model[2].named_parameters() if named else model[2].parameters()), "damping": 0.1},
+    ]
+    optimizer = KFACOptimizer(
+        groups, lr=0.1, momentum=0.9, model=model, inverse_update_period=3, include_factors=include_factors
+    )
+    train(model, optimizer, 4)
+    model_copy, copied = duplicate((model, optimizer))
+    assert copied.param_groups[0]["params"][0] is model_copy[0].weight
+    assert [{**group, "params": None} for group in copied.param_groups] == [
+        {**group, "params": None} for group in optimizer.param_groups
+    ]
+    for m, each in ((model, optimizer), (model_copy, copied)):
+        train(m, each, 4, start=4)
+    assert_identical(clones(model.parameters()), clones(model_copy.parameters()))
+    assert_identical(all_factors(optimizer), all_factors(copied))
+    train(model, optimizer, 1)
+    assert not torch.equal(model[0].weight, model_copy[0].weight)
+
+
+def test_a_copy_of_the_optimizer_alone_brings_its_model() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, optimizer, 2)
+    copied = copy.deepcopy(optimizer)
+    before = clones(model.parameters())
+    train(copied._binding.model, copied, 1, start=2)
+    assert_identical(clones(model.parameters()), before)
+    train(model, optimizer, 1, start=2)
+    assert_identical(clones(model.parameters()), clones(copied.param_groups[0]["params"]))
+
+
+def test_a_copy_where_the_model_was_found_finds_its_own() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
+    train(model, optimizer, 2)
+    model_copy, copied = copy.deepcopy((model, optimizer))
+    for m, each in ((model, optimizer), (model_copy, copied)):
+        train(m, each, 2, start=2)
+    assert_identical(clones(model.parameters()), clones(model_copy.parameters()))
+    assert copied.metrics()["unpreconditioned_blocks"] == 0.0
+
+
+# -- freezing, moving ------------------------------------------------------------------------------------------
+
+
+def test_a_layer_unfrozen_in_mid_training_is_preconditioned_from_its_first_step_on() -> None:
+    model, twin = mlp(sizes=(4, 5, 5, 3)), mlp(sizes=(4, 5, 5, 3))
+    model[2].requires_grad_(False)
+    optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, optimizer, 2)
+    assert list(optimizer.factors()) == ["0", "4"]
+    twin.load_state_dict(model.state_dict())
+    model[2].requires_grad_(True)
+    train(model, optimizer, 1, start=2)
+    assert list(optimizer.factors()) == ["0", "2", "4"]
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0.0
+    reference = KFACOptimizer(twin, lr=0.1)  # as its layer "2", the unfrozen one begins with this batch
+    train(twin, reference, 1, start=2)
+    assert_identical(optimizer.factors()["2"], reference.factors()["2"])
+    # Each new block is frozen and thawed in its turn; statistics that exist are kept.
+    factors = optimizer.factors()["0"]
+    model[0].requires_grad_(False)
+    train(model, optimizer, 1, start=3)
+    assert_identical(optimizer.factors()["0"], factors)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_model_moved_to_another_dtype_takes_its_statistics_along(momentum: float) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=momentum)
+    train(model, optimizer, 3)
+    before = optimizer.factors()
+    model.double()
+    twin = copy.deepcopy(model)
+    train(model, optimizer, 1, start=3)
+    after = optimizer.factors()
+    for name, pair in factors_after(twin, lambda m: square_loss(m(batch(103))).backward()).items():
+        for old, new, sample in zip(before[name], after[name], pair, strict=True):
+            assert new.dtype == torch.float64
+            masses = sum(0.95**i for i in range(1, 4))
+            torch.testing.assert_close(new, (masses * old.double() + sample) / (masses + 1), rtol=1e-6, atol=1e-9)
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+    assert block(optimizer, "0").state.a_inverse.dtype == torch.float64
 
 
 def test_nothing_keeps_a_dropped_optimizer_or_model_alive() -> None:
