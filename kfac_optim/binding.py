@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from kfac_optim import checkpoint
 from kfac_optim.assembly import Coverage
@@ -60,7 +59,7 @@ class ModelBinding:
         self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         self._functional = FunctionalUses(window, self._claim, emitted)
-        window.around = self._before_forward
+        window.mode, window.mode_wanted = self._functional.mode, self._before_forward
         window.module_ran, window.layer_ran = self._functional.module_ran, self._functional.layer_ran
 
     def start(self, groups: Groups) -> None:
@@ -70,6 +69,7 @@ class ModelBinding:
             self._adopt(self._to_adopt)
         else:
             self._finder = ModelFinder(groups, self._found, self._window.is_under_way)
+        self._prepare()
 
     def bind(self, groups: Groups) -> None:
         """Take on other param groups; layers they complete are hooked, blocks that exist are kept."""
@@ -78,6 +78,7 @@ class ModelBinding:
             self._build()
         if self._finder is not None:
             self._finder.params = set(groups)
+        self._prepare()
 
     def rebind(self, groups: Groups) -> None:
         """Take on the same parameters in other group dicts."""
@@ -126,6 +127,7 @@ class ModelBinding:
         self._functional.end_step()
         if self._roots and self.coverage.has_grown():
             self._build()
+        self._prepare()
 
     def release(self) -> None:
         """Take all hooks off."""
@@ -136,6 +138,7 @@ class ModelBinding:
         self._attached.clear()
         self._functional.forget()
         self._stop_finding()
+        self._prepare()
 
     def names(self) -> dict[nn.Parameter, str]:
         """Fully qualified names of the model's parameters."""
@@ -148,6 +151,7 @@ class ModelBinding:
         self.waiting = waiting
         for block, state in zip(self.coverage.blocks, states, strict=True):
             checkpoint.restore(block, state)
+        self._prepare()
 
     def awaits(self, param: nn.Parameter) -> bool:
         """Whether a forward may yet show a block whose first parameter this is."""
@@ -168,10 +172,14 @@ class ModelBinding:
         if not any(model in root.modules() for root in self._roots):
             self._adopt(model, args)
 
-    def _before_forward(self) -> TorchFunctionMode | None:
+    def _before_forward(self) -> bool:
         if self._roots and self.coverage.has_grown():
             self._build()
-        return self._functional.mode()
+        return self._functional.begin()
+
+    def _prepare(self) -> None:
+        """Tell compiled graphs, which cannot ask, whether the next forward is to capture."""
+        self._window.capturing = bool(self._roots) and self._functional.is_wanted()
 
     def _stop_finding(self) -> None:
         if self._finder is not None:
@@ -192,10 +200,7 @@ class ModelBinding:
             if module not in self._attached:
                 handle = attach(module, attachments, self._window, self._emitted)
                 self._attached[module] = (attachments, handle)
-        if _is_compiled(self.model):
-            self._functional.forget()
-        else:
-            self._functional.know(blocks, self.coverage.candidates, self.coverage.owners(self.model))
+        self._functional.know(blocks, self.coverage.candidates, self.coverage.owners(self.model))
         self.rebind(self._groups)
         for block in blocks:
             self._restore_waiting(block)
@@ -214,8 +219,3 @@ class ModelBinding:
             checkpoint.check([block], [state], [], any_prefix=not self.given)
             checkpoint.restore(block, state)
             del self.waiting[block.params[0]]
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Whether any part of `model` is compiled: what runs there is out of sight of modes and hooks."""
-    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())

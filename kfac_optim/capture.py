@@ -25,21 +25,24 @@ along; a pickled or copied model carries inert hooks.
 """
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook
-from kfac_optim.loss_terms import LossCount, LossTally, RootCall, first_tensor
+from kfac_optim.compiled import Tape
+from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook, is_on
+from kfac_optim.loss_terms import LossCount, LossTally, RootCall, first_tensor, read_terms
 from kfac_optim.precision import without_autocast
 from kfac_optim.specs import LossTerms
 
@@ -58,7 +61,7 @@ class LayerCall:
     """The same sum before this backward, to be taken back; None at the first backward."""
     training: bool = True
     """Whether the layer was in training mode in its forward."""
-    context: Any = None
+    context: tuple[int, ...] = ()
     """What the adapter that noted the call wants back."""
 
 
@@ -72,7 +75,9 @@ class LayerWatch:
         emit: receives each committed call; whether further backwards through it need its input again.
         discard: forgets the calls emitted since the last step.
         unbatched_ndim: dimensions of an input without a batch dimension, for `watch_layer`.
-        is_product: whether the layer's forward is a product with its weight, which `around`'s mode may see.
+        is_product: whether the layer's forward is a product with its weight, which the window's mode may see.
+        number: of the watch, in compiled graphs.
+        node: that accumulates into the weight's gradient, as it was when compiled graphs were last asked about.
     """
 
     weight: nn.Parameter
@@ -81,6 +86,8 @@ class LayerWatch:
     discard: Callable[[], None]
     unbatched_ndim: int = -1
     is_product: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
+    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +107,41 @@ class CaptureWindow:
         rule: what the mean in the loss runs over.
         listening: whether backward passes count; an estimate says which do.
         dropped_calls: calls whose input was changed in place before the backward, ever.
-        around: makes the mode that forwards of the model are to run in, or None.
+        mode: that forwards of the model run in, where it is wanted and in graphs that capture.
+        mode_wanted: asked before each forward of the model that is not being traced.
         module_ran: told, within that mode, of a module whose forward is a product with this weight; whether the mode
             notes it.
         layer_ran: told, within that mode, of any other module with this weight.
         modes: those that forwards under way run in.
+        capturing: whether graphs are to capture: they are traced once with it and once without.
+        tape: what compiled graphs hold of the window.
     """
 
     def __init__(self, rule: LossTerms) -> None:
         self.rule = rule
         self.listening = False
         self.dropped_calls = 0
-        self.around: Callable[[], TorchFunctionMode | None] = lambda: None
+        self.mode: TorchFunctionMode | None = None
+        self.mode_wanted: Callable[[], bool] = lambda: False
         self.module_ran: Callable[[nn.Parameter], bool] = lambda _: False
         self.layer_ran: Callable[[nn.Parameter], None] = lambda _: None
         self.modes = ModeStack()
-        self._mode: TorchFunctionMode | None = None
+        self.capturing = False
+        self.tape = Tape(self)
         self._watches: list[LayerWatch] = []
         self._hooks: list[LayerHooks] = []
         self._roots: list[RootCall] = []
         self._backward_root: RootCall | None = None
         self._open: list[ForwardCall] = []
         self._tally = LossTally(rule)
+        self._traced: dict[int, ForwardCall] = {}
+        self._traced_before: dict[int, ForwardCall] = {}
+        self._calls = itertools.count()
         self._stale = False
 
     def watch_root(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> Handle:
         """Read the number of loss terms off every forward of `model`, and off one under way with these arguments."""
-        hooks = _RootHooks(self)
+        hooks = _RootHooks(self, model)
         handle = Handles(
             model.register_forward_pre_hook(PicklableHook(hooks.enter), prepend=True, with_kwargs=True),
             model.register_forward_hook(PicklableHook(hooks.leave), with_kwargs=True, always_call=True),
@@ -140,10 +155,6 @@ class CaptureWindow:
     def is_under_way(self) -> bool:
         """Whether a forward of the model is running."""
         return bool(self._roots)
-
-    def in_mode(self) -> bool:
-        """Whether the forward that is running runs in `around`'s mode."""
-        return self._mode is not None and self._mode in self.modes
 
     def watch_layer(self, module: nn.Module, watch: LayerWatch) -> Handle:
         """Emit the calls of `module` that a backward reaches."""
@@ -168,8 +179,8 @@ class CaptureWindow:
         *,
         training: bool = True,
         unbatched: bool = False,
-        context: Any = None,
-    ) -> None:
+        context: tuple[int, ...] = (),
+    ) -> "ForwardCall | None":
         """Within a forward: `output` came of `layer_input` and `watch.weight`; commit when a backward reaches both.
 
         Args:
@@ -179,14 +190,20 @@ class CaptureWindow:
             training: whether the layer is in training mode.
             unbatched: whether the layer was handed a single example without a batch dimension.
             context: becomes `LayerCall.context`.
+
+        Returns:
+            The call, whose context may still be changed; None where it does not count, or is being traced.
         """
-        if not (self.takes(output) and watch.weight.requires_grad and watch.wanted()):
-            return
-        root = self._current_root()
-        if root is not None:
-            root.unbatched |= unbatched
-            root.batched |= not unbatched
-        output.register_hook(ForwardCall(self, watch, root, layer_input, training, context))  # type: ignore[no-untyped-call]
+        if not watch.weight.requires_grad or not self.takes(output):
+            return None
+        if torch.compiler.is_compiling():
+            self.tape.note(watch.number, layer_input, output, training, unbatched, context)
+            return None
+        if not watch.wanted():
+            return None
+        call = ForwardCall(self, watch, self._root_of_call(unbatched), layer_input, training, context)
+        output.register_hook(call)  # type: ignore[no-untyped-call]
+        return call
 
     def note_without_graph(self) -> None:
         """Within a forward without gradients: a layer ran that may run again. See [Note: recomputed layers]."""
@@ -195,11 +212,18 @@ class CaptureWindow:
 
     def takes(self, output: Tensor) -> bool:
         """Whether a call with this output may count: it is part of a graph of the training loop's own."""
+        if torch.compiler.is_compiling():
+            return self.captures() and output.requires_grad
         return torch.is_grad_enabled() and output.requires_grad and not _in_function_transform()
+
+    def captures(self) -> bool:
+        """Whether the graph that is being traced is one that captures."""
+        return self.capturing and torch.is_grad_enabled()
 
     def watch_calls(self, watch: LayerWatch) -> Handle:
         """Like `watch_layer`, for a layer whose adapter notes the calls itself."""
         self._watches.append(watch)
+        watch.node = _accumulator(watch.weight)
         return _WatchHandle(self._watches, watch)
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
@@ -245,31 +269,55 @@ class CaptureWindow:
 
     def begin_forward(self) -> None:
         """The model's outermost forward begins."""
-        if torch.compiler.is_compiling():
-            return
         self.modes.leave()
         for hooks in self._hooks:
             if torch.is_grad_enabled():
                 hooks.on()
             else:
                 hooks.off()
-        self._mode = self.around() if torch.is_grad_enabled() else None
-        if self._mode is not None:
-            self.modes.enter(self._mode)
+        if self.mode is not None and torch.is_grad_enabled() and self.mode_wanted():
+            self.modes.enter(self.mode)
 
     def end_forward(self) -> None:
         """The model's outermost forward ends, whether or not it failed."""
-        if torch.compiler.is_compiling():
-            return
         self.modes.leave()
         for hooks in self._hooks:
             hooks.on()
+
+    # -- told by compiled graphs -------------------------------------------------------------------------------
+
+    def begin_call(self, model: int) -> None:
+        self._roots.append(self._roots[-1] if self._roots else RootCall(model))
+
+    def end_call(self, terms: int) -> None:
+        if self._roots:
+            self._roots.pop().terms = None if terms < 0 else terms
+
+    def note_call(self, watch: int, training: bool, unbatched: bool, context: tuple[int, ...]) -> int:
+        found = next((each for each in self._watches if each.number == watch), None)
+        if found is None or not found.wanted():
+            return -1
+        number = next(self._calls)
+        self._traced[number] = ForwardCall(self, found, self._root_of_call(unbatched), None, training, context)
+        return number
+
+    def commit_call(self, call: int, layer_input: Tensor, gradient: Tensor) -> None:
+        noted = self._traced.get(call) or self._traced_before.get(call)
+        if noted is not None:
+            noted(gradient, layer_input)
+
+    # ----------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         self._forget_calls()
         self._roots.clear()
         self.modes.leave()
         self._backward_root = None
+        if self._traced:
+            for watch in self._watches:
+                watch.node = _accumulator(watch.weight)
+        # Graphs do not hold their calls, as eager ones do: a backward may come as late as the next step.
+        self._traced, self._traced_before = {}, self._traced
 
     def _forget_calls(self) -> None:
         for call in self._open:
@@ -277,6 +325,14 @@ class CaptureWindow:
         self._open.clear()
         self._tally.reset()
         self._stale = False
+
+    def _root_of_call(self, unbatched: bool) -> RootCall | None:
+        """The forward of the model in which a layer is called, and by which kind of example."""
+        root = self._current_root()
+        if root is not None:
+            root.unbatched |= unbatched
+            root.batched |= not unbatched
+        return root
 
     def _current_root(self) -> RootCall | None:
         if self._roots:
@@ -286,43 +342,49 @@ class CaptureWindow:
 
 
 class ForwardCall:
-    """Tensor hook on one output of a layer: commits the call when a backward reaches the weight."""
+    """Tensor hook on one output of a layer: commits the call when a backward reaches the weight.
 
-    __slots__ = ("_committed", "_context", "_gradient", "_input", "_root", "_training", "_version", "_watch", "_window")
+    In a compiled graph, which hands the input over with the gradient, it holds none.
+    """
+
+    __slots__ = ("_committed", "_gradient", "_input", "_root", "_training", "_version", "_watch", "_window", "context")
 
     def __init__(
         self,
         window: CaptureWindow,
         watch: LayerWatch,
         root: RootCall | None,
-        layer_input: Tensor,
+        layer_input: Tensor | None,
         training: bool,
-        context: Any,
+        context: tuple[int, ...],
     ) -> None:
         self._window = weakref.ref(window)
         self._watch = weakref.ref(watch)
         self._root = root
-        self._input: Tensor | None = layer_input.detach()
-        self._version = _version(layer_input)
+        self._input = None if layer_input is None else layer_input.detach()
+        self._version = 0 if layer_input is None else _version(layer_input)
         self._gradient: Tensor | None = None
         self._committed = False
         self._training = training
-        self._context = context
+        self.context = context
 
     @torch.no_grad()
-    def __call__(self, gradient: Tensor) -> None:
-        window, watch = self._window(), self._watch()
-        if window is None or watch is None or not window.listening or not _reaches(watch.weight):
+    def __call__(self, gradient: Tensor, layer_input: Tensor | None = None) -> None:
+        window, watch, traced = self._window(), self._watch(), layer_input is not None
+        if window is None or watch is None or not window.listening:
+            return
+        if not _reaches(watch.weight, watch.node if traced else None):
             return
         if self._committed and self._gradient is None:
             return  # the call was counted in a window that has closed
         if window._stale and not self._committed:
             window.discard()
-        layer_input, self._input = self._input, None
-        if layer_input is not None and _version(layer_input) != self._version:
-            self._committed = True
-            window.dropped_calls += 1
-            return
+        if not traced:
+            layer_input, self._input = self._input, None
+            if layer_input is not None and _version(layer_input) != self._version:
+                self._committed = True
+                window.dropped_calls += 1
+                return
         earlier, gradient = self._gradient, gradient.detach()
         if earlier is not None:
             gradient = earlier + gradient
@@ -333,8 +395,9 @@ class ForwardCall:
         self._gradient = gradient
         window._tally.count(self._root)
         with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
-            if watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self._context)):
-                self._input = layer_input
+            keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
+        if keep and not traced:
+            self._input = layer_input
 
     def release(self) -> None:
         self._gradient = self._input = None
@@ -345,11 +408,16 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _reaches(weight: nn.Parameter) -> bool:
-    """Whether the backward that is running accumulates into `weight.grad`."""
-    if not weight.requires_grad:
+def _accumulator(weight: nn.Parameter) -> Node | None:
+    """The node that accumulates into `weight.grad`. Not to be had within an operator of a compiled graph."""
+    return torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad else None
+
+
+def _reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
+    """Whether the backward that is running accumulates into `weight.grad`, by its node if that is known."""
+    node = node or _accumulator(weight)
+    if node is None or not weight.requires_grad:
         return False
-    node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         # Private, but the only way to ask; torch's own checkpointing and FSDP rely on it.
         reached: bool = torch._C._will_engine_execute_node(node)
@@ -370,6 +438,8 @@ class _LayerHook:
         window, watch = self._window(), self._watch()
         if window is None or watch is None:
             return
+        if torch.compiler.is_compiling() and not window.captures():
+            return
         if not torch.is_grad_enabled():
             window.note_without_graph()
             return
@@ -377,7 +447,7 @@ class _LayerHook:
             return
         if self._name is not None and module._parameters.get(self._name) is not watch.weight:
             return  # torch.func.functional_call runs the module with something else for its weight
-        if window.in_mode():
+        if is_on(window.mode):
             if not watch.is_product:
                 window.layer_ran(watch.weight)
             elif window.module_ran(watch.weight):
@@ -389,12 +459,18 @@ class _LayerHook:
 
 
 class _RootHooks:
-    def __init__(self, window: CaptureWindow) -> None:
+    def __init__(self, window: CaptureWindow, model: nn.Module) -> None:
         self._window = weakref.ref(window)
+        self._number = id(model)
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         window = self._window()
-        if window is not None:
+        if window is not None and torch.compiler.is_compiling():
+            if window.captures():
+                window.tape.begin(self._number)
+                if window.mode is not None and not is_on(window.mode):
+                    window.mode.__enter__()  # type: ignore[no-untyped-call]
+        elif window is not None:
             if window._roots and window._roots[0].model == id(model) and not _is_nested(model):
                 window._roots.clear()  # left behind by an interrupted forward
             if not window._roots:
@@ -404,12 +480,19 @@ class _RootHooks:
 
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window = self._window()
+        if window is not None and torch.compiler.is_compiling():
+            if window.captures():
+                if window.mode is not None and is_on(window.mode):
+                    window.mode.__exit__(None, None, None)
+                terms = read_terms(window.rule, (args, kwargs), output)
+                window.tape.end(-1 if terms is None else terms)
+            return
         if window is None or not window._roots:
             return
         root = window._roots.pop()
         if not window._roots:
             window.end_forward()
-        root.read(window.rule, (args, kwargs), output)
+        root.terms = read_terms(window.rule, (args, kwargs), output)
         if root.recomputes and torch.is_grad_enabled():
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -423,8 +506,6 @@ def _enter_backward(window_ref: "weakref.ref[CaptureWindow]", root: RootCall, _g
 
 def _is_nested(model: nn.Module) -> bool:
     """Whether the call of `model` that is beginning is inside another one."""
-    if torch.compiler.is_compiling():
-        return True
     calls, frame = 0, cast(FrameType | None, sys._getframe())
     while frame is not None:
         calls += frame.f_code is _MODULE_CALL and frame.f_locals.get("self") is model

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from kfac_optim.blocks import KFACBlock
-from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
+from kfac_optim.capture import CaptureWindow, ForwardCall, LayerCall, LayerWatch
 from kfac_optim.functions import Product, ProductMode, run_in
 from kfac_optim.hooks import Handle
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
-from kfac_optim.layers.product import ProductAdapter, ProductStatistics, ProductUse
+from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
 
 Claim = Callable[[Product], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
@@ -45,8 +45,12 @@ class FunctionalUses:
         self._watches: dict[tuple[nn.Parameter, bool], tuple[LayerWatch, Handle]] = {}
         self._owners: dict[nn.Module, Handle] = {}
         self._others: dict[nn.Parameter, list[str]] = {}
-        self._last: dict[nn.Parameter, ProductUse] = {}
+        self._last: dict[nn.Parameter, ForwardCall] = {}
         self._looking = self._looked = False
+        self._in_graphs: list[nn.Parameter] = []
+        self.number = id(self)
+        self.mode = ProductMode(self._seen, self._used)
+        _KNOWN[self.number] = self
 
     def know(
         self, blocks: Iterable[KFACBlock], candidates: Iterable[nn.Parameter], owners: Iterable[nn.Module]
@@ -66,6 +70,7 @@ class FunctionalUses:
             if self._blocks.get(weight) is not before[weight]:
                 self._watches.pop((weight, opposed))[1].remove()
         self._candidates = set(candidates)
+        self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
         self._look_into(set(owners))
         self._looking = self._looked = False
 
@@ -75,16 +80,23 @@ class FunctionalUses:
             handle.remove()
         self._watches.clear()
         self._look_into(set())
-        self._listening, self._blocks, self._candidates = [], {}, set()
+        self._listening, self._blocks, self._candidates, self._in_graphs = [], {}, set(), []
 
-    def mode(self) -> TorchFunctionMode | None:
-        """What a forward of the model is to run in: on statistics steps, and in the first step to find candidates."""
-        wanted = any(block.wants_statistics() for block in self._listening)
-        if not wanted and (self._looked or not self._candidates):
-            return None
+    def begin(self) -> bool:
+        """A forward of the model begins; whether it is to run in the mode.
+
+        That is on statistics steps, and in the first step to find candidates.
+        """
+        if not self.is_wanted():
+            return False
         self._looking = True
         self._last.clear()
-        return ProductMode(self._seen, self._used)
+        return True
+
+    def is_wanted(self) -> bool:
+        """Whether the next forward of the model has something to show."""
+        looks = bool(self._candidates) and not self._looked
+        return looks or any(block.wants_statistics() for block in self._listening)
 
     def _look_into(self, owners: set[nn.Module]) -> None:
         window = self._window()
@@ -92,11 +104,11 @@ class FunctionalUses:
             self._owners.pop(module).remove()
         if window is not None:
             for module in owners - self._owners.keys():
-                self._owners[module] = run_in(window, module, self._mode_alone)
+                self._owners[module] = run_in(window, module, self.mode, self._begin_alone)
 
-    def _mode_alone(self) -> TorchFunctionMode | None:
+    def _begin_alone(self) -> bool:
         window = self._window()
-        return None if window is None or window.is_under_way() else self.mode()
+        return window is not None and not window.is_under_way() and self.begin()
 
     def end_step(self) -> None:
         """A step was taken: what its forwards did not show is not looked for any more."""
@@ -109,24 +121,41 @@ class FunctionalUses:
 
     def layer_ran(self, weight: nn.Parameter) -> None:
         """Within the mode, the module with this weight has run: one of the uses was its own."""
-        if self._others.get(weight):
+        if torch.compiler.is_compiling():
+            for index, known in enumerate(self._in_graphs):
+                if known is weight:
+                    _layer_ran_in_graph(self.number, index)
+        elif self._others.get(weight):
             self._others[weight].pop()
 
     def _used(self, param: nn.Parameter, function: str) -> None:
-        self._others.setdefault(param, []).append(function)
+        if torch.compiler.is_compiling():
+            for index, known in enumerate(self._in_graphs):
+                if known is param:
+                    _used_in_graph(self.number, index, function)
+        else:
+            self._others.setdefault(param, []).append(function)
 
     def module_ran(self, weight: nn.Parameter) -> bool:
         """Within the mode, the module with this weight has run: whether its product, if any, was noted here.
 
         The module may add its bias to the product by itself.
         """
+        if torch.compiler.is_compiling():
+            for index, known in enumerate(self._in_graphs):
+                if known is weight:
+                    return _is_noted_in_graph(self.number, index)
+            return False
         if weight in self._last:
-            self._last.pop(weight).adds_bias = True
+            self._last.pop(weight).context = ADDS_BIAS
         return weight in self._blocks
 
     def _seen(self, product: Product, output: Tensor) -> None:
         window, weight = self._window(), product.weight
         if window is None or not window.takes(output):
+            return
+        if torch.compiler.is_compiling():
+            self._seen_in_graph(window, product, output)
             return
         if weight in self._candidates:
             self._candidates.discard(weight)
@@ -141,11 +170,53 @@ class FunctionalUses:
             return
         if opposed and not block.spec.opposed:
             block.revise(replace(block.spec, opposed=True))
-        use = ProductUse(adds_bias=len(block.params) > 1 and product.bias is block.params[1])
-        unbatched = product.input.dim() == 1
-        window.note(self._watch(window, block, opposed), product.input, output, unbatched=unbatched, context=use)
-        if not opposed:
-            self._last[weight] = use
+        adds_bias = len(block.params) > 1 and product.bias is block.params[1]
+        call = window.note(
+            self._watch(window, block, opposed),
+            product.input,
+            output,
+            unbatched=product.input.dim() == 1,
+            context=ADDS_BIAS if adds_bias else (),
+        )
+        if call is not None and not opposed:
+            self._last[weight] = call
+
+    def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> None:
+        """`_seen` as `torch.compile` can trace it: what is to be decided is decided once, outside the graph."""
+        at, bias = -1, -1
+        for index, known in enumerate(self._in_graphs):
+            if known is product.weight:
+                at = index
+            elif known is product.bias:
+                bias = index
+        if at < 0:
+            return
+        watch, adds_bias = _watch_in_graph(self.number, at, bias, product.bias is not None, product.transposed)
+        if watch >= 0:
+            context = ADDS_BIAS if adds_bias else ()
+            window.tape.note(watch, product.input, output, True, product.input.dim() == 1, context)
+
+    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+        window, weight = self._window(), self._in_graphs[index]
+        added = self._in_graphs[bias] if bias >= 0 else None
+        if weight in self._candidates:
+            self._candidates.discard(weight)
+            if (claimed := self._claim(Product(weight, weight, added, transposed))) is not None:
+                self._blocks[weight] = claimed
+                self._listening.append(claimed)
+        block = self._blocks.get(weight)
+        if window is None or block is None:
+            return -1, False
+        opposed = transposed != block.adapter.transposes
+        if opposed and not block.spec.opposed:
+            block.revise(replace(block.spec, opposed=True))
+        if len(block.params) == 1:
+            adds_bias = False
+        elif has_bias:
+            adds_bias = added is block.params[1]
+        else:
+            adds_bias = any(type(use.module).forward is not nn.Linear.forward for use in block.uses)
+        return self._watch(window, block, opposed).number, adds_bias
 
     def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:
         key = (block.params[0], opposed)
@@ -166,6 +237,39 @@ class FunctionalUses:
         block.accumulate(stats)
         self._emitted(block)
         return stats.keeps_input
+
+
+# `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.
+# They are handed numbers, as a constant's function must be.
+_KNOWN: "weakref.WeakValueDictionary[int, FunctionalUses]" = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result
+def _layer_ran_in_graph(uses: int, index: int) -> int:
+    found = _KNOWN[uses]
+    if names := found._others.get(found._in_graphs[index]):
+        names.pop()
+    return 0
+
+
+@torch.compiler.assume_constant_result
+def _used_in_graph(uses: int, index: int, function: str) -> int:
+    found = _KNOWN[uses]
+    found._others.setdefault(found._in_graphs[index], []).append(function)
+    return 0
+
+
+@torch.compiler.assume_constant_result
+def _is_noted_in_graph(uses: int, index: int) -> bool:
+    found = _KNOWN[uses]
+    return found._in_graphs[index] in found._blocks
+
+
+@torch.compiler.assume_constant_result
+def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+    """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""
+    found = _KNOWN[uses]
+    return found.watch_in_graph(index, bias, has_bias, transposed)
 
 
 def _is_plain(block: KFACBlock) -> bool:

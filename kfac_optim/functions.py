@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.hooks import Handle
+from kfac_optim.hooks import Handle, is_on
 
 Function = Callable[..., Any]
 
@@ -122,30 +122,43 @@ class _Substitution(TorchFunctionMode):
 class _Around:
     """Runs the forwards of a module in a mode; what is entered is left, also when the forward raises."""
 
-    def __init__(self, window: CaptureWindow, mode: Callable[[], TorchFunctionMode | None]) -> None:
+    def __init__(self, window: CaptureWindow, mode: TorchFunctionMode, wanted: Callable[[], bool]) -> None:
         self._window = weakref.ref(window)
         self._mode = mode
-        self._entered: list[TorchFunctionMode | None] = []  # one for each forward under way
+        self._wanted = wanted
+        self._entered: list[bool] = []  # for each forward under way
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        window, mode = self._window(), None
+        window, enters = self._window(), False
+        if torch.compiler.is_compiling():
+            if window is not None and window.captures() and window.mode is not self._mode:
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
+            return
         if window is not None and not torch.is_grad_enabled():
             window.note_without_graph()
-        elif window is not None and not torch.compiler.is_compiling():
-            mode = self._mode()
-            if mode is not None:
-                window.modes.enter(mode)
-        self._entered.append(mode)
+        elif window is not None and not is_on(self._mode) and self._wanted():
+            enters = True
+            window.modes.enter(self._mode)
+        self._entered.append(enters)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        window, mode = self._window(), self._entered.pop() if self._entered else None
-        if window is not None and mode is not None:
-            window.modes.leave(mode)
+        window = self._window()
+        if torch.compiler.is_compiling():
+            if window is not None and window.captures() and window.mode is not self._mode:
+                self._mode.__exit__(None, None, None)
+            return
+        entered = self._entered.pop() if self._entered else False
+        if window is not None and entered:
+            window.modes.leave(self._mode)
 
 
-def run_in(window: CaptureWindow, module: nn.Module, mode: Callable[[], TorchFunctionMode | None]) -> Handle:
-    """Run forwards of `module` that build a graph in the mode that `mode()` gives, if it gives one."""
-    around = _Around(window, mode)
+def run_in(window: CaptureWindow, module: nn.Module, mode: TorchFunctionMode, wanted: Callable[[], bool]) -> Handle:
+    """Run forwards of `module` that build a graph in `mode`, where `wanted()` says so and it is not on already.
+
+    Forwards that are being traced are not asked for: they run in it where their graph is to capture; unless it is the
+    window's own, which the forward of the model runs in.
+    """
+    around = _Around(window, mode, wanted)
     return window.hook(module, after=around.after, before=around.before)
 
 
@@ -162,4 +175,4 @@ def substitute(
         table: torch function → replacement, called with the same arguments.
         wanted: asked before each forward; where it says no nothing is replaced.
     """
-    return run_in(window, module, lambda: _Substitution(table) if wanted() else None)
+    return run_in(window, module, _Substitution(table), wanted)

@@ -3,8 +3,16 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_function_stack_at,
+    _len_torch_function_stack,
+)
 from torch.utils.hooks import RemovableHandle
 
 
@@ -35,10 +43,22 @@ class PicklableHook:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        self._function(*args)
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is None:
+            self._function(*args)
+        else:
+            _call_uncompiled(self._function, *args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()
+
+
+# The hooks of a compiled module are called outside its graph. Dynamo would compile each as a function of its own.
+skip_code(PicklableHook.__call__.__code__)
+
+
+@torch.compiler.disable
+def _call_uncompiled(function: Callable[..., None], *args: Any) -> None:
+    function(*args)
 
 
 def _do_nothing(*args: Any) -> None:
@@ -100,6 +120,11 @@ class LayerHooks:
             self._hooks.remove(self)
 
 
+def is_on(mode: TorchFunctionMode | None) -> bool:
+    """Whether torch functions are now called in this very mode; traced by `torch.compile` too."""
+    return any(_get_function_stack_at(i) is mode for i in range(_len_torch_function_stack()))
+
+
 class ModeStack:
     """Torch function modes that forwards under way run in.
 
@@ -113,9 +138,6 @@ class ModeStack:
     def enter(self, mode: TorchFunctionMode) -> None:
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes.append(mode)
-
-    def __contains__(self, mode: TorchFunctionMode) -> bool:
-        return mode in self._modes
 
     def leave(self, mode: TorchFunctionMode | None = None) -> None:
         """Leave all modes entered since `mode`, and it as well; all of them where it is None."""

@@ -42,17 +42,15 @@ class RootCall:
         self.unbatched = False
         self.recomputes = False
 
-    def read(self, rule: LossTerms, inputs: Any, output: Any) -> None:
-        """Read the terms off the model's arguments or its output, when its forward ends."""
-        tensor = first_tensor(inputs) if rule in _BY_INPUT else first_tensor(output)
-        if tensor is None:
-            self.terms = None
-        elif rule in _BY_INPUT:
-            self.terms = tensor.shape[0]
-        elif rule is LossTerms.POSITIONS:
-            self.terms = tensor.numel() // max(tensor.shape[-1], 1)
-        else:
-            self.terms = tensor.numel()
+
+def read_terms(rule: LossTerms, inputs: Any, output: Any) -> int | None:
+    """The terms that stand in the model's arguments or its output; None where there is no tensor to read them off."""
+    tensor = first_tensor(inputs) if rule in _BY_INPUT else first_tensor(output)
+    if tensor is None:
+        return None
+    if rule in _BY_INPUT:
+        return tensor.shape[0]
+    return tensor.numel() // max(tensor.shape[-1], 1) if rule is LossTerms.POSITIONS else tensor.numel()
 
 
 class LossTally:

@@ -1,7 +1,6 @@
 """Parameters that functions multiply by, in modules of no known kind: their uses are watched, not the modules."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,19 +11,15 @@ from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
 from kfac_optim.rows import linear_rows
 from kfac_optim.specs import LayerSpec
 
-
-@dataclass(slots=True, eq=False)
-class ProductUse:
-    """What is to be known of one product: whether the block's bias was added to it."""
-
-    adds_bias: bool
+ADDS_BIAS = (1,)
+"""Context of a product to which the block's bias was added; without it there is none."""
 
 
 class ProductStatistics(RowStatistics):
     """Statistics of one product `[batch, *shared, in]` to `[batch, *shared, out]`; positions as in `nn.Linear`.
 
-    The context is a `ProductUse`. Where the block's bias was not added, the bias column of `a` is zero; a product with
-    the transpose has none, and its `g` is zero there.
+    Where the block's bias was not added (see `ADDS_BIAS`), the bias column of `a` is zero; a product with the transpose
+    has none, and its `g` is zero there.
     """
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
@@ -36,7 +31,7 @@ class ProductStatistics(RowStatistics):
 
     def _shared_inputs(self) -> Tensor:
         a = super()._shared_inputs()
-        if self.spec.has_bias and not self.call.context.adds_bias:
+        if self.spec.has_bias and self.call.context != ADDS_BIAS:
             a[..., -1] = 0
         return a
 
