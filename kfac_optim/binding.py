@@ -60,6 +60,7 @@ class ModelBinding:
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         self._functional = FunctionalUses(window, self._claim, emitted)
         window.mode, window.mode_wanted = self._functional.mode, self._before_forward
+        window.graph_began = self._functional.look
         window.module_ran, window.layer_ran = self._functional.module_ran, self._functional.layer_ran
 
     def start(self, groups: Groups) -> None:

@@ -108,7 +108,8 @@ class CaptureWindow:
         listening: whether backward passes count; an estimate says which do.
         dropped_calls: calls whose input was changed in place before the backward, ever.
         mode: that forwards of the model run in, where it is wanted and in graphs that capture.
-        mode_wanted: asked before each forward of the model that is not being traced.
+        mode_wanted: asked before each forward of the model that does not run in a graph.
+        graph_began: told of each that does, where the graph captures.
         module_ran: told, within that mode, of a module whose forward is a product with this weight; whether the mode
             notes it.
         layer_ran: told, within that mode, of any other module with this weight.
@@ -123,6 +124,7 @@ class CaptureWindow:
         self.dropped_calls = 0
         self.mode: TorchFunctionMode | None = None
         self.mode_wanted: Callable[[], bool] = lambda: False
+        self.graph_began: Callable[[], None] = lambda: None
         self.module_ran: Callable[[nn.Parameter], bool] = lambda _: False
         self.layer_ran: Callable[[nn.Parameter], None] = lambda _: None
         self.modes = ModeStack()
@@ -287,6 +289,7 @@ class CaptureWindow:
     # -- told by compiled graphs -------------------------------------------------------------------------------
 
     def begin_call(self, model: int) -> None:
+        self.graph_began()
         self._roots.append(self._roots[-1] if self._roots else RootCall(model))
 
     def end_call(self, terms: int) -> None:
@@ -483,7 +486,7 @@ class _RootHooks:
         if window is not None and torch.compiler.is_compiling():
             if window.captures():
                 if window.mode is not None and is_on(window.mode):
-                    window.mode.__exit__(None, None, None)
+                    window.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 terms = read_terms(window.rule, (args, kwargs), output)
                 window.tape.end(-1 if terms is None else terms)
             return

@@ -9,7 +9,7 @@ them is traced: the graph is the model's own.
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -101,21 +101,10 @@ def _commit(token: Tensor, recorder: int, call: Tensor, layer_input: Tensor, gra
         found.commit_call(int(call), layer_input, gradient)
 
 
-@_begin.register_fake
-def _(token: Tensor, recorder: int, model: int) -> None:
+def _nothing(*_: Any) -> None:
     pass
 
 
-@_end.register_fake
-def _(token: Tensor, recorder: int, terms: int) -> None:
-    pass
-
-
-@_note.register_fake
-def _(token: Tensor, recorder: int, watch: int, training: bool, unbatched: bool, context: Sequence[int]) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-@_commit.register_fake
-def _(token: Tensor, recorder: int, call: Tensor, layer_input: Tensor, gradient: Tensor) -> None:
-    pass
+for _operator in (_begin, _end, _commit):
+    _operator.register_fake(_nothing)
+_note.register_fake(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))

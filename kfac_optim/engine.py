@@ -124,7 +124,7 @@ def _check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> 
 def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock]) -> None:
     """Take momentum and statistics to where the model was moved since the last step."""
     for param, held in state.items():
-        buffer = held.get("momentum_buffer")
+        buffer = held.get("momentum_buffer") if isinstance(held, dict) else None  # users keep notes of their own there
         if buffer is not None and buffer.device != param.device:
             held["momentum_buffer"] = buffer.to(param.device)
     for block in blocks:

@@ -87,11 +87,15 @@ class FunctionalUses:
 
         That is on statistics steps, and in the first step to find candidates.
         """
-        if not self.is_wanted():
-            return False
+        wanted = self.is_wanted()
+        if wanted:
+            self.look()
+        return wanted
+
+    def look(self) -> None:
+        """A forward of the model runs in the mode, perhaps in a graph."""
         self._looking = True
         self._last.clear()
-        return True
 
     def is_wanted(self) -> bool:
         """Whether the next forward of the model has something to show."""
@@ -144,7 +148,8 @@ class FunctionalUses:
         if torch.compiler.is_compiling():
             for index, known in enumerate(self._in_graphs):
                 if known is weight:
-                    return _is_noted_in_graph(self.number, index)
+                    noted: bool = _is_noted_in_graph(self.number, index)
+                    return noted
             return False
         if weight in self._last:
             self._last.pop(weight).context = ADDS_BIAS
@@ -244,7 +249,7 @@ class FunctionalUses:
 _KNOWN: "weakref.WeakValueDictionary[int, FunctionalUses]" = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _layer_ran_in_graph(uses: int, index: int) -> int:
     found = _KNOWN[uses]
     if names := found._others.get(found._in_graphs[index]):
@@ -252,20 +257,20 @@ def _layer_ran_in_graph(uses: int, index: int) -> int:
     return 0
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _used_in_graph(uses: int, index: int, function: str) -> int:
     found = _KNOWN[uses]
     found._others.setdefault(found._in_graphs[index], []).append(function)
     return 0
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_noted_in_graph(uses: int, index: int) -> bool:
     found = _KNOWN[uses]
     return found._in_graphs[index] in found._blocks
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
     """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""
     found = _KNOWN[uses]

@@ -41,7 +41,7 @@ class ProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = _traceable(func)(*args, **(kwargs or {}))
         read = _PRODUCTS.get(func)
         if read is not None:
             product = read(*args, **(kwargs or {}))
@@ -100,6 +100,11 @@ _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
 }
 
 
+def _traceable(func: Function) -> Function:
+    """`func`, or its equal where `torch.compile` cannot trace it within a mode, as it is written in Python."""
+    return torch.unflatten if func is torch.Tensor.unflatten else func
+
+
 _OTHER_LAYERS: frozenset[Function] = frozenset(
     {
         *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
@@ -116,7 +121,7 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._table.get(func, func)(*args, **(kwargs or {}))
+        return self._table.get(func, _traceable(func))(*args, **(kwargs or {}))
 
 
 class _Around:
@@ -145,7 +150,7 @@ class _Around:
         window = self._window()
         if torch.compiler.is_compiling():
             if window is not None and window.captures() and window.mode is not self._mode:
-                self._mode.__exit__(None, None, None)
+                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             return
         entered = self._entered.pop() if self._entered else False
         if window is not None and entered:

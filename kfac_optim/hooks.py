@@ -5,14 +5,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _get_function_stack_at,
-    _len_torch_function_stack,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
 
@@ -56,7 +52,7 @@ class PicklableHook:
 skip_code(PicklableHook.__call__.__code__)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_uncompiled(function: Callable[..., None], *args: Any) -> None:
     function(*args)
 
@@ -84,10 +80,12 @@ class LayerHooks:
         self._before = before
         self._after = after
         self._handles: list[RemovableHandle] = []
+        self._is_on = False  # what the handles tell too, but `torch.compile` cannot look at them
 
     def on(self) -> None:
-        if self._handles:
+        if self._is_on:
             return
+        self._is_on = True
         before, after = PicklableHook(self._call_before), PicklableHook(self._after)
         if self._before is not None:
             self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
@@ -101,7 +99,7 @@ class LayerHooks:
 
     def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same.
-        if self._before is not None and self._handles:
+        if self._before is not None and self._is_on:
             self._before(module, args, kwargs)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -113,6 +111,7 @@ class LayerHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._is_on = False
 
     def remove(self) -> None:
         self.off()

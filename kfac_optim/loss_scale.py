@@ -38,7 +38,8 @@ def read_loss_scale(handed: MutableMapping[str, Any], scaler: GradScaler | None)
         named = scaler is not None and scaler.is_enabled()
         return LossScale(factor=scaler.get_scale()) if named and scaler is not None else LossScale()
     if isinstance(scale, Tensor):
-        found, factor = torch.stack([torch.as_tensor(found_inf).to(scale.device), scale]).tolist()
+        found = torch.as_tensor(found_inf).to(scale.device)
+        found, factor = torch.stack([found.reshape(()), scale.reshape(())]).tolist()
         return LossScale(factor, found > 0, in_gradients=True)
     if scaler is None:
         raise RuntimeError(

@@ -273,8 +273,9 @@ class KFACOptimizer(Optimizer):
         """Add parameters, as to any `torch.optim` optimizer; layers they complete are preconditioned from now on."""
         if isinstance(param_group, dict):
             number = len(self.param_groups)
-            param_group = {key: plain_number(value) for key, value in param_group.items()}
-            check_group({**self.defaults, **param_group}, f" in param group {number}")
+            plain = {key: plain_number(value) for key, value in param_group.items()}
+            check_group({**self.defaults, **plain}, f" in param group {number}")
+            param_group.update(plain)  # torch keeps the user's very dict
         super().add_param_group(param_group)
         self._binding.bind(self._group_of())
 
@@ -314,7 +315,7 @@ class KFACOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it."""
-        self._publish_blocks(self._include_factors)
+        self._publish_blocks()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -339,15 +340,20 @@ class KFACOptimizer(Optimizer):
         self._window.discard()
         self._binding.restore(*self._incoming)
         self._binding.rebind(self._group_of())
-        self._publish_blocks(self._include_factors)
+        self._publish_blocks()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles take the model along: hooks bind the two. Copy or pickle both at once to have both."""
         choices = {**self._choices, "adapters": dict(self._choices["adapters"])}  # the default is a read-only view
-        self._publish_blocks(include_factors=True)
-        state = super().state_dict()
-        state["state"] = {i: dict(of_param) for i, of_param in state["state"].items()}
-        self._publish_blocks(self._include_factors)
+        blocks = {
+            block.params[0]: checkpoint.dump(block, include_factors=True) for block in self._binding.coverage.blocks
+        }
+        state = {
+            key: {name: each for name, each in held.items() if name != checkpoint.KEY}
+            if isinstance(held, dict)
+            else held
+            for key, held in self.state.items()
+        }
         model = self._binding.model if self._binding.given else None
         groups = [{key: value for key, value in group.items() if key != "param_names"} for group in self.param_groups]
         for group, named in zip(groups, self.param_groups, strict=True):
@@ -355,7 +361,8 @@ class KFACOptimizer(Optimizer):
                 group["params"] = list(zip(named["param_names"], named["params"], strict=True))
         skipped = self._skipped_steps, self._skipped_in_a_row
         numbers = {key: self.defaults[key] for key in self._group_keys}
-        return _rebuild, (type(self), model, groups, numbers, choices, state, skipped)
+        waiting = self._binding.waiting
+        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks | waiting, skipped)
 
     # -- internals ---------------------------------------------------------------------------------------------
 
@@ -431,12 +438,13 @@ class KFACOptimizer(Optimizer):
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {param: group for group in self.param_groups for param in group["params"]}
 
-    def _publish_blocks(self, include_factors: bool) -> None:
+    def _publish_blocks(self) -> None:
         """Put the blocks' state where torch looks for it."""
         for state in self.state.values():
-            state.pop(checkpoint.KEY, None)
+            if isinstance(state, dict):
+                state.pop(checkpoint.KEY, None)
         for block in self._binding.coverage.blocks:
-            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=include_factors)
+            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=self._include_factors)
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
 
@@ -454,13 +462,16 @@ def _rebuild(
     groups: list[dict[str, Any]],
     numbers: dict[str, Any],
     choices: dict[str, Any],
-    state: dict[str, Any],
+    state: dict[Any, Any],
+    blocks: dict[nn.Parameter, Mapping[str, Any]],
     skipped: tuple[int, int],
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
     KFACOptimizer.__init__(optimizer, groups, model=model, **numbers, **choices)
-    optimizer.load_state_dict(state)
+    optimizer.state.update(state)
+    known = [blocks.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
+    optimizer._binding.restore(known, blocks)
     optimizer._skipped_steps, optimizer._skipped_in_a_row = skipped
     return optimizer
 
@@ -476,7 +487,8 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         return state_dict  # torch's own message is next
     id_of = dict(zip(params, saved_ids, strict=True))
     param_of = dict(zip(saved_ids, params, strict=True))
-    states = {i: s[checkpoint.KEY] for i, s in state_dict["state"].items() if checkpoint.KEY in s}
+    held = {i: s for i, s in state_dict["state"].items() if isinstance(s, dict)}
+    states = {i: s[checkpoint.KEY] for i, s in held.items() if checkpoint.KEY in s}
     incoming = [states.pop(id_of[block.params[0]], None) for block in blocks]
     # Layers that only a forward will show wait for it.
     waiting = {param_of[i]: states.pop(i) for i in list(states) if binding.awaits(param_of[i])}

@@ -11,15 +11,15 @@ def without_autocast(device_types: Iterable[str]) -> ExitStack:
     """A context in which autocast is off on these kinds of device, whatever the caller has on."""
     stack = ExitStack()
     for device_type in device_types:
-        if torch.is_autocast_enabled(device_type):
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether every element is finite. One host synchronisation for each device."""
+    """Whether every element is finite, those on the meta device apart. One host synchronisation."""
     dense = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
-    filled = [g for g in dense if g.numel() > 0]
+    filled = [g for g in dense if g.numel() > 0 and not g.is_meta]
     if not filled:
         return True
     return bool(torch.nn.utils.get_total_norm(filled, norm_type=torch.inf).isfinite())
