@@ -134,6 +134,7 @@ class CaptureWindow:
         self._hooks: list[LayerHooks] = []
         self._roots: list[RootCall] = []
         self._backward_root: RootCall | None = None
+        self._last_root: RootCall | None = None
         self._open: list[ForwardCall] = []
         self._tally = LossTally(rule)
         self._traced: dict[int, ForwardCall] = {}
@@ -294,14 +295,18 @@ class CaptureWindow:
 
     def end_call(self, terms: int) -> None:
         if self._roots:
-            self._roots.pop().terms = None if terms < 0 else terms
+            self._last_root = self._roots.pop()
+            self._last_root.terms = None if terms < 0 else terms
 
     def note_call(self, watch: int, training: bool, unbatched: bool, context: tuple[int, ...]) -> int:
         found = next((each for each in self._watches if each.number == watch), None)
         if found is None or not found.wanted():
             return -1
         number = next(self._calls)
-        self._traced[number] = ForwardCall(self, found, self._root_of_call(unbatched), None, training, context)
+        root = self._root_of_call(unbatched)
+        if root is None and _in_backward():  # a graph computes again what a checkpoint dropped
+            root = self._last_root
+        self._traced[number] = ForwardCall(self, found, root, None, training, context)
         return number
 
     def commit_call(self, call: int, layer_input: Tensor, gradient: Tensor) -> None:
@@ -315,7 +320,7 @@ class CaptureWindow:
         self._forget_calls()
         self._roots.clear()
         self.modes.leave()
-        self._backward_root = None
+        self._backward_root = self._last_root = None
         if self._traced:
             for watch in self._watches:
                 watch.node = _accumulator(watch.weight)
@@ -340,8 +345,7 @@ class CaptureWindow:
     def _current_root(self) -> RootCall | None:
         if self._roots:
             return self._roots[-1]
-        recomputing = torch._C._current_graph_task_id() != -1
-        return self._backward_root if recomputing else None
+        return self._backward_root if _in_backward() else None
 
 
 class ForwardCall:
@@ -429,6 +433,10 @@ def _reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
     return reached
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class _LayerHook:
     __slots__ = ("_name", "_watch", "_window")
 
@@ -492,7 +500,7 @@ class _RootHooks:
             return
         if window is None or not window._roots:
             return
-        root = window._roots.pop()
+        root = window._last_root = window._roots.pop()
         if not window._roots:
             window.end_forward()
         root.terms = read_terms(window.rule, (args, kwargs), output)

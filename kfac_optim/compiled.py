@@ -3,7 +3,8 @@
 `torch.compile` traces forward hooks together with the model, so what a hook does at every call must be in the graph. It
 stands there as one of four operators, and the work behind them is Python as in eager mode: `begin` and `end` of a
 forward of the model, `note` of a layer's call, and `commit`, inside backward, of its input and output gradient. Each
-changes a token, so that the compiler neither drops them nor changes their order. On steps without statistics none of
+of those in the forward changes a token, so that the compiler neither drops them nor changes their order; `commit` hands
+the gradient on, so that whoever needs it needs the operator. On steps without statistics none of
 them is traced: the graph is the model's own.
 """
 
@@ -32,25 +33,23 @@ class Recorder(Protocol):
 
 
 class Tape:
-    """What graphs hold of one recorder: its number, and the tokens.
+    """What graphs hold of one recorder.
 
     Attributes:
         number: by which operators find the recorder.
-        forward: token of the operators of forward passes, `[]`.
-        backward: token of those of backward passes, `[]`.
+        token: of the operators in forward passes, `[]`.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.number = id(recorder)
-        self.forward = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.backward = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.token = torch.zeros((), dtype=torch.int64, device="cpu")
         _RECORDERS[self.number] = recorder
 
     def begin(self, model: int) -> None:
-        torch.ops.kfac_optim.begin(self.forward, self.number, model)
+        torch.ops.kfac_optim.begin(self.token, self.number, model)
 
     def end(self, terms: int) -> None:
-        torch.ops.kfac_optim.end(self.forward, self.number, terms)
+        torch.ops.kfac_optim.end(self.token, self.number, terms)
 
     def note(
         self,
@@ -61,10 +60,10 @@ class Tape:
         unbatched: bool,
         context: Sequence[int],
     ) -> None:
-        call = torch.ops.kfac_optim.note(self.forward, self.number, watch, training, unbatched, list(context))
+        call = torch.ops.kfac_optim.note(self.token, self.number, watch, training, unbatched, list(context))
         kept = layer_input.detach()
         output.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: torch.ops.kfac_optim.commit(self.backward, self.number, call, kept, gradient)
+            lambda gradient: torch.ops.kfac_optim.commit(self.number, call, kept, gradient)
         )
 
 
@@ -94,17 +93,18 @@ def _note(token: Tensor, recorder: int, watch: int, training: bool, unbatched: b
     return torch.tensor(call, dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("kfac_optim::commit", mutates_args=("token",))
-def _commit(token: Tensor, recorder: int, call: Tensor, layer_input: Tensor, gradient: Tensor) -> None:
-    token += 1
+@torch.library.custom_op("kfac_optim::commit", mutates_args=())
+def _commit(recorder: int, call: Tensor, layer_input: Tensor, gradient: Tensor) -> Tensor:
     if (found := _RECORDERS.get(recorder)) is not None:
         found.commit_call(int(call), layer_input, gradient)
+    return gradient.clone()
 
 
 def _nothing(*_: Any) -> None:
     pass
 
 
-for _operator in (_begin, _end, _commit):
-    _operator.register_fake(_nothing)
+_begin.register_fake(_nothing)
+_end.register_fake(_nothing)
 _note.register_fake(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))
+_commit.register_fake(lambda *args: torch.empty_like(args[-1]))

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.hooks import Handle, is_on
+from kfac_optim.hooks import Handle, call_as_it_is, is_on
 
 Function = Callable[..., Any]
 
@@ -42,16 +43,23 @@ class ProductMode(TorchFunctionMode):
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = _traceable(func)(*args, **(kwargs or {}))
+        if func in _PRODUCTS or func in _OTHER_LAYERS:
+            call_as_it_is(self._look, func, args, kwargs or {}, output)
+        return output
+
+    def _look(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         read = _PRODUCTS.get(func)
         if read is not None:
-            product = read(*args, **(kwargs or {}))
+            product = read(*args, **kwargs)
             if product is not None:
                 self._seen(product, output)
-        elif func in _OTHER_LAYERS and output.requires_grad:
+        elif output.requires_grad:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
                     self._used(leaf, func.__name__)
-        return output
+
+
+skip_code(ProductMode.__torch_function__.__code__)
 
 
 def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Product | None:
@@ -121,7 +129,13 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._table.get(func, _traceable(func))(*args, **(kwargs or {}))
+        replacement = self._table.get(func)
+        if replacement is None:
+            return _traceable(func)(*args, **(kwargs or {}))
+        return call_as_it_is(replacement, *args, **(kwargs or {}))
+
+
+skip_code(_Substitution.__torch_function__.__code__)
 
 
 class _Around:

@@ -1,7 +1,7 @@
 """Forward hooks and torch function modes: put on, taken off, and left in order."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -10,6 +10,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
+
+T = TypeVar("T")
 
 
 class Handle(Protocol):
@@ -39,22 +41,31 @@ class PicklableHook:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() or get_eval_frame_callback() is None:
-            self._function(*args)
-        else:
-            _call_uncompiled(self._function, *args)
+        call_as_it_is(self._function, *args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()
 
 
-# The hooks of a compiled module are called outside its graph. Dynamo would compile each as a function of its own.
-skip_code(PicklableHook.__call__.__code__)
+def call_as_it_is(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `function` as a part of the graph that is being traced, if there is one, else uncompiled.
+
+    Hooks of a compiled module, and modes around it, are often called outside its graph. Dynamo would compile each for
+    itself.
+    """
+    if torch.compiler.is_compiling() or get_eval_frame_callback() is None:
+        return function(*args, **kwargs)
+    result: T = _call_uncompiled(function, *args, **kwargs)
+    return result
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call_uncompiled(function: Callable[..., None], *args: Any) -> None:
-    function(*args)
+def _call_uncompiled(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return function(*args, **kwargs)
+
+
+skip_code(call_as_it_is.__code__)
+skip_code(PicklableHook.__call__.__code__)
 
 
 def _do_nothing(*args: Any) -> None:

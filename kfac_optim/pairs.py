@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
+from kfac_optim.rows import on_host
 from kfac_optim.specs import LayerSpec, Structure
 
 
@@ -17,7 +18,8 @@ class FactorPair:
     Attributes:
         a: input factor, of one group where all share their input, or None for the identity.
         g: output factor, or None for the identity.
-        rows: rows accumulated since the last fold; a device scalar where only the device knows how many count.
+        rows: rows accumulated since the last fold: of all groups, or of each `[groups]`; a tensor, `[]` at least, where
+            only the device knows how many count.
         refused: non-finite samples refused so far, `[]` int64.
         refused_in_a_row: since the last that was accepted, `[]` int64.
     """
@@ -54,11 +56,12 @@ class FactorPair:
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
         if self.a is not None:
-            # Rows that only the device could count may turn out to be none.
-            rows = self.rows.clamp(min=1) if isinstance(self.rows, Tensor) else self.rows
-            self.a.fold(scale=1 / rows, mass=self.rows, decay=decay, accept=accept)
+            scale, mass = _normalised(self.rows, self.a)
+            self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept)
         if self.g is not None:
-            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms, decay=decay, accept=accept)
+            # Where the device found no row the loss did not use the layer, and the zeros are no sample.
+            used = (self.rows > 0).any().to(self.g.mass.dtype) if isinstance(self.rows, Tensor) else 1
+            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
         self.refused += ~accept
         self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
         self.rows = 0
@@ -191,5 +194,25 @@ def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) ->
 
 
 def _counts(rows: int | Tensor) -> bool:
-    """Whether there may be rows: a number on the device is not waited for."""
-    return isinstance(rows, Tensor) or rows > 0
+    """Whether there may be rows: a number on an accelerator is not waited for."""
+    if isinstance(rows, Tensor):
+        return not on_host(rows) or bool((rows > 0).any())
+    return rows > 0
+
+
+def _normalised(rows: int | Tensor, factor: Factor) -> tuple[float | Tensor, int | Tensor]:
+    """What turns the pending sum of `factor` into a mean over `rows`, and the mass of that mean.
+
+    Groups with rows of their own share one mass, that of the first (of an attention the queries), or of the largest
+    where the first has none. A group without rows stays as it is: its pending sum becomes its average.
+    """
+    if not isinstance(rows, Tensor):
+        return 1 / rows, rows
+    mass = rows
+    if rows.dim() > 0:
+        rows = rows.view(-1, *(1,) * (factor.average.dim() - 1))
+        assert factor.pending is not None
+        factor.pending = torch.where(rows > 0, factor.pending, factor.average)
+        mass = torch.where(mass[0] > 0, mass[0], mass.amax())
+    # Rows that only the device could count may turn out to be none.
+    return 1 / rows.clamp(min=1).to(factor.mass.dtype), mass

@@ -3,17 +3,51 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kfac_optim.specs import Structure
 
 
-def gram(rows: Tensor, structure: Structure) -> Tensor:
-    """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it."""
+def gram(rows: Tensor, structure: Structure, active: Tensor | None = None) -> Tensor:
+    """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
+
+    Only over the rows that `active` `[batch, shared]` marks, where it is given: what the others hold, be it not finite,
+    does not matter.
+    """
     rows = rows.flatten(1, 2)
+    if active is not None:
+        # What is left out costs nothing on the host; how much that is an accelerator would have to be asked.
+        marked = active.flatten()
+        rows = rows[:, marked] if on_host(marked) else torch.where(marked.unsqueeze(-1), rows, 0)
     if structure is Structure.DIAGONAL:
         return rows.square().sum(1)
     return rows.mT @ rows
+
+
+def active_rows(gradients: Tensor) -> Tensor:
+    """`[batch, shared]` bool: the rows of `[groups, batch, shared, d]` that are not exactly zero in every group."""
+    # By far the fastest way to ask, and a NaN is not zero.
+    return gradients.abs().amax(-1).amax(0) != 0
+
+
+def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
+    """`[groups, batch, 1, d]`: means of the rows that `active` `[batch, shared]` marks; of none it is 0."""
+    if active is None:
+        return rows.mean(2, keepdim=True)
+    marked = active.unsqueeze(-1)
+    return torch.where(marked, rows, 0).sum(2, keepdim=True) / marked.sum(1, keepdim=True).clamp(min=1)
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading `tensor` waits for no accelerator."""
+    return tensor.device.type == "cpu"
+
+
+def total(numbers: Tensor) -> int | Tensor:
+    """`Σ numbers`: at once on the host, else as a device scalar `[]`."""
+    summed = numbers.sum()
+    return int(summed) if on_host(summed) else summed
 
 
 def linear_rows(tensor: Tensor) -> Tensor:

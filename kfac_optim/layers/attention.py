@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
 from kfac_optim.functions import substitute
 from kfac_optim.hooks import Handle, Handles
 from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
-from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+from kfac_optim.specs import LayerSpec, Structure
 
 _PACKED = ("in_proj_weight", "in_proj_bias")
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -24,20 +25,18 @@ class _Use(NamedTuple):
 
     Attributes:
         shared: whether all groups read this input.
-        mass: what a row of the input weighs; each group's rows come to as much as the queries'.
     """
 
     first: int
     groups: int
     shared: bool
-    mass: float
 
 
 class ProjectionStatistics(RowStatistics):
     """Inputs `[positions, batch, in]`, gradients `[positions, batch, used groups · out]`; the context is a `_Use`.
 
     Query, key and value are the groups of one matrix. They share one `A` until they are seen to read different inputs;
-    then each has that of its own.
+    then each has that of its own, and rows of its own.
     """
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
@@ -49,25 +48,23 @@ class ProjectionStatistics(RowStatistics):
         return self._among_all(rows)
 
     @property
-    def has_input(self) -> bool:
-        return super().has_input and (self._use.first == 0 or not self._use.shared)
-
-    @property
     def count(self) -> int | Tensor:
-        return super().count if self._use.first == 0 else 0  # one number for all groups
+        count = super().count
+        if self._use.shared:
+            return count
+        of_groups = torch.zeros(self.spec.groups, dtype=torch.int64, device=self.call.gradient.device)
+        of_groups[self._use.first : self._use.first + self._use.groups] = count
+        return of_groups
 
     def input_moment(self, structure: Structure) -> Tensor:
         moment = super().input_moment(structure)
         if self._use.shared:
             return moment
-        if self.spec.weight_sharing is WeightSharing.EXPAND:
-            moment *= self._use.mass
         return self._among_all(moment.expand(self._use.groups, *moment.shape[1:]))
 
     @property
     def _use(self) -> _Use:
-        use: _Use = self.call.context
-        return use
+        return _Use._make(self.call.context)
 
     def _among_all(self, used: Tensor) -> Tensor:
         """Zeros for the groups that this call did not make."""
@@ -120,7 +117,7 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
                 emit=partial(_emit, sink, index, spec),
                 discard=sink.discard,
             )
-            projections.append(_Projection(watch, spec, partial(sink.separate_inputs, index)))
+            projections.append(_Projection(watch, spec))
         attention = _NotedAttention(window, projections)
         return Handles(
             *(window.watch_calls(projection.watch) for projection in projections),
@@ -131,10 +128,11 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
 class _Projection(NamedTuple):
     watch: LayerWatch
     spec: LayerSpec
-    separate_inputs: Callable[[], None]
 
 
 def _emit(sink: StatisticsSink, index: int, spec: LayerSpec, call: LayerCall) -> bool:
+    if not _Use._make(call.context).shared:
+        sink.separate_inputs(index)
     return sink.emit(index, ProjectionStatistics(spec, call, sink.dtype))
 
 
@@ -143,43 +141,63 @@ class _NotedAttention:
 
     def __init__(self, window: CaptureWindow, projections: Sequence[_Projection]) -> None:
         self._window = window
-        self._projections = {id(projection.watch.weight): projection for projection in projections}
+        self._projections = projections
+        self._batch = 0  # of the call under way; 0 for a single example
+        self._of_one_input = _with_linear(partial(self._linear, True), one_input=True)
+        self._of_several = _with_linear(partial(self._linear, False), one_input=False)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        one_input = key is query and value is query
-        unbatched = query.dim() == 2
-        batch = 1 if unbatched else query.shape[1]
+        attention = self._of_one_input if key is query and value is query else self._of_several
+        self._batch = 0 if query.dim() == 2 else query.shape[1]
+        return attention(query, key, value, *args, **kwargs)
 
-        def linear(layer_input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            output = F.linear(layer_input, weight, bias)
+    def _linear(
+        self, one_input: bool, layer_input: Tensor, weight: Tensor, bias: Tensor | None = None, first: int = 0
+    ) -> Tensor:
+        output = F.linear(layer_input, weight, bias)
+        projection = self._projection_of(weight)
+        if projection is None:
+            return output
+        # The out-projection is handed [positions · batch, features].
+        batch = max(self._batch, 1)
+        noted_input, noted = (tensor.view(-1, batch, tensor.shape[-1]) for tensor in (layer_input, output))
+        use = _Use(first, weight.shape[0] // projection.spec.out_dim, one_input or projection.spec.groups == 1)
+        self._window.note(projection.watch, noted_input, noted, unbatched=self._batch == 0, context=use)
+        return noted.view(output.shape)
+
+    def _projection_of(self, weight: Tensor) -> _Projection | None:
+        for projection in self._projections:
             # The packed weight is used whole, or in parts that are views of it.
-            projection = self._projections.get(id(weight)) or self._projections.get(id(weight._base))
-            if projection is None:
-                return output
-            # The out-projection is handed [positions · batch, features].
-            noted_input, noted = (tensor.view(-1, batch, tensor.shape[-1]) for tensor in (layer_input, output))
-            spec, whole = projection.spec, projection.watch.weight
-            use = _Use(
-                first=(weight.storage_offset() - whole.storage_offset()) // (whole[0].numel() * spec.out_dim),
-                groups=weight.shape[0] // spec.out_dim,
-                shared=one_input or spec.groups == 1,
-                mass=query.shape[0] / noted_input.shape[0],
-            )
-            if not use.shared:
-                projection.separate_inputs()
-            self._window.note(projection.watch, noted_input, noted, unbatched=unbatched, context=use)
-            return noted.view(output.shape)
-
-        return _with_linear(linear)(query, key, value, *args, **kwargs)
+            if weight is projection.watch.weight or weight._base is projection.watch.weight:
+                return projection
+        return None
 
 
-def _with_linear(linear: Callable[..., Tensor]) -> Callable[..., Any]:
-    """`F.multi_head_attention_forward`, calling `linear` in the place of `F.linear`."""
+def _with_linear(linear: Callable[..., Tensor], *, one_input: bool) -> Callable[..., Any]:
+    """`F.multi_head_attention_forward`, calling `linear` in the place of `F.linear`.
+
+    Args:
+        linear: the replacement; also told of the first group that it is to make.
+        one_input: whether query, key and value are one; it is called once for all three then, also where torch has
+            given each a batch dimension of its own.
+    """
     # torch's own code in a namespace of our own: so that masks, dropout and every option are torch's, in value and in
     # random numbers, and nobody else's F.linear is touched.
     namespace = {**vars(F), "linear": linear, "has_torch_function": lambda _: False}
-    for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
+    del namespace["__name__"]  # by which torch.compile would look for our `linear` in torch's module
+
+    def rebuilt(name: str) -> Callable[..., Any]:
         function = getattr(F, name)
-        namespace[name] = types.FunctionType(function.__code__, namespace, name, function.__defaults__)
-    attention: Callable[..., Any] = namespace["multi_head_attention_forward"]
-    return attention
+        return types.FunctionType(function.__code__, namespace, name, function.__defaults__)
+
+    of_one = rebuilt("_in_projection_packed")
+
+    def in_projection(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if one_input:
+            return of_one(q, q, q, weight, bias)
+        weights, biases = weight.chunk(3), (None,) * 3 if bias is None else bias.chunk(3)
+        return tuple(linear(x, weights[i], biases[i], first=i) for i, x in enumerate((q, k, v)))
+
+    namespace["_in_projection"] = rebuilt("_in_projection")
+    namespace["_in_projection_packed"] = in_projection
+    return rebuilt("multi_head_attention_forward")

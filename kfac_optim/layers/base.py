@@ -7,6 +7,7 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
 from kfac_optim.hooks import Handle
-from kfac_optim.rows import gram
+from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, total
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
@@ -26,22 +27,27 @@ class LayerStatistics(ABC):
     opposed = False
     """Whether the call multiplied by the transpose of the block's matrix, so that the sides change places."""
 
-    keeps_input = False
-    """Whether further backwards through the call need its input again; it then lives until the window closes."""
+    @property
+    def keeps_input(self) -> bool:
+        """Whether further backwards through the call need its input again; it then lives until the window closes."""
+        return False
 
     @property
     @abstractmethod
     def count(self) -> int | Tensor:
-        """Rows behind the input moment: its mass. A device scalar `[]` where only the device can count them."""
+        """Rows behind the input moment; 0 without one.
+
+        A tensor where only the device can count them, `[]`, and where the groups have rows of their own, `[groups]`.
+        """
 
     @property
     def has_input(self) -> bool:
-        """Whether there is an input moment to add; none from the second backward of a call on."""
+        """Whether there is an input moment to add."""
         return True
 
     @abstractmethod
     def input_moment(self, structure: Structure) -> Tensor:
-        """`Σ a aᵀ`, `[groups, in, in]`, or its diagonal `[groups, in]`."""
+        """`Σ a aᵀ`, `[groups, in, in]`, or its diagonal `[groups, in]`, less what earlier backwards counted."""
 
     @abstractmethod
     def output_moment(self, structure: Structure) -> Tensor:
@@ -54,6 +60,16 @@ class LayerStatistics(ABC):
 
 class RowStatistics(LayerStatistics):
     """Statistics of a layer whose output is `W a` at each position; families say what `a` and `g` are.
+
+    A row is active when its `g` is not exactly zero in every group. Others add nothing to the Fisher `Σ a aᵀ ⊗ g gᵀ`,
+    of which `A ⊗ G` takes the mean of `a aᵀ` and the sum of `g gᵀ`: zeros would water down the mean and not the sum. So
+    padding behind a mask, ignored targets and dropped rows are not counted in `A`, whatever their inputs hold, and
+    REDUCE averages the inputs of an example over its active positions.
+
+    Several backwards through one forward count as one of their sum: the rows of the gradients so far are exchanged for
+    those of the new sum. That needs the input again, which is kept where some rows were not active yet. Only the host
+    can ask for that without waiting: on an accelerator the input goes with the first backward, and rows that only a
+    later one reaches stay uncounted. Nowhere are rows taken back whose gradients cancel, where at first all counted.
 
     Args:
         spec: the layer.
@@ -72,21 +88,38 @@ class RowStatistics(LayerStatistics):
 
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Canonical `g`, `[groups, batch, shared, out]`."""
+        """Canonical `g`, `[groups, batch, shared, out]`; zero where a shorter example has no position."""
+
+    @property
+    def positions(self) -> int:
+        """Positions of all examples: the most rows that can be active."""
+        return self._active.numel()
+
+    @property
+    def keeps_input(self) -> bool:
+        return on_host(self._active) and int(self._active.sum()) < self.positions
 
     @property
     def has_input(self) -> bool:
-        return self.call.input is not None and self.call.input.numel() > 0
+        if self.call.input is None or self.call.input.numel() == 0:
+            return False
+        if not on_host(self._active):
+            return True
+        before = self._active_before
+        return bool(self._active.any()) if before is None else not torch.equal(self._active, before)
 
     @property
     def count(self) -> int | Tensor:
-        if self.call.input is None:
+        if not self.has_input:
             return 0
-        _, batch, shared, _ = self.gradient_rows(self.call.gradient).shape
-        return batch * shared if self.spec.weight_sharing is WeightSharing.EXPAND else batch
+        count = total(self._shared_mask(self._active))
+        return count if self._active_before is None else count - total(self._shared_mask(self._active_before))
 
     def input_moment(self, structure: Structure) -> Tensor:
-        return gram(self._shared_inputs(), structure)
+        moment = self._moment_over(self._active, structure)
+        if self._active_before is not None:
+            moment -= self._moment_over(self._active_before, structure)
+        return moment
 
     def output_moment(self, structure: Structure) -> Tensor:
         moment = gram(self._shared_gradients(self.call.gradient), structure)
@@ -95,13 +128,36 @@ class RowStatistics(LayerStatistics):
         return moment
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        return self._shared_inputs(), self._shared_gradients(self.call.gradient)
+        active = self._shared_mask(self._active).unsqueeze(-1)
+        a = torch.where(active, self._shared_inputs(self._active), 0)
+        return a, self._shared_gradients(self.call.gradient)
 
-    def _shared_inputs(self) -> Tensor:
+    @cached_property
+    def _active(self) -> Tensor:
+        """`[batch, shared]` bool: the rows that count."""
+        return active_rows(self.gradient_rows(self.call.gradient))
+
+    @cached_property
+    def _active_before(self) -> Tensor | None:
+        """Those that counted before this backward; None at the first."""
+        return None if self.call.earlier is None else active_rows(self.gradient_rows(self.call.earlier))
+
+    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+        """`Σ a aᵀ` over the rows that `active` marks."""
+        if on_host(active) and bool(active.all()):
+            return gram(self._shared_inputs(None), structure)
+        return gram(self._shared_inputs(active), structure, self._shared_mask(active))
+
+    def _shared_mask(self, active: Tensor) -> Tensor:
+        """The rows that `active` marks, after weight sharing: `[batch, shared]` or `[batch, 1]`."""
+        return active.any(1, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else active
+
+    def _shared_inputs(self, active: Tensor | None) -> Tensor:
+        """`a` after weight sharing, of the positions that `active` marks or of all; the other rows hold anything."""
         assert self.call.input is not None, "the input was released after the first backward"
         a = self.input_rows(self.call.input.to(self.dtype))
         if self.spec.weight_sharing is WeightSharing.REDUCE:
-            a = a.mean(2, keepdim=True)
+            a = mean_over_shared(a, active)
         if self.spec.has_bias:
             a = torch.cat([a, a.new_ones(()).expand(*a.shape[:-1], 1)], dim=-1)
         return a

@@ -8,19 +8,17 @@ import math
 from collections.abc import Collection, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim.capture import LayerCall
-from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, own_forward
-from kfac_optim.rows import gram
+from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, own_forward
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 
-class EmbeddingStatistics(LayerStatistics):
+class EmbeddingStatistics(RowStatistics):
     """Token counts, and output gradients, without the positions that hold `padding_idx` and train nothing.
 
-    With `reduce` an example's input is the frequency of each token among its other positions.
+    With `reduce` an example's input is the frequency of each token among its active positions.
 
     Args:
         module: the embedding.
@@ -29,77 +27,44 @@ class EmbeddingStatistics(LayerStatistics):
         dtype: of the moments.
     """
 
-    keeps_input = True  # for the mask of padding positions
+    keeps_input = True  # for the ids of padding
 
     def __init__(self, module: nn.Embedding, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
+        super().__init__(spec, call, dtype)
         assert call.input is not None
         ids = call.input if call.input.dim() > 0 else call.input.unsqueeze(0)
-        self.spec = spec
-        self.call = call
-        self.dtype = dtype
         self.padding_idx = module.padding_idx
         self.ids = ids.reshape(ids.shape[0], math.prod(ids.shape[1:]))
         # Counting in bfloat16 ends at 256.
         self.exact = torch.promote_types(dtype, torch.float32)
-        self.reduced = spec.weight_sharing is WeightSharing.REDUCE
-        # [batch, shared] with 1 for a position that counts
-        self.mask = torch.ones_like(self.ids, dtype=self.exact)
-        if self.padding_idx is not None:
-            self.mask = (self.ids != self.padding_idx).to(self.exact)
 
-    @property
-    def has_input(self) -> bool:
-        return self.call.earlier is None and self.ids.numel() > 0
+    def input_rows(self, layer_input: Tensor) -> Tensor:
+        tokens = torch.arange(self.spec.in_dim, device=layer_input.device)
+        return (self.ids.unsqueeze(-1) == tokens).to(self.dtype).unsqueeze(0)
 
-    @property
-    def count(self) -> int | Tensor:
-        if not self.has_input:
-            return 0
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        rows = gradient.reshape(1, *self.ids.shape, self.spec.out_dim)
         if self.padding_idx is None:
-            return self.ids.shape[0] if self.reduced else self.ids.numel()
-        return self.mask.amax(1).sum() if self.reduced else self.mask.sum()
+            return rows
+        return torch.where((self.ids != self.padding_idx).unsqueeze(-1), rows, 0)
 
-    def input_moment(self, structure: Structure) -> Tensor:
+    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+        weights = active.to(self.exact)
+        if self.spec.weight_sharing is WeightSharing.EXPAND:
+            counts = self._counts(weights)
+            return torch.diag_embed(counts) if structure is Structure.DENSE else counts
         if structure is Structure.DENSE:
-            return gram(self._inputs(), structure) if self.reduced else torch.diag_embed(self._counts(self.mask))
-        if not self.reduced:
-            return self._counts(self.mask)
-        # A token that stands in c of R positions adds (c/R)²: c/R² from each of these positions.
-        ordered = self.ids.sort(dim=1).values
-        repeats = torch.searchsorted(ordered, self.ids, right=True) - torch.searchsorted(ordered, self.ids)
-        return self._counts(self.mask * repeats / self._lengths().square())
-
-    def output_moment(self, structure: Structure) -> Tensor:
-        moment = gram(self._gradients(self.call.gradient), structure)
-        if self.call.earlier is not None:
-            moment -= gram(self._gradients(self.call.earlier), structure)
-        return moment
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        return self._inputs(), self._gradients(self.call.gradient)
+            return super()._moment_over(active, structure)
+        # A token that stands in c of an example's R active positions adds (c/R)²: c/R² from each of these positions.
+        ids = torch.where(active, self.ids, -1)
+        ordered = ids.sort(dim=1).values
+        repeats = torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
+        return self._counts(weights * repeats / weights.sum(1, keepdim=True).clamp(min=1).square())
 
     def _counts(self, weights: Tensor) -> Tensor:
         """`[1, in]`: the sum of `weights` `[batch, shared]` over the positions of each token."""
         counts = weights.new_zeros(self.spec.in_dim).index_add_(0, self.ids.flatten(), weights.flatten())
         return counts.unsqueeze(0).to(self.dtype)
-
-    def _lengths(self) -> Tensor:
-        """`[batch, 1]`: the positions that count in each example, at least 1."""
-        return self.mask.sum(1, keepdim=True).clamp(min=1)
-
-    def _inputs(self) -> Tensor:
-        """`[1, batch, shared, in]`, zero where nothing counts."""
-        one_hots = F.one_hot(self.ids.long(), self.spec.in_dim) * self.mask.unsqueeze(-1)
-        if self.reduced:
-            one_hots = one_hots.sum(1, keepdim=True) / self._lengths().unsqueeze(-1)
-        return one_hots.unsqueeze(0).to(self.dtype)
-
-    def _gradients(self, gradient: Tensor) -> Tensor:
-        """`[1, batch, shared, out]`."""
-        rows = gradient.to(self.dtype).reshape(1, *self.ids.shape, self.spec.out_dim)
-        if self.padding_idx is not None:
-            rows = rows * self.mask.to(self.dtype).unsqueeze(-1)
-        return rows.sum(2, keepdim=True) if self.reduced else rows
 
 
 class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):

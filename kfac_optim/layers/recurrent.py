@@ -25,7 +25,7 @@ from kfac_optim.capture import CaptureWindow, LayerWatch
 from kfac_optim.functions import substitute
 from kfac_optim.hooks import Handle, Handles
 from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
-from kfac_optim.specs import LayerSpec, WeightSharing
+from kfac_optim.specs import LayerSpec
 
 _Module = nn.RNNBase | nn.RNNCellBase
 
@@ -42,8 +42,7 @@ _WEIGHT = re.compile(r"weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 class SequenceStatistics(RowStatistics):
     """Inputs and gradients are rows of sequences; the context is the number of sequences at each time step.
 
-    What is left of the time axis after the end of a sequence is no row: it is zero, the bias column included, and
-    REDUCE averages over the time steps that a sequence has.
+    What is left of the time axis after the end of a sequence is zero, and so no row either.
     """
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
@@ -53,22 +52,8 @@ class SequenceStatistics(RowStatistics):
         return self._by_sequence(gradient)
 
     @property
-    def count(self) -> int | Tensor:
-        if self.call.input is None:
-            return 0
-        sizes = self._sizes
-        return sum(sizes) if self.spec.weight_sharing is WeightSharing.EXPAND else sizes[0]
-
-    def _shared_inputs(self) -> Tensor:
-        assert self.call.input is not None, "the input was released after the first backward"
-        rows = self.call.input.to(self.dtype)
-        real = rows.new_ones(len(rows), 1)
-        if self.spec.has_bias:
-            rows = torch.cat([rows, real], dim=-1)
-        a = self.input_rows(rows)
-        if self.spec.weight_sharing is WeightSharing.REDUCE:
-            a = a.sum(2, keepdim=True) / self.input_rows(real).sum(2, keepdim=True)
-        return a
+    def positions(self) -> int:
+        return sum(self._sizes)
 
     @property
     def _sizes(self) -> tuple[int, ...]:

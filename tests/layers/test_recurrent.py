@@ -276,6 +276,12 @@ def recorded(case: Case, linears: Linears) -> dict[str, tuple[list[Tensor], list
 def expected_factors(
     a: list[Tensor], g: list[Tensor], bias: bool, sharing: WeightSharing, structure: tuple[Structure, Structure]
 ) -> Any:
+    # Time steps without any gradient (of a dead ReLU, or those that only lead to such) count for nothing.
+    kept = [(rows[grads.any(1)], grads[grads.any(1)]) for rows, grads in zip(a, g, strict=True) if grads.any()]
+    if not kept:
+        nothing = oracles.factors(a[0][None, None], g[0][None, None], terms=TERMS, bias=bias, structure=structure)
+        return tuple(None if factor is None else torch.zeros_like(factor) for factor in nothing)
+    a, g = [rows for rows, _ in kept], [grads for _, grads in kept]
     if sharing is WeightSharing.EXPAND:
         a, g = [torch.cat(a)], [torch.cat(g)]  # rows are rows, whichever sequence they come from
         return oracles.factors(a[0][None, None], g[0][None, None], terms=TERMS, bias=bias, structure=structure)
