@@ -3,9 +3,11 @@
 The house, from the ground up; imports go only to a lower storey (within a folder also to its `base.py`):
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
-    hooks                       L0  forward hooks and torch function modes, put on and taken off
+    dynamo                      L0  what torch.compile makes of functions of ours
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
     loss_scale                  L0  what a GradScaler multiplied the loss by
+    hooks                       L1  forward hooks and torch function modes, put on and taken off
+    compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has
     rows                        L1  canonical rows and their second moments
     factors                     L1  running average of one Kronecker factor

@@ -1,9 +1,11 @@
 """The model as the optimizer knows it: found or given, its layers made into blocks, hooks that listen to them."""
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kfac_optim import checkpoint
 from kfac_optim.assembly import Coverage
@@ -13,7 +15,7 @@ from kfac_optim.discovery import build_blocks, claim
 from kfac_optim.finder import ModelFinder
 from kfac_optim.functional import FunctionalUses
 from kfac_optim.functions import Product
-from kfac_optim.hooks import Handle, Handles
+from kfac_optim.hooks import Handle, Handles, PicklableHook
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames
 
@@ -58,6 +60,7 @@ class ModelBinding:
         self._excluded: dict[nn.Parameter, str] = {}
         self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
+        self._lazy: dict[nn.Module, Handle] = {}
         self._functional = FunctionalUses(window, self._claim, emitted)
         window.mode, window.mode_wanted = self._functional.mode, self._before_forward
         window.graph_began = self._functional.look
@@ -120,23 +123,24 @@ class ModelBinding:
 
     def does_nothing(self) -> bool:
         """Whether nothing is preconditioned against the user's wish, nor can yet be."""
-        awaited = bool(self.coverage.candidates) and not self._settled
+        awaited = bool(self.coverage.lazy) or (bool(self.coverage.candidates) and not self._settled)
         return not (self.coverage.blocks or self._options.skip_layers or awaited)
 
     def end_step(self) -> None:
         """A step was taken."""
         self._functional.end_step()
-        if self._roots and self.coverage.has_grown():
-            self._build()
+        self._grow()
         self._prepare()
 
     def release(self) -> None:
         """Take all hooks off."""
         self._window.modes.leave()
-        for handle in (*self._roots.values(), *(handle for _, handle in self._attached.values())):
+        attached = (handle for _, handle in self._attached.values())
+        for handle in (*self._roots.values(), *attached, *self._lazy.values()):
             handle.remove()
         self._roots.clear()
         self._attached.clear()
+        self._lazy.clear()
         self._functional.forget()
         self._stop_finding()
         self._prepare()
@@ -174,8 +178,7 @@ class ModelBinding:
             self._adopt(model, args)
 
     def _before_forward(self) -> bool:
-        if self._roots and self.coverage.has_grown():
-            self._build()
+        self._grow()
         return self._functional.begin()
 
     def _prepare(self) -> None:
@@ -201,10 +204,26 @@ class ModelBinding:
             if module not in self._attached:
                 handle = attach(module, attachments, self._window, self._emitted)
                 self._attached[module] = (attachments, handle)
+        self._watch_lazy(
+            module for module in self.model.modules() if any(map(is_lazy, module.parameters(recurse=False)))
+        )
         self._functional.know(blocks, self.coverage.candidates, self.coverage.owners(self.model))
         self.rebind(self._groups)
         for block in blocks:
             self._restore_waiting(block)
+
+    def _watch_lazy(self, modules: Iterable[nn.Module]) -> None:
+        """Hook modules that learn their shapes as their first forward begins, so that it counts already."""
+        lazy = set(modules)
+        for module in self._lazy.keys() - lazy:
+            self._lazy.pop(module).remove()
+        for module in lazy - self._lazy.keys():
+            grow = weakref.WeakMethod(self._grow)
+            self._lazy[module] = module.register_forward_pre_hook(PicklableHook(lambda *_, grow=grow: _call(grow)))
+
+    def _grow(self) -> None:
+        if self._roots and self.coverage.has_grown():
+            self._build()
 
     def _claim(self, product: Product) -> KFACBlock | None:
         assert self.model is not None
@@ -220,3 +239,8 @@ class ModelBinding:
             checkpoint.check([block], [state], [], any_prefix=not self.given)
             checkpoint.restore(block, state)
             del self.waiting[block.params[0]]
+
+
+def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    if (bound := method()) is not None:
+        bound()

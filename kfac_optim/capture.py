@@ -200,13 +200,26 @@ class CaptureWindow:
         if not watch.weight.requires_grad or not self.takes(output):
             return None
         if torch.compiler.is_compiling():
-            self.tape.note(watch.number, layer_input, output, training, unbatched, context)
+            self.note_in_graph(watch.number, layer_input, output, training, unbatched, context)
             return None
         if not watch.wanted():
             return None
         call = ForwardCall(self, watch, self._root_of_call(unbatched), layer_input, training, context)
         output.register_hook(call)  # type: ignore[no-untyped-call]
         return call
+
+    def note_in_graph(
+        self,
+        watch: int,
+        layer_input: Tensor,
+        output: Tensor,
+        training: bool,
+        unbatched: bool,
+        context: tuple[int, ...],
+    ) -> None:
+        """`note` for the watch of this number, in a forward that is being traced."""
+        call, kept = self.tape.note(watch, training, unbatched, context), layer_input.detach()
+        output.register_hook(lambda gradient: self.tape.commit(call, kept, gradient))  # type: ignore[no-untyped-call]
 
     def note_without_graph(self) -> None:
         """Within a forward without gradients: a layer ran that may run again. See [Note: recomputed layers]."""

@@ -51,20 +51,15 @@ class Tape:
     def end(self, terms: int) -> None:
         torch.ops.kfac_optim.end(self.token, self.number, terms)
 
-    def note(
-        self,
-        watch: int,
-        layer_input: Tensor,
-        output: Tensor,
-        training: bool,
-        unbatched: bool,
-        context: Sequence[int],
-    ) -> None:
-        call = torch.ops.kfac_optim.note(self.token, self.number, watch, training, unbatched, list(context))
-        kept = layer_input.detach()
-        output.register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: torch.ops.kfac_optim.commit(self.number, call, kept, gradient)
-        )
+    def note(self, watch: int, training: bool, unbatched: bool, context: Sequence[int]) -> Tensor:
+        """The number of the call, `[]`."""
+        call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, unbatched, list(context))
+        return call
+
+    def commit(self, call: Tensor, layer_input: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient again."""
+        same: Tensor = torch.ops.kfac_optim.commit(self.number, call, layer_input, gradient)
+        return same
 
 
 # Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive.

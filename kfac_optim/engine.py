@@ -167,7 +167,9 @@ def _precondition(
             if grad is None:
                 continue
             if not block.is_ready or block.is_parametrized:
-                unpreconditioned.append(block.name)
+                # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
+                if block.is_parametrized or grad.is_meta or grad.any():
+                    unpreconditioned.append(block.name)
                 continue
             active.append(block)
             grads.append(grad)

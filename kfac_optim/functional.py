@@ -199,7 +199,7 @@ class FunctionalUses:
         watch, adds_bias = _watch_in_graph(self.number, at, bias, product.bias is not None, product.transposed)
         if watch >= 0:
             context = ADDS_BIAS if adds_bias else ()
-            window.tape.note(watch, product.input, output, True, product.input.dim() == 1, context)
+            window.note_in_graph(watch, product.input, output, True, product.input.dim() == 1, context)
 
     def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
         window, weight = self._window(), self._in_graphs[index]
@@ -220,7 +220,7 @@ class FunctionalUses:
         elif has_bias:
             adds_bias = added is block.params[1]
         else:
-            adds_bias = any(type(use.module).forward is not nn.Linear.forward for use in block.uses)
+            adds_bias = any(use.adapter.adds_bias_itself(use.module) for use in block.uses)
         return self._watch(window, block, opposed).number, adds_bias
 
     def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:

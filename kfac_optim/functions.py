@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.hooks import Handle, call_as_it_is, is_on
+from kfac_optim.dynamo import call_as_it_is, inline_only
+from kfac_optim.hooks import Handle, is_on
 
 Function = Callable[..., Any]
 
@@ -39,6 +39,7 @@ class ProductMode(TorchFunctionMode):
         self._seen = seen
         self._used = used
 
+    @inline_only
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -57,9 +58,6 @@ class ProductMode(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
                     self._used(leaf, func.__name__)
-
-
-skip_code(ProductMode.__torch_function__.__code__)
 
 
 def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Product | None:
@@ -126,6 +124,7 @@ class _Substitution(TorchFunctionMode):
         super().__init__()
         self._table = table
 
+    @inline_only
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -133,9 +132,6 @@ class _Substitution(TorchFunctionMode):
         if replacement is None:
             return _traceable(func)(*args, **(kwargs or {}))
         return call_as_it_is(replacement, *args, **(kwargs or {}))
-
-
-skip_code(_Substitution.__torch_function__.__code__)
 
 
 class _Around:

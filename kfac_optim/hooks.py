@@ -1,17 +1,18 @@
 """Forward hooks and torch function modes: put on, taken off, and left in order."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
 from torch import nn
-from torch._C import _get_function_stack_at, _len_torch_function_stack
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import skip_code
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import (  # type: ignore[attr-defined]
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_function_stack_at,
+    _len_torch_function_stack,
+)
 from torch.utils.hooks import RemovableHandle
 
-T = TypeVar("T")
+from kfac_optim.dynamo import call_as_it_is, inline_only
 
 
 class Handle(Protocol):
@@ -40,32 +41,12 @@ class PicklableHook:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
+    @inline_only
     def __call__(self, *args: Any) -> None:
         call_as_it_is(self._function, *args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()
-
-
-def call_as_it_is(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call `function` as a part of the graph that is being traced, if there is one, else uncompiled.
-
-    Hooks of a compiled module, and modes around it, are often called outside its graph. Dynamo would compile each for
-    itself.
-    """
-    if torch.compiler.is_compiling() or get_eval_frame_callback() is None:
-        return function(*args, **kwargs)
-    result: T = _call_uncompiled(function, *args, **kwargs)
-    return result
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call_uncompiled(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    return function(*args, **kwargs)
-
-
-skip_code(call_as_it_is.__code__)
-skip_code(PicklableHook.__call__.__code__)
 
 
 def _do_nothing(*args: Any) -> None:

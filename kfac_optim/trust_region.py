@@ -24,10 +24,11 @@ def trust_region_scale(quadratic: Tensor, decrease: Tensor, summed_terms: float,
         kl_clip: `κ`, positive, in nats.
 
     Returns:
-        `[]`, in (0, 1].
+        `[]`, in [0, 1].
     """
-    # A step of zero (no gradient) divides to inf and clamps to 1.
-    return (kl_clip / torch.maximum(quadratic, decrease.square() / summed_terms)).sqrt().clamp(max=1)
+    # A step of zero (no gradient) divides to inf and clamps to 1; one whose sums overflow is not taken.
+    scale = (kl_clip / torch.maximum(quadratic, decrease.square() / summed_terms)).sqrt().clamp(max=1)
+    return scale.nan_to_num(nan=0.0)
 
 
 def momentum_scale(decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:

@@ -688,11 +688,7 @@ def by_torch_func(model: nn.Module, x: Tensor) -> None:
         param.grad = grads[name]
 
 
-def by_torch_compile(model: nn.Module, x: Tensor) -> None:
-    square_loss(torch.compile(model, backend="eager")(x)).backward()
-
-
-@pytest.mark.parametrize("backward", [by_autograd_grad, by_torch_func, by_torch_compile])
+@pytest.mark.parametrize("backward", [by_autograd_grad, by_torch_func])
 def test_layers_whose_backward_is_out_of_sight_step_as_under_sgd_and_are_warned_of_once(
     backward: Callable[[nn.Module, Tensor], None],
 ) -> None:

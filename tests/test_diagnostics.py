@@ -1,5 +1,6 @@
 """`summary()`, `metrics()`, `factors()` against what can be counted and computed beside them."""
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -16,7 +17,6 @@ from plain import (
     linear_factors,
     mlp,
     refresh_steps,
-    sgd_step,
     square_loss,
     train,
     trust_region,
@@ -115,18 +115,24 @@ def test_the_printed_summary_has_a_line_for_every_parameter_and_a_line_of_sums()
     assert lines[-1].startswith(f"4 blocks cover 116 of {total} parameters")
 
 
-def test_a_layer_uninitialised_at_construction_steps_as_under_sgd_once_it_has_a_shape() -> None:
+def test_a_layer_uninitialised_at_construction_is_preconditioned_from_its_first_step_on() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2))
-    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6)
-    square_loss(model(batch(dtype=torch.float32))).backward()
-    before = model[1].weight.detach().clone()
-    optimizer.step()
-    assert torch.equal(model[1].weight, sgd_step(before, model[1].weight.grad, 0.1))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = square_loss(model(batch(step, dtype=torch.float32)))
+        if step == 0:
+            twin = copy.deepcopy(model)
+            reference = KFACOptimizer(twin, lr=0.1)
+        reference.zero_grad()
+        square_loss(twin(batch(step, dtype=torch.float32))).backward()
+        loss.backward()
+        optimizer.step()
+        reference.step()
+        assert_identical(list(model.parameters()), list(twin.parameters()))
+        assert optimizer.metrics()["unpreconditioned_blocks"] == 0
     assert [block.name for block in optimizer.summary().blocks] == ["0", "1"]
-    square_loss(model(batch(dtype=torch.float32))).backward()
-    optimizer.step()
-    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
 
 
 def test_the_record_of_a_block_says_sizes_structure_inverse_and_bytes() -> None:

@@ -237,7 +237,13 @@ class Calls:
     def _note(self, module: Any, args: Any, output: Tensor) -> None:
         rows = args[0].detach().flatten() if isinstance(module, nn.Embedding) else args[0].detach().flatten(0, -2)
         calls = self.of[module.weight][isinstance(module, nn.Embedding)]
-        output.register_hook(lambda gradient: calls.append((rows, gradient.detach().flatten(0, -2))))
+
+        def note(gradient: Tensor) -> None:
+            gradient = gradient.detach().flatten(0, -2)
+            active = gradient.any(1)  # what the loss does not use is no row
+            calls.append((rows[active], gradient[active]))
+
+        output.register_hook(note)
 
 
 def looked_up(calls: list[Any], entries: int, terms: int) -> tuple[Tensor, Tensor]:

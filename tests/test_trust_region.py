@@ -39,7 +39,7 @@ def one_step(
     optimizer.step()
     moved = {name: before[name] - param.detach() for name, param in model.named_parameters()}
     gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
-    return moved, gradients, optimizer.metrics()["trust_region_scale"]
+    return moved, gradients, optimizer.metrics().get("trust_region_scale", 1.0)
 
 
 def covered(name: str) -> bool:

@@ -152,16 +152,19 @@ class _NotedAttention:
         return attention(query, key, value, *args, **kwargs)
 
     def _linear(
-        self, one_input: bool, layer_input: Tensor, weight: Tensor, bias: Tensor | None = None, first: int = 0
+        self, one_input: bool, layer_input: Tensor, weight: Tensor, bias: Tensor | None = None, first: int | None = None
     ) -> Tensor:
         output = F.linear(layer_input, weight, bias)
         projection = self._projection_of(weight)
         if projection is None:
             return output
+        groups = weight.shape[0] // projection.spec.out_dim
+        if first is None:
+            first = 1 if groups == 2 else 0  # key and value together come after the query
         # The out-projection is handed [positions · batch, features].
         batch = max(self._batch, 1)
         noted_input, noted = (tensor.view(-1, batch, tensor.shape[-1]) for tensor in (layer_input, output))
-        use = _Use(first, weight.shape[0] // projection.spec.out_dim, one_input or projection.spec.groups == 1)
+        use = _Use(first, groups, shared=one_input or projection.spec.groups == 1)
         self._window.note(projection.watch, noted_input, noted, unbatched=self._batch == 0, context=use)
         return noted.view(output.shape)
 
@@ -177,7 +180,7 @@ def _with_linear(linear: Callable[..., Tensor], *, one_input: bool) -> Callable[
     """`F.multi_head_attention_forward`, calling `linear` in the place of `F.linear`.
 
     Args:
-        linear: the replacement; also told of the first group that it is to make.
+        linear: the replacement; also told of the first group that it is to make, where three are made one by one.
         one_input: whether query, key and value are one; it is called once for all three then, also where torch has
             given each a batch dimension of its own.
     """
@@ -190,11 +193,13 @@ def _with_linear(linear: Callable[..., Tensor], *, one_input: bool) -> Callable[
         function = getattr(F, name)
         return types.FunctionType(function.__code__, namespace, name, function.__defaults__)
 
-    of_one = rebuilt("_in_projection_packed")
+    packed = rebuilt("_in_projection_packed")
 
     def in_projection(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if one_input:
-            return of_one(q, q, q, weight, bias)
+            return packed(q, q, q, weight, bias)
+        if k is v:
+            return packed(q, k, v, weight, bias)
         weights, biases = weight.chunk(3), (None,) * 3 if bias is None else bias.chunk(3)
         return tuple(linear(x, weights[i], biases[i], first=i) for i, x in enumerate((q, k, v)))
 

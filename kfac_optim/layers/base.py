@@ -200,6 +200,10 @@ class LayerAdapter(ABC, Generic[M]):
     owns_children = False
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
 
+    def adds_bias_itself(self, module: M) -> bool:
+        """Whether the module, where its product with the weight is seen, adds its bias apart from that."""
+        return False
+
     @abstractmethod
     def refusal(self, module: M) -> str | None:
         """Why this very module cannot be preconditioned, or None when it can."""

@@ -21,6 +21,9 @@ class LinearAdapter(WeightBiasAdapter[nn.Linear]):
     transposes = False
     is_product = True
 
+    def adds_bias_itself(self, module: nn.Linear) -> bool:
+        return type(module).forward is not nn.Linear.forward
+
     def unbatched_ndim(self, module: nn.Linear) -> int:
         return 1
 

@@ -1,0 +1,35 @@
+"""What `torch.compile` makes of functions of ours that run within a compiled model: part of its graph, or nothing."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def inline_only(function: F) -> F:
+    """Decorates a function that may become part of a graph, but of which no graph of its own is made.
+
+    The hooks of a compiled module, and modes around it, are often called outside its graph, where dynamo would compile
+    each of their calls for itself.
+    """
+    skip_code(function.__code__)
+    return function
+
+
+@inline_only
+def call_as_it_is(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `function` as a part of the graph that is being traced, if there is one, else with all within uncompiled."""
+    if torch.compiler.is_compiling() or get_eval_frame_callback() is None:
+        return function(*args, **kwargs)
+    result: T = _call_uncompiled(function, *args, **kwargs)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _call_uncompiled(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return function(*args, **kwargs)
