@@ -467,11 +467,14 @@ class _LayerHook:
         if not torch.is_grad_enabled():
             window.note_without_graph()
             return
+        in_mode = is_on(window.mode)
+        if not (in_mode or torch.compiler.is_compiling() or watch.wanted()):
+            return
         if not isinstance(output, Tensor) or is_parametrized(module):
             return
         if self._name is not None and module._parameters.get(self._name) is not watch.weight:
             return  # torch.func.functional_call runs the module with something else for its weight
-        if is_on(window.mode):
+        if in_mode:
             if not watch.is_product:
                 window.layer_ran(watch.weight)
             elif window.module_ran(watch.weight):
