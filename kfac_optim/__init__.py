@@ -3,6 +3,7 @@
 The house, from the ground up; imports go only to a lower storey (within a folder also to its `base.py`):
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
+    autograd                    L0  what is asked of autograd; the only file on it
     dynamo                      L0  what torch.compile makes of functions of ours
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
     loss_scale                  L0  what a GradScaler multiplied the loss by
@@ -12,27 +13,29 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     rows                        L1  canonical rows and their second moments
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
-    capture                     L2  when a forward and a backward become statistics; the only file on autograd
     finder                      L1  the model, where the optimizer was given parameters alone
     selection                   L1  module names; layers by name glob or class
-    functions                   L3  torch functions seen or replaced while a module's forward runs
-    layers/                     L4  a module's input and output gradient as second moments, one family per file
-    damping                     L4  how λ is shared among factors
-    pairs                       L5  the two factors of a block
-    inverses/                   L6  accumulate, refresh (dear), apply (cheap), one representation per file
-    options                     L7  the user's choices about layers
-    blocks                      L7  layer + adapter + inverse + clock
-    assembly                    L8  the block of a weight, from all the modules that use it
-    functional                  L8  matrices that functions multiply by, whatever module owns them
-    estimates                   L8  which output gradients count
-    execution                   L8  who does the work: one device, later many
-    checkpoint                  L8  block state in and out of state_dict
-    discovery                   L9  the blocks of a model
-    engine                      L9  one step as a pipeline
-    schedulers                  L9  schedules for any param-group number
-    diagnostics                 L10  summary, metrics, factors
-    binding                     L10  the model as the optimizer knows it: found, made into blocks, hooked
-    optimizer                   L11  KFACOptimizer: groups, hooks, checkpoints
+    roots                       L2  the forward of the model that a layer runs in
+    calls                       L2  when a forward and a backward of a layer become statistics
+    capture                     L3  the window between two steps: what hooks note, and compiled graphs tell
+    functions                   L4  torch functions seen or replaced while a module's forward runs
+    layers/                     L5  a module's input and output gradient as second moments, one family per file
+    damping                     L5  how λ is shared among factors
+    pairs                       L6  the two factors of a block
+    inverses/                   L7  accumulate, refresh (dear), apply (cheap), one representation per file
+    options                     L8  the user's choices about layers
+    blocks                      L8  layer + adapter + inverse + clock
+    assembly                    L9  the block of a weight, from all the modules that use it
+    functional                  L9  matrices that functions multiply by, whatever module owns them
+    estimates                   L9  which output gradients count
+    execution                   L9  who does the work: one device, later many
+    checkpoint                  L9  block state in and out of state_dict
+    discovery                   L10  the blocks of a model
+    engine                      L10  one step as a pipeline
+    schedulers                  L10  schedules for any param-group number
+    diagnostics                 L11  summary, metrics, factors
+    binding                     L11  the model as the optimizer knows it: found, made into blocks, hooked
+    optimizer                   L12  KFACOptimizer: groups, hooks, checkpoints
 """
 
 from kfac_optim.diagnostics import Summary

@@ -72,7 +72,7 @@ class ModelBinding:
         if self._to_adopt is not None:
             self._adopt(self._to_adopt)
         else:
-            self._finder = ModelFinder(groups, self._found, self._window.is_under_way)
+            self._finder = ModelFinder(groups, self._found, self._window.roots.is_under_way)
         self._prepare()
 
     def bind(self, groups: Groups) -> None:
@@ -167,7 +167,7 @@ class ModelBinding:
         inside = set(model.modules())
         for root in [root for root in self._roots if root in inside]:
             self._roots.pop(root).remove()
-        self._roots[model] = Handles()
+        self._roots[model] = Handles()  # its layers are hooked first: a forward under way is told to their hooks
         self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
         self._roots[model] = self._window.watch_root(model, args_under_way)

@@ -82,6 +82,8 @@ class KFACBlock:
     notes: tuple[str, ...] = ()
     clock: Clock = field(default_factory=Clock)
     state: Any = field(init=False)
+    _home: tuple[torch.dtype, torch.device] = field(init=False)
+    """Where the state was made, to be compared with where the model is."""
 
     def __post_init__(self) -> None:
         self.state = self._new_state()
@@ -214,6 +216,14 @@ def attach(
     return use.adapter.capture(module, specs, window, Sink(attachments, emitted))
 
 
+def deliver(stats: LayerStatistics, block: KFACBlock, *, opposed: bool, emitted: Callable[[KFACBlock], None]) -> bool:
+    """Take the statistics of one call into `block`; whether further backwards through it need its input again."""
+    stats.opposed = opposed
+    block.accumulate(stats)
+    emitted(block)
+    return stats.keeps_input
+
+
 @dataclass(frozen=True, slots=True)
 class Sink:
     """Takes the statistics of one module into its blocks, in the order of the adapter's specs."""
@@ -230,10 +240,7 @@ class Sink:
 
     def emit(self, index: int, stats: LayerStatistics) -> bool:
         block, use = self.attachments[index]
-        stats.opposed = use.opposed
-        block.accumulate(stats)
-        self.emitted(block)
-        return stats.keeps_input
+        return deliver(stats, block, opposed=use.opposed, emitted=self.emitted)
 
     def discard(self) -> None:
         for block, _ in self.attachments:

@@ -81,6 +81,14 @@ def check(
         )
 
 
+def without_blocks(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The optimizer's state, of each parameter or its number, without that of blocks."""
+    return {
+        key: {name: value for name, value in state.items() if name != KEY} if isinstance(state, dict) else state
+        for key, state in states.items()
+    }
+
+
 def layer_name(state: Mapping[str, Any]) -> str:
     return bytes(state["name"].to(torch.uint8).tolist()).decode()
 

@@ -4,8 +4,8 @@
 stands there as one of four operators, and the work behind them is Python as in eager mode: `begin` and `end` of a
 forward of the model, `note` of a layer's call, and `commit`, inside backward, of its input and output gradient. Each
 of those in the forward changes a token, so that the compiler neither drops them nor changes their order; `commit` hands
-the gradient on, so that whoever needs it needs the operator. On steps without statistics none of
-them is traced: the graph is the model's own.
+the gradient on, so that whoever needs it needs the operator. On steps without statistics none of them is traced: the
+graph is the model's own.
 """
 
 import weakref

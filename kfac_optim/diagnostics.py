@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from kfac_optim.assembly import Coverage
 from kfac_optim.blocks import KFACBlock
-from kfac_optim.capture import CaptureWindow
 from kfac_optim.engine import StepRecord
 from kfac_optim.specs import BlockRecord, ParameterRecord, Structure, WeightSharing
 
@@ -89,13 +88,13 @@ def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Itera
 
 
 def metrics(
-    blocks: Sequence[KFACBlock], window: CaptureWindow, record: StepRecord | None, skipped_steps: int
+    blocks: Sequence[KFACBlock], record: StepRecord | None, *, dropped_calls: int, skipped_steps: int
 ) -> dict[str, float]:
     """Plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
     numbers: dict[str, float] = {
         "blocks": float(len(blocks)),
         "blocks_without_statistics": float(sum(block.clock.folds == 0 for block in blocks)),
-        "dropped_calls": float(window.dropped_calls),
+        "dropped_calls": float(dropped_calls),
         "skipped_steps": float(skipped_steps),
     }
     if record is not None:

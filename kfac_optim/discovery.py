@@ -22,7 +22,6 @@ from kfac_optim.specs import LayerSpec
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 # Modules of torch's own that hold parameters for others to use.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
-_NO_ADAPTER = "no adapter for "
 _UNLESS_A_FUNCTION = "; a matrix is preconditioned once a function multiplies by it"
 
 
@@ -191,7 +190,7 @@ def _adapter_for(
         # torch's own modules use their parameters in ways of their own.
         foreign = not type(module).__module__.startswith("torch.nn") or isinstance(module, _CONTAINERS)
         multiplied = foreign and any(not is_lazy(param) and param.dim() == 2 for param in owned.values())
-        return None, f"{_NO_ADAPTER}{type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
+        return None, f"no adapter for {type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
     for local, param in owned.items():
         if is_lazy(param):
             return None, f"{local} is uninitialised: preconditioned from the step after its first forward on"

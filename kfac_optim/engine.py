@@ -1,6 +1,6 @@
 """One optimizer step as a pipeline over blocks and an executor. Knows no layer type and no communication."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from kfac_optim.capture import CaptureWindow
 from kfac_optim.execution import Executor
 from kfac_optim.trust_region import inner_product, momentum_scale, trust_region_scale
 from kfac_optim.validation import check_kfac_numbers
+
+_GroupPair = tuple[dict[str, Any], Tensor, Tensor]
+"""Two tensors to multiply, and the param group they belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +216,15 @@ def _inner_products(
     blocks: Sequence[KFACBlock], matrices: Sequence[Tensor], grads: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Σ Δᵀ∇`, `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`; weight and bias may have different learning rates."""
-    by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+    pairs: list[_GroupPair] = []
     for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
         whole = all(group is block.group for group in block.groups)
         parts = ((matrix,), (grad,)) if whole else tuple(block.adapter.unpack(block.spec, m) for m in (matrix, grad))
-        for group, left, right in zip(block.groups, *parts, strict=False):
-            _, lefts, rights = by_group.setdefault(id(group), (group, [], []))
-            lefts.append(left)
-            rights.append(right)
+        pairs += zip(block.groups, *parts, strict=False)
     inner = torch.zeros((), device=device)
     decrease = torch.zeros((), device=device)
     quadratic = torch.zeros((), device=device)
-    for group, lefts, rights in by_group.values():
+    for group, lefts, rights in _by_group(pairs):
         product = inner_product(lefts, rights, device)
         lr = _scalar(group["lr"], device)
         inner = inner + product
@@ -239,20 +239,28 @@ def _momentum(
     """Momentum buffers `b` of the blocks' parameters, and the decrease `Σ lr μ bᵀ∇` that they promise, `[]`."""
     buffers: list[Tensor] = []
     decrease = torch.zeros((), device=device)
-    by_group: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+    pairs: list[_GroupPair] = []
     for block in blocks:
         for param, group in zip(block.params, block.groups, strict=True):
             buffer = state[param].get("momentum_buffer") if param in state else None
             if param.grad is not None and buffer is not None and group["momentum"] != 0:
-                _, lefts, rights = by_group.setdefault(id(group), (group, [], []))
-                lefts.append(buffer)
-                rights.append(param.grad)
-    for group, lefts, rights in by_group.values():
+                pairs.append((group, buffer, param.grad))
+    for group, lefts, rights in _by_group(pairs):
         buffers += lefts
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
         rate = sign * group["momentum"] * _scalar(group["lr"], device)
         decrease = decrease + inner_product(lefts, rights, device) * rate
     return buffers, decrease
+
+
+def _by_group(pairs: Iterable[_GroupPair]) -> Iterable[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
+    """Each param group, whose numbers multiply all its products, and the two sides of its pairs."""
+    found: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+    for group, left, right in pairs:
+        _, lefts, rights = found.setdefault(id(group), (group, [], []))
+        lefts.append(left)
+        rights.append(right)
+    return found.values()
 
 
 def _scale(tensors: Sequence[Tensor], factor: Tensor) -> None:

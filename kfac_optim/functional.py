@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks import KFACBlock
-from kfac_optim.capture import CaptureWindow, ForwardCall, LayerCall, LayerWatch
+from kfac_optim.blocks import KFACBlock, deliver
+from kfac_optim.calls import ForwardCall, LayerCall, LayerWatch
+from kfac_optim.capture import CaptureWindow
 from kfac_optim.functions import Product, ProductMode, run_in
 from kfac_optim.hooks import Handle
 from kfac_optim.layers.embedding import EmbeddingAdapter
@@ -112,7 +113,7 @@ class FunctionalUses:
 
     def _begin_alone(self) -> bool:
         window = self._window()
-        return window is not None and not window.is_under_way() and self.begin()
+        return window is not None and not window.roots.is_under_way() and self.begin()
 
     def end_step(self) -> None:
         """A step was taken: what its forwards did not show is not looked for any more."""
@@ -125,20 +126,32 @@ class FunctionalUses:
 
     def layer_ran(self, weight: nn.Parameter) -> None:
         """Within the mode, the module with this weight has run: one of the uses was its own."""
-        if torch.compiler.is_compiling():
-            for index, known in enumerate(self._in_graphs):
-                if known is weight:
-                    _layer_ran_in_graph(self.number, index)
-        elif self._others.get(weight):
-            self._others[weight].pop()
+        if not torch.compiler.is_compiling():
+            self.count_out(weight)
+        elif (index := self._index(weight)) >= 0:
+            _count_out_in_graph(self.number, index)
+
+    def count_out(self, weight: nn.Parameter) -> None:
+        """The last use of `weight` by a function was that of its own module."""
+        if names := self._others.get(weight):
+            names.pop()
 
     def _used(self, param: nn.Parameter, function: str) -> None:
-        if torch.compiler.is_compiling():
-            for index, known in enumerate(self._in_graphs):
-                if known is param:
-                    _used_in_graph(self.number, index, function)
-        else:
-            self._others.setdefault(param, []).append(function)
+        if not torch.compiler.is_compiling():
+            self.count_in(param, function)
+        elif (index := self._index(param)) >= 0:
+            _count_in_in_graph(self.number, index, function)
+
+    def count_in(self, param: nn.Parameter, function: str) -> None:
+        """A function has used `param`."""
+        self._others.setdefault(param, []).append(function)
+
+    def _index(self, param: Tensor | None) -> int:
+        """By which graphs know a parameter, -1 where they do not; traced by `torch.compile`, which knows no keys."""
+        for index, known in enumerate(self._in_graphs):
+            if known is param:
+                return index
+        return -1
 
     def module_ran(self, weight: nn.Parameter) -> bool:
         """Within the mode, the module with this weight has run: whether its product, if any, was noted here.
@@ -146,11 +159,8 @@ class FunctionalUses:
         The module may add its bias to the product by itself.
         """
         if torch.compiler.is_compiling():
-            for index, known in enumerate(self._in_graphs):
-                if known is weight:
-                    noted: bool = _is_noted_in_graph(self.number, index)
-                    return noted
-            return False
+            index = self._index(weight)
+            return index >= 0 and bool(_is_noted_in_graph(self.number, index))
         if weight in self._last:
             self._last.pop(weight).context = ADDS_BIAS
         return weight in self._blocks
@@ -162,19 +172,10 @@ class FunctionalUses:
         if torch.compiler.is_compiling():
             self._seen_in_graph(window, product, output)
             return
-        if weight in self._candidates:
-            self._candidates.discard(weight)
-            if (claimed := self._claim(product)) is not None:
-                self._blocks[weight] = claimed
-                self._listening.append(claimed)
-        block = self._blocks.get(weight)
-        if block is None:
+        block = self._block_of(product)
+        if block is None or not block.wants_statistics():
             return
-        opposed = product.transposed != block.adapter.transposes
-        if not block.wants_statistics():
-            return
-        if opposed and not block.spec.opposed:
-            block.revise(replace(block.spec, opposed=True))
+        opposed = _opposes(block, product.transposed)
         adds_bias = len(block.params) > 1 and product.bias is block.params[1]
         call = window.note(
             self._watch(window, block, opposed),
@@ -186,35 +187,34 @@ class FunctionalUses:
         if call is not None and not opposed:
             self._last[weight] = call
 
+    def _block_of(self, product: Product) -> KFACBlock | None:
+        """The block of the product's weight, made now where that was a candidate."""
+        weight = product.weight
+        if weight in self._candidates:
+            self._candidates.discard(weight)
+            if (claimed := self._claim(product)) is not None:
+                self._blocks[weight] = claimed
+                self._listening.append(claimed)
+        return self._blocks.get(weight)
+
     def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> None:
         """`_seen` as `torch.compile` can trace it: what is to be decided is decided once, outside the graph."""
-        at, bias = -1, -1
-        for index, known in enumerate(self._in_graphs):
-            if known is product.weight:
-                at = index
-            elif known is product.bias:
-                bias = index
-        if at < 0:
+        index, bias = self._index(product.weight), self._index(product.bias)
+        if index < 0:
             return
-        watch, adds_bias = _watch_in_graph(self.number, at, bias, product.bias is not None, product.transposed)
+        watch, adds_bias = _watch_in_graph(self.number, index, bias, product.bias is not None, product.transposed)
         if watch >= 0:
             context = ADDS_BIAS if adds_bias else ()
             window.note_in_graph(watch, product.input, output, True, product.input.dim() == 1, context)
 
     def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+        """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""
         window, weight = self._window(), self._in_graphs[index]
         added = self._in_graphs[bias] if bias >= 0 else None
-        if weight in self._candidates:
-            self._candidates.discard(weight)
-            if (claimed := self._claim(Product(weight, weight, added, transposed))) is not None:
-                self._blocks[weight] = claimed
-                self._listening.append(claimed)
-        block = self._blocks.get(weight)
+        block = self._block_of(Product(weight, weight, added, transposed))  # its input is not asked for
         if window is None or block is None:
             return -1, False
-        opposed = transposed != block.adapter.transposes
-        if opposed and not block.spec.opposed:
-            block.revise(replace(block.spec, opposed=True))
+        opposed = _opposes(block, transposed)
         if len(block.params) == 1:
             adds_bias = False
         elif has_bias:
@@ -238,10 +238,7 @@ class FunctionalUses:
     def _emit(self, block: KFACBlock, opposed: bool, call: LayerCall) -> bool:
         spec = block.spec.transposed() if opposed else block.spec
         stats = ProductStatistics(spec, call, block.dtype)
-        stats.opposed = opposed
-        block.accumulate(stats)
-        self._emitted(block)
-        return stats.keeps_input
+        return deliver(stats, block, opposed=opposed, emitted=self._emitted)
 
 
 # `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.
@@ -250,17 +247,16 @@ _KNOWN: "weakref.WeakValueDictionary[int, FunctionalUses]" = weakref.WeakValueDi
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _layer_ran_in_graph(uses: int, index: int) -> int:
+def _count_out_in_graph(uses: int, index: int) -> int:
     found = _KNOWN[uses]
-    if names := found._others.get(found._in_graphs[index]):
-        names.pop()
+    found.count_out(found._in_graphs[index])
     return 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _used_in_graph(uses: int, index: int, function: str) -> int:
+def _count_in_in_graph(uses: int, index: int, function: str) -> int:
     found = _KNOWN[uses]
-    found._others.setdefault(found._in_graphs[index], []).append(function)
+    found.count_in(found._in_graphs[index], function)
     return 0
 
 
@@ -272,9 +268,18 @@ def _is_noted_in_graph(uses: int, index: int) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
-    """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""
-    found = _KNOWN[uses]
-    return found.watch_in_graph(index, bias, has_bias, transposed)
+    return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)
+
+
+def _opposes(block: KFACBlock, transposed: bool) -> bool:
+    """Whether a product, with the weight's transpose or not, is with the transpose of the block's matrix.
+
+    The first that is makes the block keep two pairs of factors from now on.
+    """
+    opposed: bool = transposed != block.adapter.transposes
+    if opposed and not block.spec.opposed:
+        block.revise(replace(block.spec, opposed=True))
+    return opposed
 
 
 def _is_plain(block: KFACBlock) -> bool:

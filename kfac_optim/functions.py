@@ -146,11 +146,11 @@ class _Around:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         window, enters = self._window(), False
         if torch.compiler.is_compiling():
-            if window is not None and window.captures() and window.mode is not self._mode:
+            if window is not None and self._enters_in_graph(window):
                 self._mode.__enter__()  # type: ignore[no-untyped-call]
             return
         if window is not None and not torch.is_grad_enabled():
-            window.note_without_graph()
+            window.roots.layer_without_graph()
         elif window is not None and not is_on(self._mode) and self._wanted():
             enters = True
             window.modes.enter(self._mode)
@@ -159,12 +159,15 @@ class _Around:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         window = self._window()
         if torch.compiler.is_compiling():
-            if window is not None and window.captures() and window.mode is not self._mode:
+            if window is not None and self._enters_in_graph(window):
                 self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             return
         entered = self._entered.pop() if self._entered else False
         if window is not None and entered:
             window.modes.leave(self._mode)
+
+    def _enters_in_graph(self, window: CaptureWindow) -> bool:
+        return window.captures() and window.mode is not self._mode
 
 
 def run_in(window: CaptureWindow, module: nn.Module, mode: TorchFunctionMode, wanted: Callable[[], bool]) -> Handle:

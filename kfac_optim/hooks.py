@@ -90,7 +90,8 @@ class LayerHooks:
         )
 
     def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same.
+        # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same,
+        # without the keyword arguments.
         if self._before is not None and self._is_on:
             self._before(module, args, kwargs)
 

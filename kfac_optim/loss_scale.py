@@ -1,6 +1,6 @@
 """What `torch.amp.GradScaler` multiplied the loss by before backward."""
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ class LossScale(NamedTuple):
     in_gradients: bool = False
 
 
-def read_loss_scale(handed: MutableMapping[str, Any], scaler: GradScaler | None) -> LossScale:
-    """The scale of the step that is beginning. One host synchronisation, where there is a scaler.
+def read_loss_scale(handed: Mapping[str, Any], scaler: GradScaler | None) -> LossScale:
+    """The scale of the step that is beginning. Synchronises with the device, where there is a scaler.
 
     Args:
         handed: attributes of the optimizer, where `GradScaler.step` leaves `found_inf` and `grad_scale`: the scale, or
@@ -35,8 +35,7 @@ def read_loss_scale(handed: MutableMapping[str, Any], scaler: GradScaler | None)
     """
     found_inf, scale = handed.get("found_inf"), handed.get("grad_scale")
     if found_inf is None:  # step() was called directly
-        named = scaler is not None and scaler.is_enabled()
-        return LossScale(factor=scaler.get_scale()) if named and scaler is not None else LossScale()
+        return LossScale(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else LossScale()
     if isinstance(scale, Tensor):
         found = torch.as_tensor(found_inf).to(scale.device)
         found, factor = torch.stack([found.reshape(()), scale.reshape(())]).tolist()

@@ -226,7 +226,7 @@ class KFACOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            with without_autocast({param.device.type for group in self.param_groups for param in group["params"]}):
+            with without_autocast({param.device.type for param in self._params()}):
                 self._step(read_loss_scale(self.__dict__, self._grad_scaler))
         except BaseException:
             for name in ("found_inf", "grad_scale"):  # GradScaler clears them only when step() returns
@@ -287,8 +287,7 @@ class KFACOptimizer(Optimizer):
 
     def summary(self) -> Summary:
         """Each parameter, its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        return diagnostics.summary(self._binding.coverage, self._names(), params)
+        return diagnostics.summary(self._binding.coverage, self._names(), self._params())
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step, for any logger. Synchronises with the device.
@@ -301,7 +300,12 @@ class KFACOptimizer(Optimizer):
         place before backward); `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
         What is not known yet is absent.
         """
-        return diagnostics.metrics(self._binding.coverage.blocks, self._window, self._record, self._skipped_steps)
+        return diagnostics.metrics(
+            self._binding.coverage.blocks,
+            self._record,
+            dropped_calls=self._window.dropped_calls,
+            skipped_steps=self._skipped_steps,
+        )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """`{layer name: (A, G)}`, copies of the undamped running averages.
@@ -348,17 +352,9 @@ class KFACOptimizer(Optimizer):
         blocks = {
             block.params[0]: checkpoint.dump(block, include_factors=True) for block in self._binding.coverage.blocks
         }
-        state = {
-            key: {name: each for name, each in held.items() if name != checkpoint.KEY}
-            if isinstance(held, dict)
-            else held
-            for key, held in self.state.items()
-        }
+        state = checkpoint.without_blocks(self.state)
         model = self._binding.model if self._binding.given else None
-        groups = [{key: value for key, value in group.items() if key != "param_names"} for group in self.param_groups]
-        for group, named in zip(groups, self.param_groups, strict=True):
-            if "param_names" in named:
-                group["params"] = list(zip(named["param_names"], named["params"], strict=True))
+        groups = [_as_given(group) for group in self.param_groups]
         skipped = self._skipped_steps, self._skipped_in_a_row
         numbers = {key: self.defaults[key] for key in self._group_keys}
         waiting = self._binding.waiting
@@ -371,9 +367,7 @@ class KFACOptimizer(Optimizer):
             self._warn_of_nothing_to_do(stacklevel=5)
         for reason in self._binding.exclude_unmeasured():
             warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=5)
-        gradients = {
-            param: param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
-        }
+        gradients = {param: param.grad for param in self._params() if param.grad is not None}
         if scale.in_gradients:
             unscale(gradients.values(), scale.factor)
         if scale.overflowed or not all_finite(gradients.values()):
@@ -435,6 +429,9 @@ class KFACOptimizer(Optimizer):
                 stacklevel=6,
             )
 
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {param: group for group in self.param_groups for param in group["params"]}
 
@@ -454,6 +451,14 @@ class KFACOptimizer(Optimizer):
             for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
                 names.setdefault(param, name)
         return names
+
+
+def _as_given(group: dict[str, Any]) -> dict[str, Any]:
+    """The param group as it can be handed to an optimizer: torch keeps the names of named parameters apart."""
+    given = {key: value for key, value in group.items() if key != "param_names"}
+    if "param_names" in group:
+        given["params"] = list(zip(group["param_names"], group["params"], strict=True))
+    return given
 
 
 def _rebuild(
@@ -482,7 +487,7 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     binding = optimizer._binding
     blocks = binding.coverage.blocks
     saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = optimizer._params()
     if len(saved_ids) != len(params):
         return state_dict  # torch's own message is next
     id_of = dict(zip(params, saved_ids, strict=True))
@@ -495,11 +500,7 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     strays = [checkpoint.layer_name(state) for state in states.values()]
     checkpoint.check(blocks, incoming, strays, any_prefix=not binding.given)
     optimizer._incoming = incoming, waiting
-    rest = {
-        i: {key: value for key, value in s.items() if key != checkpoint.KEY} if isinstance(s, dict) else s
-        for i, s in state_dict["state"].items()
-    }
-    return {**state_dict, "state": rest}
+    return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
 
 
 def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:

@@ -58,7 +58,7 @@ class LayerSpec:
     out_dim: int
     """Rows."""
     groups: int = 1
-    """Independent matrices of one module: grouped convolution, and later q/k/v and gates."""
+    """Independent matrices of one module: grouped convolution, query/key/value, features of a norm."""
     structure: tuple[Structure, Structure] = (Structure.DENSE, Structure.DENSE)
     """Kept structure of `(A, G)`; what a layer family asks for is the most that a user's choice can keep."""
     weight_sharing: WeightSharing = WeightSharing.EXPAND

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import KFACOptimizer, LossTerms, WeightSharing
-from kfac_optim.capture import _reaches
+from kfac_optim.autograd import reaches
 
 
 def plain_step(model: nn.Module) -> None:
@@ -1187,7 +1187,7 @@ def test_autograd_tells_whether_a_backward_accumulates_into_a_weight(
     weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
     answers: list[bool] = []
     output = weight * x
-    output.register_hook(lambda _: answers.append(_reaches(weight)))
+    output.register_hook(lambda _: answers.append(reaches(weight)))
     inputs = None if to is None else [{"w": weight, "x": x}[name] for name in to]
     if accumulates:
         output.sum().backward(inputs=inputs)

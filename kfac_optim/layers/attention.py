@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
+from kfac_optim.calls import LayerCall, LayerWatch
+from kfac_optim.capture import CaptureWindow
 from kfac_optim.functions import substitute
 from kfac_optim.hooks import Handle, Handles
-from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
+from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink
 from kfac_optim.specs import LayerSpec, Structure
 
 _PACKED = ("in_proj_weight", "in_proj_bias")
@@ -84,7 +85,7 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
         weights = dict(module.named_parameters())
         needed = [_OUT[0]] + ([_PACKED[0]] if module._qkv_same_embed_dim else list(_SEPARATE))
         if any(weight not in weights for weight in needed):
-            return "the layer's weight is computed from other parameters (pruning, weight_norm, …)"
+            return COMPUTED_WEIGHT
         return None
 
     def specs(self, module: nn.MultiheadAttention, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:

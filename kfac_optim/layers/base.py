@@ -13,12 +13,16 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.capture import CaptureWindow, LayerCall, LayerWatch
+from kfac_optim.calls import LayerCall, LayerWatch
+from kfac_optim.capture import CaptureWindow
 from kfac_optim.hooks import Handle
 from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, total
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
+
+COMPUTED_WEIGHT = "the layer's weight is computed from other parameters (pruning, weight_norm, …)"
+"""Why a module is refused whose weight is no parameter."""
 
 
 class LayerStatistics(ABC):
@@ -269,7 +273,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
 
     def refusal(self, module: M) -> str | None:
         if not isinstance(module._parameters.get("weight"), nn.Parameter):
-            return "the layer's weight is computed from other parameters (pruning, weight_norm, …)"
+            return COMPUTED_WEIGHT
         return None
 
     def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
@@ -298,13 +302,11 @@ class WeightBiasAdapter(LayerAdapter[M]):
         (spec,) = specs
         watch = LayerWatch(
             weight=module.get_parameter("weight"),
-            unbatched_ndim=self.unbatched_ndim(module),
             wanted=sink.wanted,
             emit=lambda call: sink.emit(0, self.statistics(module, spec, call, sink.dtype)),
             discard=sink.discard,
-            is_product=self.is_product,
         )
-        return window.watch_layer(module, watch)
+        return window.watch_layer(module, watch, unbatched_ndim=self.unbatched_ndim(module), is_product=self.is_product)
 
 
 def weight_and_bias(trained: Collection[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from kfac_optim.capture import LayerCall
+from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, weight_and_bias
 from kfac_optim.rows import channel_rows, patch_rows
 from kfac_optim.specs import LayerSpec

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.capture import LayerCall
+from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, own_forward
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 

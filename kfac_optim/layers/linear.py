@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.capture import LayerCall
+from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.rows import linear_rows
 from kfac_optim.specs import LayerSpec

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from kfac_optim.capture import LayerCall
+from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, own_forward, weight_and_bias
 from kfac_optim.rows import channel_rows
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from kfac_optim.capture import CaptureWindow, LayerWatch
+from kfac_optim.calls import LayerWatch
+from kfac_optim.capture import CaptureWindow
 from kfac_optim.functions import substitute
 from kfac_optim.hooks import Handle, Handles
-from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
+from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink
 from kfac_optim.specs import LayerSpec
 
 _Module = nn.RNNBase | nn.RNNCellBase
@@ -76,7 +77,7 @@ class RecurrentAdapter(LayerAdapter[_Module]):
         names = module._flat_weights_names if isinstance(module, nn.RNNBase) else ["weight_ih", "weight_hh"]
         weights = [module._parameters.get(name) for name in names]
         if any(weight is None for weight in weights):
-            return "the layer's weight is computed from other parameters (pruning, weight_norm, …)"
+            return COMPUTED_WEIGHT
         if len({id(weight) for weight in weights}) < len(weights):
             return "two of the layer's weights are one and the same parameter"
         return None

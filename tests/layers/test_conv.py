@@ -8,7 +8,7 @@ from oracles import assert_same
 from torch import Tensor, nn
 
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
-from kfac_optim.capture import LayerCall
+from kfac_optim.calls import LayerCall
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
-from kfac_optim.capture import LayerCall
+from kfac_optim.calls import LayerCall
 
 pytestmark = pytest.mark.usefixtures("float64")
 

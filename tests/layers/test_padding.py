@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LayerStatistics, Structure, WeightSharing
-from kfac_optim.capture import LayerCall
+from kfac_optim.calls import LayerCall
 from kfac_optim.layers.recurrent import SequenceStatistics
 from kfac_optim.pairs import FactorPair
 from kfac_optim.specs import LayerSpec

@@ -1,0 +1,47 @@
+"""What is asked of autograd, much of it privately: hooks on gradients, and what the backward that is running does."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Node: TypeAlias = torch.autograd.graph.Node
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Call `hook` with the gradient of `tensor` in every backward that comes to it; what it returns replaces it."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def version(tensor: Tensor) -> int:
+    """Counts the changes in place; inference tensors allow none and have no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def accumulator(weight: nn.Parameter) -> Node | None:
+    """The node that accumulates into `weight.grad`. Not to be had within an operator of a compiled graph."""
+    return torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad else None
+
+
+def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
+    """Whether the backward that is running accumulates into `weight.grad`, by its node if that is known."""
+    node = node or accumulator(weight)
+    if node is None or not weight.requires_grad:
+        return False
+    try:
+        # Private, but the only way to ask; torch's own checkpointing and FSDP rely on it.
+        reached: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad(loss, weights): nothing is accumulated
+        return False
+    return reached
+
+
+def in_backward() -> bool:
+    """Whether a backward is running, on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_function_transform() -> bool:
+    """Whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

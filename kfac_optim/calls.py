@@ -1,0 +1,210 @@
+"""When a forward call of a layer becomes statistics, and what one step has of them.
+
+[Note: the commit rule]
+A forward call counts its rows once, however many backwards it gets; a forward without a backward counts
+nothing; a backward that does not reach the layer's weight (`autograd.grad` with respect to inputs, the inner
+pass of a gradient penalty) counts nothing. So evaluation, `no_grad` and recomputed forwards leave no trace.
+When one forward gets several backwards before the step, the losses add up, and so do their gradients: the
+call's gradient is the running sum, and what was counted for the earlier sum is taken back.
+
+[Note: the lifetime of a call]
+A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a forward that never gets a
+backward is freed with it. It drops the input as soon as it has committed (unless its statistics keep it), and keeps the
+gradient, in case another backward comes, only until the window closes in `step()`. Compiled graphs hand the input over
+with the gradient and hold no call: the window does, for two steps, see `capture.py`.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.autograd import Node, accumulator, reaches, version
+from kfac_optim.hooks import Handle
+from kfac_optim.loss_terms import LossCount, LossTally, RootCall
+from kfac_optim.precision import without_autocast
+from kfac_optim.specs import LossTerms
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One forward call of a layer, as a backward through it leaves it."""
+
+    input: Tensor | None
+    """The layer's input. None from the second backward on, unless statistics of an earlier one kept it."""
+    gradient: Tensor
+    """Gradient with respect to the layer's output, summed over the backwards so far."""
+    earlier: Tensor | None = None
+    """The same sum before this backward, to be taken back; None at the first backward."""
+    training: bool = True
+    """Whether the layer was in training mode in its forward."""
+    context: tuple[int, ...] = ()
+    """What the adapter that noted the call wants back."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class LayerWatch:
+    """What is asked of one layer.
+
+    Attributes:
+        weight: the parameter that a backward must reach to count.
+        wanted: whether the layer's next forward should be captured.
+        emit: receives each committed call; whether further backwards through it need its input again.
+        discard: forgets the calls emitted since the last step.
+        number: of the watch, in compiled graphs.
+        node: that accumulates into the weight's gradient, as it was when compiled graphs were last asked about.
+    """
+
+    weight: nn.Parameter
+    wanted: Callable[[], bool]
+    emit: Callable[[LayerCall], bool]
+    discard: Callable[[], None]
+    number: int = field(default_factory=itertools.count().__next__)
+    node: Node | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchHandle:
+    watches: list[LayerWatch]
+    watch: LayerWatch
+
+    def remove(self) -> None:
+        if self.watch in self.watches:
+            self.watches.remove(self.watch)
+
+
+class Ledger:
+    """The calls that backwards have committed since the last step, and the terms of their loss.
+
+    Attributes:
+        rule: what the mean in the loss runs over.
+        listening: whether backward passes count; an estimate says which do.
+        dropped_calls: calls whose input was changed in place before the backward, ever.
+    """
+
+    def __init__(self, rule: LossTerms) -> None:
+        self.rule = rule
+        self.listening = False
+        self.dropped_calls = 0
+        self._watches: list[LayerWatch] = []
+        self._open: list[ForwardCall] = []
+        self._tally = LossTally(rule)
+        self._stale = False
+
+    def watch_calls(self, watch: LayerWatch) -> Handle:
+        """Take the calls of a layer whose adapter notes them."""
+        self._watches.append(watch)
+        watch.node = accumulator(watch.weight)
+        return _WatchHandle(self._watches, watch)
+
+    def set_loss_terms(self, terms: float | Tensor) -> None:
+        """State the loss terms of the coming backward; counting is off until the window closes."""
+        if self._stale:
+            self.discard()
+        self._tally.state(terms)
+
+    def close(self) -> LossCount:
+        """End the window and count the loss terms in it.
+
+        Raises:
+            RuntimeError: `M` is unknown: a layer was called outside the model's forward, or neither the model's input
+                nor its output has a tensor to read it off.
+        """
+        if self._stale:
+            self.discard()
+        count = self._tally.result()
+        self._forget_calls()
+        return count
+
+    def mark_stale(self) -> None:
+        """The gradients so far were thrown away: forget their statistics when the next forward call counts.
+
+        Not at once: further backwards through the same forward go on from the same running sum, as when several
+        losses are backpropagated one by one and their gradients combined by hand.
+        """
+        if self._open:  # else keep what set_loss_terms said of the backward to come
+            self._stale = True
+
+    def discard(self) -> None:
+        """Forget everything captured and stated since the last step. Also runs inside backward."""
+        for watch in self._watches:
+            watch.discard()
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        for call in self._open:
+            call.release()
+        self._open.clear()
+        self._tally.reset()
+        self._stale = False
+
+
+class ForwardCall:
+    """Tensor hook on one output of a layer: commits the call to its ledger when a backward reaches the weight.
+
+    Args:
+        ledger: that the call may come to stand in; held weakly, as is `watch`.
+        watch: the layer.
+        root: the forward of the model that it is part of; None outside of any.
+        layer_input: None in a compiled graph, which hands it over with each gradient.
+        training: as in `LayerCall`, as is `context`.
+    """
+
+    __slots__ = ("_committed", "_gradient", "_input", "_ledger", "_root", "_training", "_version", "_watch", "context")
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        watch: LayerWatch,
+        root: RootCall | None,
+        layer_input: Tensor | None,
+        training: bool,
+        context: tuple[int, ...],
+    ) -> None:
+        self._ledger = weakref.ref(ledger)
+        self._watch = weakref.ref(watch)
+        self._root = root
+        self._input = None if layer_input is None else layer_input.detach()
+        self._version = 0 if layer_input is None else version(layer_input)
+        self._gradient: Tensor | None = None
+        self._committed = False
+        self._training = training
+        self.context = context
+
+    @torch.no_grad()
+    def __call__(self, gradient: Tensor, layer_input: Tensor | None = None) -> None:
+        ledger, watch, traced = self._ledger(), self._watch(), layer_input is not None
+        if ledger is None or watch is None or not ledger.listening:
+            return
+        if not reaches(watch.weight, watch.node if traced else None):
+            return
+        if self._committed and self._gradient is None:
+            return  # the call was counted in a window that has closed
+        if ledger._stale and not self._committed:
+            ledger.discard()
+        if not traced:
+            layer_input, self._input = self._input, None
+            if layer_input is not None and version(layer_input) != self._version:
+                self._committed = True
+                ledger.dropped_calls += 1
+                return
+        earlier, gradient = self._gradient, gradient.detach()
+        if earlier is not None:
+            gradient = earlier + gradient
+            ledger._stale = False
+        if not self._committed:
+            self._committed = True
+            ledger._open.append(self)
+        self._gradient = gradient
+        ledger._tally.count(self._root)
+        with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
+            keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
+        if keep and not traced:
+            self._input = layer_input
+
+    def release(self) -> None:
+        """Drop the tensors; further backwards through the call do not count."""
+        self._gradient = self._input = None

@@ -1,0 +1,281 @@
+"""Losses as negative log-likelihoods: what a Fisher that does not look at the targets needs to know of them.
+
+A loss that is a mean (or sum) of terms `ℓ(f, y) = -log p(y | f)` has the Fisher `Σ Jᵀ H J / M`, with `J` the Jacobian
+of the model's outputs and `H = E_y[∂ℓ ∂ℓᵀ]` of each term, under targets drawn from the model's own `p(y | f)`. But for
+a variance, `H` is also the Hessian of `ℓ`: Fisher and generalised Gauss-Newton matrix are one (Martens 2020, §9).
+
+Gradients below are those of single terms, not divided by `M`, each shaped as the output it belongs to. Every loss gives
+them in three ways, all on one scale:
+
+- `sample`: `∂ℓ` at targets drawn from the model, `E[∂ℓ ∂ℓᵀ] = H` (Monte Carlo);
+- `propagate`: `B v` with `B Bᵀ = H` and random signs `v` (curvature propagation; Martens, Sutskever & Swersky 2012);
+- `columns`: those of `B` one by one, whose outer products add up to `H` exactly.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Outputs = tuple[Tensor, ...]
+"""What the model computes of the loss's parameters: logits; means; means and variances."""
+
+
+@dataclass(frozen=True)
+class Likelihood(ABC):
+    """One loss.
+
+    Attributes:
+        mean: whether the loss is the mean of its terms; else it is their sum.
+    """
+
+    mean: bool
+
+    outputs = 1
+    """How many tensors of the model's output it reads."""
+
+    @abstractmethod
+    def terms(self, outputs: Outputs) -> int:
+        """The number of terms."""
+
+    @abstractmethod
+    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        """`∂ℓ` at targets drawn from the model."""
+
+    @abstractmethod
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        """`B v` with random signs `v`."""
+
+    @abstractmethod
+    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+        """Columns of `B`, each of all examples (the first dimension) at once.
+
+        Positions of an example may interact in the model, examples do not.
+        """
+
+    @abstractmethod
+    def used(self, gradients: Outputs) -> Outputs:
+        """Which terms the loss of the training loop used, by its gradients: 1 or 0, to multiply the gradients with.
+
+        A term with a gradient of exactly zero is padding, or an ignored target, or has no curvature left.
+        """
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    """`nn.CrossEntropyLoss`: a term for each position, over logits along one dimension.
+
+    With `p = softmax(f)`: `H = diag(p) - p pᵀ`, `B = diag(√p) - p √pᵀ`.
+
+    Attributes:
+        class_dim: of the logits; None is dimension 1 of `[batch, classes]`, or 0 of `[classes]`.
+    """
+
+    class_dim: int | None = None
+
+    def terms(self, outputs: Outputs) -> int:
+        (logits,) = outputs
+        return logits.numel() // max(logits.shape[self._dim(logits)], 1)
+
+    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        p = self._probabilities(outputs)
+        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(*p.shape[:-1], 1)
+        return self._restore(outputs, p.scatter_add(-1, drawn, -torch.ones_like(p[..., :1])))
+
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        p = self._probabilities(outputs)
+        return self._restore(outputs, _apply_root(p, _signs(p, generator)))
+
+    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+        p = self._probabilities(outputs)
+        for unit in _units(p):
+            yield self._restore(outputs, _apply_root(p, unit))
+
+    def used(self, gradients: Outputs) -> Outputs:
+        (gradient,) = gradients
+        return ((gradient != 0).any(self._dim(gradient), keepdim=True).to(gradient.dtype),)
+
+    def _dim(self, logits: Tensor) -> int:
+        if self.class_dim is not None:
+            return self.class_dim
+        if logits.dim() > 2:
+            raise ValueError(
+                f"kfac_optim: the model's output is {list(logits.shape)}, and the loss does not say which of its "
+                "dimensions are the classes. Pass class_dim=-1 (language models) or class_dim=1 (segmentation) with "
+                "the loss."
+            )
+        return logits.dim() - 1
+
+    def _probabilities(self, outputs: Outputs) -> Tensor:
+        """`[..., classes]`, in at least float32."""
+        (logits,) = outputs
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide.movedim(self._dim(logits), -1).softmax(-1)
+
+    def _restore(self, outputs: Outputs, gradient: Tensor) -> Outputs:
+        (logits,) = outputs
+        return (gradient.movedim(-1, self._dim(logits)).to(logits.dtype),)
+
+
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    """`nn.BCEWithLogitsLoss`: a term for each element. With `p = σ(f)`: `H = p (1 - p)`, `B = √H`."""
+
+    def terms(self, outputs: Outputs) -> int:
+        return outputs[0].numel()
+
+    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        (logits,) = outputs
+        p = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+        return ((p - torch.bernoulli(p, generator=generator)).to(logits.dtype),)
+
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        return (self._root(outputs) * _signs(outputs[0], generator),)
+
+    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+        root = self._root(outputs)
+        return ((root * unit,) for unit in _units(root))
+
+    def used(self, gradients: Outputs) -> Outputs:
+        return ((gradients[0] != 0).to(gradients[0].dtype),)
+
+    def _root(self, outputs: Outputs) -> Tensor:
+        (logits,) = outputs
+        return (logits.sigmoid() * (-logits).sigmoid()).sqrt()
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    """`nn.MSELoss`: a term `(f - y)²` for each element, a Gaussian of variance 1/2. `H = 2`, `B = √2`."""
+
+    def terms(self, outputs: Outputs) -> int:
+        return outputs[0].numel()
+
+    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        return (2**0.5 * _normal(outputs[0], generator),)
+
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        return (2**0.5 * _signs(outputs[0], generator),)
+
+    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+        return ((2**0.5 * unit,) for unit in _units(outputs[0]))
+
+    def used(self, gradients: Outputs) -> Outputs:
+        return ((gradients[0] != 0).to(gradients[0].dtype),)
+
+
+@dataclass(frozen=True)
+class GaussianWithVariance(Likelihood):
+    """`nn.GaussianNLLLoss` of a model that returns means and variances: a term for each element.
+
+    `ℓ = (log v + (f - y)² / v) / 2`, `H = diag(1 / v, 1 / (2 v²))` for the mean and the variance.
+
+    Attributes:
+        eps: lower bound of the variances, as in the loss.
+    """
+
+    eps: float = 1e-6
+
+    outputs = 2
+
+    def terms(self, outputs: Outputs) -> int:
+        return outputs[0].numel()
+
+    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        of_mean, of_variance = self._roots(outputs)
+        z = _normal(outputs[0], generator)
+        # y = f + √v z: the gradients are -z / √v and (1 - z²) / (2 v), whose variance is 1 / (2 v²).
+        return -of_mean * z, of_variance * (1 - z.square()) / 2**0.5
+
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        of_mean, of_variance = self._roots(outputs)
+        return of_mean * _signs(of_mean, generator), of_variance * _signs(of_variance, generator)
+
+    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+        of_mean, of_variance = self._roots(outputs)
+        for unit in _units(of_mean):
+            yield of_mean * unit, torch.zeros_like(of_variance)
+            yield torch.zeros_like(of_mean), of_variance * unit
+
+    def used(self, gradients: Outputs) -> Outputs:
+        used = ((gradients[0] != 0) | (gradients[1] != 0)).to(gradients[0].dtype)
+        return used, used
+
+    def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
+        mean, variance = outputs
+        if mean.shape != variance.shape:
+            raise ValueError(
+                f"kfac_optim: GaussianNLLLoss needs a variance for each mean, got {list(variance.shape)} for "
+                f"{list(mean.shape)}."
+            )
+        bounded = variance.clamp(min=self.eps)
+        return bounded.rsqrt(), 1 / (2**0.5 * bounded)
+
+
+def likelihood_of(criterion: Any, class_dim: int | None = None) -> Likelihood:
+    """The likelihood behind a loss module of torch.
+
+    Args:
+        criterion: the loss.
+        class_dim: of the logits, for `nn.CrossEntropyLoss` of more than two dimensions.
+
+    Raises:
+        TypeError: a loss that is not known here.
+        ValueError: an option of the loss that its Fisher cannot honour.
+    """
+    if isinstance(criterion, Likelihood):
+        return criterion
+    kinds = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.GaussianNLLLoss)
+    kind = next((kind for kind in kinds if type(criterion) is kind), None)
+    if kind is None:
+        raise TypeError(
+            f"kfac_optim: the loss must be one of {', '.join(kind.__name__ for kind in kinds)}, or a Likelihood, got "
+            f"{criterion!r}; with any other loss use estimate=Empirical()."
+        )
+    reduction = criterion.reduction
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"kfac_optim: {kind.__name__}(reduction={reduction!r}) leaves open how its terms are put together; pass "
+            "the loss with reduction='mean' or 'sum', as it is after your own reduction."
+        )
+    mean = reduction == "mean"
+    for option in ("weight", "pos_weight"):
+        if getattr(criterion, option, None) is not None:
+            raise ValueError(
+                f"kfac_optim: {kind.__name__}({option}=...) weighs terms by targets, which are not looked at; use "
+                "estimate=Empirical()."
+            )
+    if kind is nn.CrossEntropyLoss:  # label smoothing moves the targets, not the curvature
+        return Categorical(mean, class_dim)
+    if class_dim is not None:
+        raise ValueError(f"kfac_optim: class_dim={class_dim} was given for {kind.__name__}, which has no classes.")
+    if kind is nn.MSELoss:
+        return Gaussian(mean)
+    return Bernoulli(mean) if isinstance(criterion, nn.BCEWithLogitsLoss) else GaussianWithVariance(mean, criterion.eps)
+
+
+def _apply_root(p: Tensor, vector: Tensor) -> Tensor:
+    """`(diag(√p) - p √pᵀ) v` along the last dimension."""
+    weighted = p.sqrt() * vector
+    return weighted - p * weighted.sum(-1, keepdim=True)
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
+    return (2 * bits - 1).to(like.dtype)
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def _units(like: Tensor) -> Iterator[Tensor]:
+    """For each element of an example, 1 there in every example and 0 elsewhere."""
+    flat = like.reshape(like.shape[0], -1) if like.dim() > 1 else like.reshape(1, -1)
+    for i in range(flat.shape[1]):
+        unit = torch.zeros_like(flat)
+        unit[:, i] = 1
+        yield unit.view(like.shape)
