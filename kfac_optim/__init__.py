@@ -10,6 +10,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     hooks                       L1  forward hooks and torch function modes, put on and taken off
     compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has
+    likelihoods                 L1  losses as likelihoods, for estimates that do not look at targets
     rows                        L1  canonical rows and their second moments
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step

@@ -14,6 +14,17 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def no_view(output: Tensor) -> Tensor:
+    """`output`, or the same memory as a tensor that is no view for autograd.
+
+    A change in place gives a view a new place in the graph, where a hook set on it before is not called any more.
+    """
+    if output.requires_grad and (torch.compiler.is_compiling() or output._is_view()):
+        same: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+        return same
+    return output
+
+
 def version(tensor: Tensor) -> int:
     """Counts the changes in place; inference tensors allow none and have no counter."""
     return 0 if tensor.is_inference() else tensor._version

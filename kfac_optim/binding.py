@@ -36,6 +36,7 @@ class ModelBinding:
         model: the model; a list of models where several were found, None before.
         given: whether the user named it.
         coverage: the blocks, and why parameters have none.
+        released: whether the hooks were taken off.
         waiting: what a loaded checkpoint holds for blocks that only a forward will show.
     """
 
@@ -50,6 +51,7 @@ class ModelBinding:
         self.given = model is not None
         self.coverage = Coverage()
         self.waiting: dict[nn.Parameter, Mapping[str, Any]] = {}
+        self.released = False
         self._to_adopt = model
         self._options = options
         self._window = window
@@ -134,6 +136,7 @@ class ModelBinding:
 
     def release(self) -> None:
         """Take all hooks off."""
+        self.released = True
         self._window.modes.leave()
         attached = (handle for _, handle in self._attached.values())
         for handle in (*self._roots.values(), *attached, *self._lazy.values()):

@@ -17,15 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from kfac_optim.autograd import accumulator, in_function_transform, on_gradient
+from kfac_optim.autograd import accumulator, in_function_transform, no_view, on_gradient
 from kfac_optim.calls import ForwardCall, LayerWatch, Ledger
 from kfac_optim.compiled import Tape
 from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook, is_on
 from kfac_optim.loss_terms import LossCount, first_tensor, read_terms
 from kfac_optim.roots import Roots
 from kfac_optim.specs import LossTerms
+
+# Of calls in graphs that are kept between two steps; some hundred forwards of a large model.
+_MOST_CALLS = 20_000
+
+
+_NO_MODE = BaseTorchFunctionMode()
 
 
 class CaptureWindow(Ledger):
@@ -87,11 +93,12 @@ class CaptureWindow(Ledger):
         hook = _LayerHook(self, module, watch, unbatched_ndim, is_product)
         return Handles(self.watch_calls(watch), self.hook(module, hook))
 
-    def hook(self, module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> Handle:
+    def hook(self, module: nn.Module, after: Callable[..., Any], before: Callable[..., None] | None = None) -> Handle:
         """Call `before(module, args, kwargs)` and `after(module, args, kwargs, output)` around forwards of `module`.
 
         Where there is a `before`, `after` is called even if the forward raises. Neither is called within a forward of
-        the model without gradients: torch's fast paths of evaluation are closed to modules with hooks.
+        the model without gradients: torch's fast paths of evaluation are closed to modules with hooks. What `after`
+        returns, unless it is None, takes the place of the output.
         """
         hooks = LayerHooks(self._hooks, module, before, after)
         self._hooks.append(hooks)
@@ -169,6 +176,7 @@ class CaptureWindow(Ledger):
         # An interrupted forward (KeyboardInterrupt) leaves its own behind.
         self.roots.leave_all()
         self.modes.leave()
+        self._renew_nodes()
         super().mark_stale()
 
     def begin_forward(self) -> None:
@@ -190,7 +198,9 @@ class CaptureWindow(Ledger):
 
     # -- told by compiled graphs -------------------------------------------------------------------------------
 
-    def begin_call(self, model: int) -> None:
+    def begin_call(self, model: int, nested: bool) -> None:
+        if not nested:
+            self.roots.leave_all()  # a graph that raised has left its own behind
         self.graph_began()
         self.roots.enter(model)
 
@@ -205,6 +215,8 @@ class CaptureWindow(Ledger):
         number = next(self._calls)
         root = self.roots.of_layer(unbatched) or self.roots.of_graph_within_backward()
         self._traced[number] = ForwardCall(self, found, root, None, training, context)
+        if len(self._traced) > _MOST_CALLS:  # forwards that no step follows
+            del self._traced[next(iter(self._traced))]
         return number
 
     def commit_call(self, call: int, layer_input: Tensor, gradient: Tensor) -> None:
@@ -217,11 +229,15 @@ class CaptureWindow(Ledger):
     def _end(self) -> None:
         self.roots.end()
         self.modes.leave()
-        if self._traced:
-            for watch in self._watches:
-                watch.node = accumulator(watch.weight)
         # Graphs do not hold their calls, as eager ones do: a backward may come as late as the next step.
         self._traced, self._traced_before = {}, self._traced
+        self._renew_nodes()
+
+    def _renew_nodes(self) -> None:
+        """Operators of graphs cannot ask for these themselves; a model that is moved gets others."""
+        if self._traced or self._traced_before:
+            for watch in self._watches:
+                watch.node = accumulator(watch.weight) or watch.node  # a frozen weight has none
 
 
 class _LayerHook:
@@ -236,31 +252,33 @@ class _LayerHook:
         self._unbatched_ndim = unbatched_ndim
         self._is_product = is_product
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
         window, watch = self._window(), self._watch()
         if window is None or watch is None:
-            return
+            return None
         if torch.compiler.is_compiling() and not window.captures():
-            return
+            return None
         if not torch.is_grad_enabled():
             window.roots.layer_without_graph()
-            return
+            return None
         in_mode = is_on(window.mode)
         if not (in_mode or torch.compiler.is_compiling() or watch.wanted()):
-            return
+            return None
         if not isinstance(output, Tensor) or is_parametrized(module):
-            return
+            return None
         if self._name is not None and module._parameters.get(self._name) is not watch.weight:
-            return  # torch.func.functional_call runs the module with something else for its weight
+            return None  # torch.func.functional_call runs the module with something else for its weight
         if in_mode:
             if not self._is_product:
                 window.layer_ran(watch.weight)
             elif window.module_ran(watch.weight):
-                return
+                return None
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
-        if layer_input is not None:
-            unbatched = layer_input.dim() == self._unbatched_ndim
-            window.note(watch, layer_input, output, training=module.training, unbatched=unbatched)
+        if layer_input is None:
+            return None
+        noted, unbatched = no_view(output), layer_input.dim() == self._unbatched_ndim
+        window.note(watch, layer_input, noted, training=module.training, unbatched=unbatched)
+        return noted
 
 
 class _RootHooks:
@@ -272,9 +290,11 @@ class _RootHooks:
         window = self._window()
         if window is not None and torch.compiler.is_compiling():
             if window.captures():
-                window.tape.begin(self._number)
-                if window.mode is not None and not is_on(window.mode):
-                    window.mode.__enter__()  # type: ignore[no-untyped-call]
+                nested = is_on(window.mode)
+                window.tape.begin(self._number, nested)
+                # A model that calls itself must not leave the mode that its outermost call has entered.
+                mode = _NO_MODE if nested or window.mode is None else window.mode
+                mode.__enter__()  # type: ignore[no-untyped-call]
         elif window is not None:
             window.roots.leave_interrupted(model)
             if not window.roots.is_under_way():
@@ -285,8 +305,7 @@ class _RootHooks:
         window = self._window()
         if window is not None and torch.compiler.is_compiling():
             if window.captures():
-                if window.mode is not None and is_on(window.mode):
-                    window.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
                 terms = read_terms(window.rule, (args, kwargs), output)
                 window.tape.end(-1 if terms is None else terms)
             return

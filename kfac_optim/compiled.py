@@ -19,8 +19,8 @@ from torch import Tensor
 class Recorder(Protocol):
     """Who is told of what happens in a graph: a capture window."""
 
-    def begin_call(self, model: int) -> None:
-        """The forward of a model begins."""
+    def begin_call(self, model: int, nested: bool) -> None:
+        """The forward of a model begins, within another one if it is nested."""
 
     def end_call(self, terms: int) -> None:
         """It ends; the loss terms read off it, -1 where there are none to read."""
@@ -45,8 +45,8 @@ class Tape:
         self.token = torch.zeros((), dtype=torch.int64, device="cpu")
         _RECORDERS[self.number] = recorder
 
-    def begin(self, model: int) -> None:
-        torch.ops.kfac_optim.begin(self.token, self.number, model)
+    def begin(self, model: int, nested: bool) -> None:
+        torch.ops.kfac_optim.begin(self.token, self.number, model, nested)
 
     def end(self, terms: int) -> None:
         torch.ops.kfac_optim.end(self.token, self.number, terms)
@@ -67,10 +67,10 @@ _RECORDERS: "weakref.WeakValueDictionary[int, Recorder]" = weakref.WeakValueDict
 
 
 @torch.library.custom_op("kfac_optim::begin", mutates_args=("token",))
-def _begin(token: Tensor, recorder: int, model: int) -> None:
+def _begin(token: Tensor, recorder: int, model: int, nested: bool) -> None:
     token += 1
     if (found := _RECORDERS.get(recorder)) is not None:
-        found.begin_call(model)
+        found.begin_call(model, nested)
 
 
 @torch.library.custom_op("kfac_optim::end", mutates_args=("token",))

@@ -78,7 +78,7 @@ def step(
             setbacks of one layer in a row.
         ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
     """
-    kl_clip = _check(groups, blocks)
+    kl_clip = check(groups, blocks)
     _follow_model(state, blocks)
     count = window.close()
     executor.wait()
@@ -103,7 +103,7 @@ def step(
     return record
 
 
-def _check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> float | None:
+def check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> float | None:
     """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
     for i, group in enumerate(groups):
         check_kfac_numbers(group, f" in param group {i}")

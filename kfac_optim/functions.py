@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from kfac_optim.autograd import no_view
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.dynamo import call_as_it_is, inline_only
 from kfac_optim.hooks import Handle, is_on
@@ -44,20 +45,22 @@ class ProductMode(TorchFunctionMode):
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = _traceable(func)(*args, **(kwargs or {}))
-        if func in _PRODUCTS or func in _OTHER_LAYERS:
-            call_as_it_is(self._look, func, args, kwargs or {}, output)
+        if _is_among(func, _WATCHED):
+            output = call_as_it_is(self._look, func, args, kwargs or {}, output)
         return output
 
-    def _look(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _look(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         read = _PRODUCTS.get(func)
         if read is not None:
             product = read(*args, **kwargs)
             if product is not None:
+                output = no_view(output)
                 self._seen(product, output)
         elif output.requires_grad:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
                     self._used(leaf, func.__name__)
+        return output
 
 
 def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Product | None:
@@ -119,6 +122,17 @@ _OTHER_LAYERS: frozenset[Function] = frozenset(
 )
 
 
+_WATCHED: Mapping[Function, Any] = {**_PRODUCTS, **dict.fromkeys(_OTHER_LAYERS)}
+
+
+@inline_only
+def _is_among(func: Function, table: Mapping[Function, Any]) -> bool:
+    """`func in table`, also where `torch.compile` cannot hash a function that a mode was handed."""
+    if torch.compiler.is_compiling():
+        return any(func is known for known in table)
+    return func in table
+
+
 class _Substitution(TorchFunctionMode):
     def __init__(self, table: Mapping[Function, Function]) -> None:
         super().__init__()
@@ -128,10 +142,9 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        replacement = self._table.get(func)
-        if replacement is None:
+        if not _is_among(func, self._table):
             return _traceable(func)(*args, **(kwargs or {}))
-        return call_as_it_is(replacement, *args, **(kwargs or {}))
+        return call_as_it_is(self._table[func], *args, **(kwargs or {}))
 
 
 class _Around:

@@ -38,12 +38,12 @@ class PicklableHook:
 
     __slots__ = ("_function",)
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     @inline_only
-    def __call__(self, *args: Any) -> None:
-        call_as_it_is(self._function, *args)
+    def __call__(self, *args: Any) -> Any:
+        return call_as_it_is(self._function, *args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()
@@ -65,7 +65,7 @@ class LayerHooks:
         hooks: "list[LayerHooks]",
         module: nn.Module,
         before: Callable[..., None] | None,
-        after: Callable[..., None],
+        after: Callable[..., Any],
     ) -> None:
         self._hooks = hooks
         self._module = module

@@ -205,6 +205,7 @@ class KFACOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step; or none, where a gradient is not finite: then nothing changes but a count in `metrics()`.
@@ -265,7 +266,7 @@ class KFACOptimizer(Optimizer):
                 "kfac_optim: set_loss_terms was called, but loss_terms=LossTerms.SUM says that the loss is a sum, "
                 "which has no number of terms; pass another loss_terms, or drop the call."
             )
-        self._window.set_loss_terms(terms.detach().reshape(()) if isinstance(terms, Tensor) else terms)
+        self._window.set_loss_terms(terms.detach().clone().reshape(()) if isinstance(terms, Tensor) else terms)
 
     # -- param groups ------------------------------------------------------------------------------------------
 
@@ -358,17 +359,19 @@ class KFACOptimizer(Optimizer):
         skipped = self._skipped_steps, self._skipped_in_a_row
         numbers = {key: self.defaults[key] for key in self._group_keys}
         waiting = self._binding.waiting
-        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks | waiting, skipped)
+        released = self._binding.released
+        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks | waiting, skipped, released)
 
     # -- internals ---------------------------------------------------------------------------------------------
 
     def _step(self, scale: LossScale) -> None:
         if self._binding.settle():
-            self._warn_of_nothing_to_do(stacklevel=5)
+            self._warn_of_nothing_to_do(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
-            warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=5)
+            warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
         if scale.in_gradients:
+            engine.check(self.param_groups, self._binding.coverage.blocks)  # what is refused is left as it was
             unscale(gradients.values(), scale.factor)
         if scale.overflowed or not all_finite(gradients.values()):
             self._skip(gradients)
@@ -397,7 +400,8 @@ class KFACOptimizer(Optimizer):
         guilty = [names.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([grad])]
         raise RuntimeError(
             f"kfac_optim: {self._skipped_in_a_row} steps in a row were skipped because gradients are not finite "
-            f"(nonfinite_limit={self._nonfinite_limit}), now those of {', '.join(map(repr, guilty[:4]))}"
+            f"(nonfinite_limit={self._nonfinite_limit}), now those of "
+            f"{', '.join(map(repr, guilty[:4])) or 'a parameter that were changed since'}"
             f"{f' and {len(guilty) - 4} more' if len(guilty) > 4 else ''}. Look at the loss and the data; "
             "lower lr, raise damping, or lower the loss scale."
         )
@@ -426,7 +430,7 @@ class KFACOptimizer(Optimizer):
                 "since, or its forward or backward is out of sight: torch.compile, torch.func, gradients from "
                 "autograd.grad, or a forward of its own that multiplies by something else than its weight. Later such "
                 "steps are counted in metrics()['unpreconditioned_blocks'].",
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def _params(self) -> list[nn.Parameter]:
@@ -470,6 +474,7 @@ def _rebuild(
     state: dict[Any, Any],
     blocks: dict[nn.Parameter, Mapping[str, Any]],
     skipped: tuple[int, int],
+    released: bool,
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
@@ -478,6 +483,8 @@ def _rebuild(
     known = [blocks.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
     optimizer._binding.restore(known, blocks)
     optimizer._skipped_steps, optimizer._skipped_in_a_row = skipped
+    if released:
+        optimizer.remove_hooks()
     return optimizer
 
 

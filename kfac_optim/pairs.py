@@ -55,6 +55,10 @@ class FactorPair:
         """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`, `g` divided by the loss scale."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
+        if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
+            possible = loss_terms.isfinite() & (loss_terms > 0)
+            loss_terms = torch.where(possible, loss_terms, 1)
+            accept = accept & possible.to(accept.device)
         if self.a is not None:
             scale, mass = _normalised(self.rows, self.a)
             self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_optim.autograd import no_view
 from kfac_optim.calls import LayerCall, LayerWatch
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.functions import substitute
@@ -164,10 +165,11 @@ class _NotedAttention:
             first = 1 if groups == 2 else 0  # key and value together come after the query
         # The out-projection is handed [positions · batch, features].
         batch = max(self._batch, 1)
-        noted_input, noted = (tensor.view(-1, batch, tensor.shape[-1]) for tensor in (layer_input, output))
+        noted_input = layer_input.view(-1, batch, layer_input.shape[-1])
+        noted = no_view(output.view(-1, batch, output.shape[-1]))
         use = _Use(first, groups, shared=one_input or projection.spec.groups == 1)
         self._window.note(projection.watch, noted_input, noted, unbatched=self._batch == 0, context=use)
-        return noted.view(output.shape)
+        return no_view(noted.view(output.shape))
 
     def _projection_of(self, weight: Tensor) -> _Projection | None:
         for projection in self._projections:
@@ -175,6 +177,12 @@ class _NotedAttention:
             if weight is projection.watch.weight or weight._base is projection.watch.weight:
                 return projection
         return None
+
+
+def _check_padding_mask(mask: Tensor, positions: int, batch: int) -> None:
+    """Torch's check of `key_padding_mask`, whose message is made where `torch.compile` cannot follow."""
+    if mask.shape != (batch, positions):
+        raise AssertionError(f"Expected key_padding_mask of shape {[batch, positions]}, but got {list(mask.shape)}")
 
 
 def _with_linear(linear: Callable[..., Tensor], *, one_input: bool) -> Callable[..., Any]:
@@ -204,6 +212,7 @@ def _with_linear(linear: Callable[..., Tensor], *, one_input: bool) -> Callable[
         weights, biases = weight.chunk(3), (None,) * 3 if bias is None else bias.chunk(3)
         return tuple(linear(x, weights[i], biases[i], first=i) for i, x in enumerate((q, k, v)))
 
+    namespace["_check_key_padding_mask"] = _check_padding_mask
     namespace["_in_projection"] = rebuilt("_in_projection")
     namespace["_in_projection_packed"] = in_projection
     return rebuilt("multi_head_attention_forward")

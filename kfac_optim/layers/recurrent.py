@@ -121,7 +121,7 @@ class _Forwards:
 
     def __init__(self, window: CaptureWindow, watches: Sequence[LayerWatch], unbatched_ndim: int) -> None:
         self._window = weakref.ref(window)
-        self._watches = {id(watch.weight): weakref.ref(watch) for watch in watches}
+        self._watches = [weakref.ref(watch) for watch in watches]
         self._unbatched_ndim = unbatched_ndim
         self._unbatched = False
 
@@ -134,7 +134,7 @@ class _Forwards:
         self._unbatched = False
 
     def wanted(self) -> bool:
-        return any(watch is not None and watch.wanted() for watch in (ref() for ref in self._watches.values()))
+        return any(watch is not None and watch.wanted() for watch in (ref() for ref in self._watches))
 
     def table(self) -> dict[Callable[..., Any], Callable[..., Any]]:
         table: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -165,10 +165,11 @@ class _Forwards:
         return state if len(state) > 1 else state[0]
 
     def _note(self, sizes: tuple[int, ...], weight: Tensor, parts: Sequence[Tensor], output: Tensor) -> None:
-        window, watch = self._window(), self._watches.get(id(weight), lambda: None)()
-        if window is not None and watch is not None and watch.weight is weight:
-            layer_input = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
-            window.note(watch, layer_input, output, unbatched=self._unbatched and sizes[0] == 1, context=sizes)
+        window = self._window()
+        for watch in (ref() for ref in self._watches):
+            if window is not None and watch is not None and watch.weight is weight:
+                layer_input = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+                window.note(watch, layer_input, output, unbatched=self._unbatched and sizes[0] == 1, context=sizes)
 
 
 def _as_state(hx: Tensor | State) -> State:

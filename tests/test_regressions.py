@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from plain import Factors, assert_identical, assert_same_factors, batch, clones, factors_after, mlp, square_loss, train
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, capture
 
 BACKEND = "aot_eager"
 F64 = torch.float64
@@ -232,13 +232,68 @@ def test_a_copy_of_an_optimizer_whose_hooks_were_taken_off_has_none_either() -> 
     assert_same_factors(other.factors(), optimizer.factors())
 
 
-def test_compiled_forwards_that_no_step_follows_do_not_pile_up() -> None:
-    model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0)
+def test_compiled_forwards_that_no_step_follows_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_MOST_CALLS", 30)
+    model, twin = mlp(), mlp()
+    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
     forward = torch.compile(model, backend=BACKEND)
-    held = []
-    for count in (20, 40):
-        for i in range(count):
-            forward(batch(i))
-        held.append(len(optimizer._window._traced))
-    assert held[0] == held[1]
+    for i in range(40):
+        forward(batch(i))
+    assert len(optimizer._window._traced) == 30
+    for call, each in ((forward, optimizer), (twin, reference)):
+        each.zero_grad()
+        square_loss(call(batch(100))).backward()
+        each.step()
+    assert_same_factors(optimizer.factors(), reference.factors())
+
+
+class Recursive(nn.Module):
+    """Calls itself, and then multiplies by the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, dtype=torch.float64)
+        self.inner = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, ids: Tensor, *, again: bool = True) -> Tensor:
+        if not again:
+            return self.inner(self.embedding(ids))
+        return F.linear(torch.tanh(self(ids, again=False)), self.embedding.weight)
+
+
+def test_a_compiled_model_that_calls_itself_is_measured_to_its_end() -> None:
+    torch.manual_seed(0)
+    model = Recursive()
+    twin = copy.deepcopy(model)
+    optimizer, reference = KFACOptimizer(model, lr=0.0), KFACOptimizer(twin, lr=0.0)
+    ids = torch.randint(5, (6,))
+    for call, each in ((torch.compile(model, backend=BACKEND, fullgraph=True), optimizer), (twin, reference)):
+        for _ in range(2):
+            each.zero_grad()
+            square_loss(call(ids)).backward()
+            each.step()
+    assert_same_factors(optimizer.factors(), reference.factors())
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return self.layer(x)[index]
+
+
+def test_a_graph_that_raises_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model = Fragile()
+    twin = copy.deepcopy(model)
+    optimizer, reference = KFACOptimizer(model, lr=0.0), KFACOptimizer(twin, lr=0.0)
+    compiled = torch.compile(lambda x, index: model(x, index), backend=BACKEND)
+    for call, each in ((compiled, optimizer), (twin, reference)):
+        with pytest.raises((IndexError, RuntimeError)):
+            call(batch(0, size=4), torch.tensor([0, 1, 2, 9]))
+        for seed in (1, 2):
+            (call(batch(seed, size=4), torch.arange(4)).square().sum() / 8).backward()
+        each.step()
+    assert_same_factors(optimizer.factors(), reference.factors())
