@@ -16,32 +16,33 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     trust_region                L1  the KL bound on a step
     finder                      L1  the model, where the optimizer was given parameters alone
     selection                   L1  module names; layers by name glob or class
-    roots                       L2  the forward of the model that a layer runs in
     calls                       L2  when a forward and a backward of a layer become statistics
-    capture                     L3  the window between two steps: what hooks note, and compiled graphs tell
-    functions                   L4  torch functions seen or replaced while a module's forward runs
-    layers/                     L5  a module's input and output gradient as second moments, one family per file
-    damping                     L5  how λ is shared among factors
-    pairs                       L6  the two factors of a block
-    inverses/                   L7  accumulate, refresh (dear), apply (cheap), one representation per file
-    options                     L8  the user's choices about layers
-    blocks                      L8  layer + adapter + inverse + clock
-    assembly                    L9  the block of a weight, from all the modules that use it
-    functional                  L9  matrices that functions multiply by, whatever module owns them
-    estimates                   L9  which output gradients count
-    execution                   L9  who does the work: one device, later many
-    checkpoint                  L9  block state in and out of state_dict
-    discovery                   L10  the blocks of a model
-    engine                      L10  one step as a pipeline
-    schedulers                  L10  schedules for any param-group number
-    diagnostics                 L11  summary, metrics, factors
-    binding                     L11  the model as the optimizer knows it: found, made into blocks, hooked
-    optimizer                   L12  KFACOptimizer: groups, hooks, checkpoints
+    roots                       L3  the forward of the model that a layer runs in
+    estimation                  L3  gradients of an estimate's own, through the graph of the training loop
+    capture                     L4  the window between two steps: what hooks note, and compiled graphs tell
+    functions                   L5  torch functions seen or replaced while a module's forward runs
+    layers/                     L6  a module's input and output gradient as second moments, one family per file
+    damping                     L6  how λ is shared among factors
+    pairs                       L7  the two factors of a block
+    inverses/                   L8  accumulate, refresh (dear), apply (cheap), one representation per file
+    options                     L9  the user's choices about layers
+    blocks                      L9  layer + adapter + inverse + clock
+    assembly                    L10  the block of a weight, from all the modules that use it
+    functional                  L10  matrices that functions multiply by, whatever module owns them
+    estimates                   L10  which output gradients count
+    execution                   L10  who does the work: one device, later many
+    checkpoint                  L10  block state in and out of state_dict
+    discovery                   L11  the blocks of a model
+    engine                      L11  one step as a pipeline
+    schedulers                  L11  schedules for any param-group number
+    diagnostics                 L12  summary, metrics, factors
+    binding                     L12  the model as the optimizer knows it: found, made into blocks, hooked
+    optimizer                   L13  KFACOptimizer: groups, hooks, checkpoints
 """
 
 from kfac_optim.diagnostics import Summary
-from kfac_optim.estimates import Empirical, Estimate
-from kfac_optim.inverses import Cholesky, Eigen, Inverse
+from kfac_optim.estimates import CurvaturePropagation, Empirical, Estimate, ExactGGN, MonteCarlo
+from kfac_optim.inverses import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
@@ -51,10 +52,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT_ADAPTERS",
+    "EKFAC",
     "Cholesky",
+    "CurvaturePropagation",
+    "DoublyFactored",
     "Eigen",
     "Empirical",
     "Estimate",
+    "ExactGGN",
     "ExponentialDecay",
     "HyperparameterScheduler",
     "Inverse",
@@ -63,6 +68,9 @@ __all__ = [
     "LayerSpec",
     "LayerStatistics",
     "LossTerms",
+    "MonteCarlo",
+    "NewtonSchulz",
+    "OnlineEigen",
     "RowStatistics",
     "Structure",
     "Summary",

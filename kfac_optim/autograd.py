@@ -1,17 +1,38 @@
 """What is asked of autograd, much of it privately: hooks on gradients, and what the backward that is running does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 Node: TypeAlias = torch.autograd.graph.Node
+GradientEdge = torch.autograd.graph.GradientEdge
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Call `hook` with the gradient of `tensor` in every backward that comes to it; what it returns replaces it."""
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def edge(tensor: Tensor) -> GradientEdge:
+    """Where the gradient of `tensor` passes in the graph; the tensor itself is not kept."""
+    return torch.autograd.graph.get_gradient_edge(tensor)
+
+
+def running_edge(output_nr: int) -> GradientEdge:
+    """Within a hook on a gradient: its edge, by the number of the tensor among the outputs of its node."""
+    return GradientEdge(torch._C._current_autograd_node(), output_nr)
+
+
+def pull_back(
+    outputs: Sequence[GradientEdge], vectors: Sequence[Tensor], to: Sequence[GradientEdge]
+) -> list[Tensor | None]:
+    """Gradients at the edges `to` of `Σ ⟨vector, output⟩`, None where they do not depend on it.
+
+    The graph is kept, nothing is accumulated, and hooks on gradients between are called.
+    """
+    return list(torch.autograd.grad(outputs, to, vectors, retain_graph=True, allow_unused=True))
 
 
 def no_view(output: Tensor) -> Tensor:

@@ -187,6 +187,7 @@ class ModelBinding:
     def _prepare(self) -> None:
         """Tell compiled graphs, which cannot ask, whether the next forward is to capture."""
         self._window.capturing = bool(self._roots) and self._functional.is_wanted()
+        self._window.step = max((block.clock.step for block in self.coverage.blocks), default=0)
 
     def _stop_finding(self) -> None:
         if self._finder is not None:

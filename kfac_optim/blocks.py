@@ -141,13 +141,13 @@ class KFACBlock:
             self.spec = spec
             self.restart()
 
-    def fold(self, count: LossCount, loss_scale: float) -> None:
+    def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
         if not self.inverse.has_pending(self.state):
             return
         clock = self.clock
         elapsed = clock.step - clock.folded_at if clock.folds else 0
-        self.inverse.fold(self.state, count.averaged, self.group["factor_decay"] ** elapsed, loss_scale)
+        self.inverse.fold(self.state, count.averaged, self.group["factor_decay"] ** elapsed, gradient_scale)
         clock.folded_at = clock.step
         clock.summed_terms = count.summed
         clock.folds += 1

@@ -16,7 +16,7 @@ with the gradient and hold no call: the window does, for two steps, see `capture
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -119,6 +119,15 @@ class Ledger:
         self._forget_calls()
         return count
 
+    def name_loss(self, *, mean: bool) -> None:
+        """The loss is known, and with it the terms of each forward of the model."""
+        self._tally.name_loss(mean=mean)
+
+    def keep(self, calls: Iterable["ForwardCall"]) -> None:
+        """A backward goes on through a forward whose calls have been committed: they are not thrown away."""
+        if any(call in self._open for call in calls):
+            self._stale = False
+
     def mark_stale(self) -> None:
         """The gradients so far were thrown away: forget their statistics when the next forward call counts.
 
@@ -204,6 +213,37 @@ class ForwardCall:
             keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
         if keep and not traced:
             self._input = layer_input
+
+    def is_reached(self) -> bool:
+        """Whether the backward that is running accumulates into the layer's weight."""
+        watch = self._watch()
+        return watch is not None and reaches(watch.weight)
+
+    def open(self) -> bool:
+        """Commit the call, whose gradients an estimate will hand over; whether it counts, or does already."""
+        ledger = self._ledger()
+        if ledger is None or self._input is None:
+            return False
+        if self._committed:
+            return True
+        if version(self._input) != self._version:
+            self._committed, self._input = True, None
+            ledger.dropped_calls += 1
+            return False
+        if ledger._stale:
+            ledger.discard()
+        self._committed = True
+        ledger._open.append(self)
+        ledger._tally.count(self._root)
+        return True
+
+    @torch.no_grad()
+    def take(self, gradient: Tensor) -> None:
+        """One of the gradients of an opened call; their outer products add up."""
+        watch = self._watch()
+        if watch is not None:
+            with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
+                watch.emit(LayerCall(self._input, gradient.detach(), None, self._training, self.context))
 
     def release(self) -> None:
         """Drop the tensors; further backwards through the call do not count."""

@@ -11,7 +11,7 @@ along; a pickled or copied model carries inert hooks.
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from kfac_optim.autograd import accumulator, in_function_transform, no_view, on_gradient
+from kfac_optim.autograd import GradientEdge, accumulator, edge, in_function_transform, no_view, on_gradient
 from kfac_optim.calls import ForwardCall, LayerWatch, Ledger
 from kfac_optim.compiled import Tape
 from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook, is_on
-from kfac_optim.loss_terms import LossCount, first_tensor, read_terms
+from kfac_optim.loss_terms import LossCount, RootCall, first_tensor, read_terms
 from kfac_optim.roots import Roots
 from kfac_optim.specs import LossTerms
 
@@ -47,6 +47,10 @@ class CaptureWindow(Ledger):
         roots: forwards of the model.
         modes: those that forwards under way run in.
         capturing: whether graphs are to capture: they are traced once with it and once without.
+        estimate: told of each forward of the model that has ended, with the calls in it, the places where their
+            gradients pass and the output, by an estimate that backpropagates gradients of its own. None where those of
+            the training loop count.
+        step: number of the optimizer step, for those that draw random numbers.
         tape: what compiled graphs hold of the window.
     """
 
@@ -60,6 +64,8 @@ class CaptureWindow(Ledger):
         self.roots = Roots()
         self.modes = ModeStack()
         self.capturing = False
+        self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
+        self.step = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
         self._traced: dict[int, ForwardCall] = {}
@@ -136,7 +142,10 @@ class CaptureWindow(Ledger):
         if not watch.wanted():
             return None
         call = ForwardCall(self, watch, self.roots.of_layer(unbatched), layer_input, training, context)
-        on_gradient(output, call)
+        if self.estimate is None:
+            on_gradient(output, call)
+        else:
+            self.roots.expect(call, edge(output))
         return call
 
     def note_in_graph(
@@ -160,7 +169,7 @@ class CaptureWindow(Ledger):
 
     def captures(self) -> bool:
         """Whether the graph that is being traced is one that captures."""
-        return self.capturing and torch.is_grad_enabled()
+        return self.capturing and self.estimate is None and torch.is_grad_enabled()
 
     def close(self) -> LossCount:
         count = super().close()
@@ -313,6 +322,9 @@ class _RootHooks:
             return
         if not window.roots.is_under_way():
             window.end_forward()
+            if window.estimate is not None:
+                window.estimate(root, window.roots.take_expected(), output)
+                return
         root.terms = read_terms(window.rule, (args, kwargs), output)
         if root.recomputes and torch.is_grad_enabled():
             window.roots.await_backward(root, output)

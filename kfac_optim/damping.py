@@ -6,12 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_optim.linalg import shift_diagonal
+
 
 class Damped(NamedTuple):
     """The damped factor is `scale · F + shift · I`; both are `[groups]`."""
 
     scale: Tensor
     shift: Tensor
+
+    def of(self, factor: Tensor) -> Tensor:
+        """The damped form of `F`, `[groups, d, d]`, or `[groups, d]` for a diagonal one."""
+        scaled = factor * self.scale.view(-1, *(1,) * (factor.dim() - 1))
+        return shift_diagonal(scaled, self.shift) if factor.dim() == 3 else scaled + self.shift.unsqueeze(-1)
 
 
 def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: float) -> list[Damped]:

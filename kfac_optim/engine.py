@@ -1,6 +1,6 @@
 """One optimizer step as a pipeline over blocks and an executor. Knows no layer type and no communication."""
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.execution import Executor
+from kfac_optim.loss_terms import LossCount
 from kfac_optim.trust_region import inner_product, momentum_scale, trust_region_scale
 from kfac_optim.validation import check_kfac_numbers
 
@@ -59,7 +60,7 @@ def step(
     window: CaptureWindow,
     executor: Executor,
     *,
-    loss_scale: float,
+    gradient_scale: Callable[[LossCount], float | Tensor],
     nonfinite_limit: int | None,
 ) -> StepRecord:
     """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
@@ -70,7 +71,7 @@ def step(
         blocks: the preconditioned part of the model.
         window: what was captured since the last step.
         executor: who does the work.
-        loss_scale: what the loss was multiplied by before backward; the gradients are free of it.
+        gradient_scale: what the output gradients behind `G` are multiplied by; those of parameters are not.
         nonfinite_limit: refused samples or failed refreshes in a row that are too many.
 
     Raises:
@@ -81,10 +82,11 @@ def step(
     kl_clip = check(groups, blocks)
     _follow_model(state, blocks)
     count = window.close()
+    scale = gradient_scale(count)
     executor.wait()
     with record_function("kfac.fold"):
         for block in blocks:
-            block.fold(count, loss_scale)
+            block.fold(count, scale)
     with record_function("kfac.refresh"):
         due = [block for block in blocks if block.refresh_due()]
         executor.refresh(due)

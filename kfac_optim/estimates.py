@@ -1,16 +1,42 @@
-"""Which output gradients make `G`."""
+"""Which output gradients make `G`.
 
+All are on one scale: `A ⊗ G` stands for the Fisher of the loss as the user wrote it. `Empirical` needs to be told
+nothing. The others name the loss once, `estimate=MonteCarlo(nn.CrossEntropyLoss())`; the training loop stays as it is.
+"""
+
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kfac_optim.autograd import GradientEdge
+from kfac_optim.calls import ForwardCall
 from kfac_optim.capture import CaptureWindow
+from kfac_optim.estimation import Estimation
+from kfac_optim.likelihoods import Likelihood, Outputs, Vectors, likelihood_of
+from kfac_optim.loss_terms import LossCount, RootCall
+from kfac_optim.validation import check_integer
 
 
 class Estimate(ABC):
-    """Decides which backward passes the capture window listens to."""
+    """Decides which backward passes make `G`."""
 
     @abstractmethod
     def arm(self, window: CaptureWindow) -> None:
         """Prepare `window` for the coming steps. Called once, when the optimizer is built."""
+
+    @abstractmethod
+    def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
+        """What the output gradients are multiplied by, against those of the loss as the user wrote it.
+
+        Args:
+            count: the terms of the step's loss.
+            loss_scale: what the training loop multiplies its loss by.
+        """
 
 
 class Empirical(Estimate):
@@ -25,3 +51,131 @@ class Empirical(Estimate):
 
     def arm(self, window: CaptureWindow) -> None:
         window.listening = True
+
+    def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
+        return loss_scale
+
+
+class NamedLoss(Estimate):
+    """An estimate that knows the loss and does not look at its targets: extra passes of backward on statistics steps.
+
+    They run within the training loop's own `backward()`, through its own graph, before it goes on from the model's
+    output. Models under `torch.compile` have no such graph, and checkpointing with `use_reentrant=True` allows no such
+    pass: there use `Empirical`.
+
+    Args:
+        criterion: `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.GaussianNLLLoss` (of a model that
+            returns means and variances), or a `Likelihood`. It sets the number of loss terms; with ignored targets
+            state it by `set_loss_terms`. Terms whose gradient is exactly zero are left out.
+        class_dim: of the logits, where they have more than two dimensions: -1 for language models, 1 for segmentation.
+        outputs: takes what the loss reads from what the model returns; where it is not given, the first tensor with a
+            dimension (for `nn.GaussianNLLLoss` the first two).
+        seed: of the random numbers, which are the optimizer's own: those of training stay as they were, and a run that
+            is resumed draws what the uninterrupted one does.
+
+    Raises:
+        TypeError: an unknown loss.
+        ValueError: an option of the loss that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        criterion: nn.Module | Likelihood,
+        *,
+        class_dim: int | None = None,
+        outputs: Callable[[Any], Tensor | Outputs] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_integer("seed", seed, at_least=0)
+        self.criterion = criterion
+        self.likelihood = likelihood_of(criterion, class_dim)
+        self.seed = seed
+        self._outputs = outputs
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.criterion!r})"
+
+    @abstractmethod
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        """Gradients of single terms with respect to `outputs`, one pass of backward for each."""
+
+    def arm(self, window: CaptureWindow) -> None:
+        window.listening = True
+        window.name_loss(mean=self.likelihood.mean)
+        window.estimate = _Watcher(self, window)
+
+    def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
+        # Gradients of single terms have not been divided by their number.
+        return count.averaged
+
+    def outputs_of(self, output: Any) -> Outputs:
+        """What the loss reads of what the model returned; empty where it is not there."""
+        if self._outputs is not None:
+            chosen = self._outputs(output)
+            return (chosen,) if isinstance(chosen, Tensor) else tuple(chosen)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        chosen = tuple(leaf for leaf in leaves if leaf.dim() > 0 and leaf.is_floating_point())
+        return chosen[: self.likelihood.outputs]
+
+
+class _Watcher:
+    """Sets up the passes for each forward of the model."""
+
+    def __init__(self, estimate: NamedLoss, window: CaptureWindow) -> None:
+        self._estimate = estimate
+        self._window = weakref.ref(window)
+        self._step, self._forwards = -1, 0
+
+    def __call__(self, root: RootCall, calls: Sequence[tuple[ForwardCall, GradientEdge]], output: Any) -> None:
+        window = self._window()
+        if window is None or not calls:
+            return
+        outputs = self._estimate.outputs_of(output)
+        if len(outputs) != self._estimate.likelihood.outputs or not all(o.requires_grad for o in outputs):
+            return
+        self._forwards = self._forwards + 1 if window.step == self._step else 0
+        self._step = window.step
+        # One stream of random numbers for each forward of each step.
+        seed = hash((self._estimate.seed, window.step, self._forwards)) % 2**63
+        detached = tuple(o.detach() for o in outputs)
+        Estimation(
+            weakref.ref(window),
+            self._estimate.likelihood,
+            self._estimate.vectors,
+            root,
+            calls,
+            detached,
+            seed,
+        ).await_backward(outputs)
+
+
+class MonteCarlo(NamedLoss):
+    """Gradients at targets drawn from the model's own predictions: the Fisher, in expectation, by one pass.
+
+    The first choice where the loss is one of those known: unlike the empirical Fisher it does not vanish with the
+    residuals (Martens & Grosse 2015, §5; Kunstner et al. 2019).
+    """
+
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        yield self.likelihood.sample(outputs, generator)
+
+
+class CurvaturePropagation(NamedLoss):
+    """`B v`, `B Bᵀ` the Hessian of the loss, `v` random signs: the generalised Gauss-Newton matrix, in expectation.
+
+    One pass, as `MonteCarlo`, of less variance where the predictions are nearly certain (Martens, Sutskever & Swersky
+    2012).
+    """
+
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        yield self.likelihood.propagate(outputs, generator)
+
+
+class ExactGGN(NamedLoss):
+    """The generalised Gauss-Newton matrix without noise: a pass for each element of an example's output.
+
+    For small outputs, and to test the others by.
+    """
+
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        return self.likelihood.columns(outputs)

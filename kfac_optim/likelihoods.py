@@ -23,6 +23,9 @@ from torch import Tensor, nn
 Outputs = tuple[Tensor, ...]
 """What the model computes of the loss's parameters: logits; means; means and variances."""
 
+Vectors = tuple[Tensor | None, ...]
+"""One for each of the outputs; None is zero."""
+
 
 @dataclass(frozen=True)
 class Likelihood(ABC):
@@ -50,18 +53,18 @@ class Likelihood(ABC):
         """`B v` with random signs `v`."""
 
     @abstractmethod
-    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
         """Columns of `B`, each of all examples (the first dimension) at once.
 
         Positions of an example may interact in the model, examples do not.
         """
 
-    @abstractmethod
-    def used(self, gradients: Outputs) -> Outputs:
-        """Which terms the loss of the training loop used, by its gradients: 1 or 0, to multiply the gradients with.
+    def used(self, gradient: Tensor) -> Tensor:
+        """Which terms the loss of the training loop used, by its gradient at an output: True or False for each.
 
         A term with a gradient of exactly zero is padding, or an ignored target, or has no curvature left.
         """
+        return gradient != 0
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,13 @@ class Categorical(Likelihood):
         p = self._probabilities(outputs)
         return self._restore(outputs, _apply_root(p, _signs(p, generator)))
 
-    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
         p = self._probabilities(outputs)
         for unit in _units(p):
             yield self._restore(outputs, _apply_root(p, unit))
 
-    def used(self, gradients: Outputs) -> Outputs:
-        (gradient,) = gradients
-        return ((gradient != 0).any(self._dim(gradient), keepdim=True).to(gradient.dtype),)
+    def used(self, gradient: Tensor) -> Tensor:
+        return (gradient != 0).any(self._dim(gradient), keepdim=True)
 
     def _dim(self, logits: Tensor) -> int:
         if self.class_dim is not None:
@@ -135,12 +137,9 @@ class Bernoulli(Likelihood):
     def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         return (self._root(outputs) * _signs(outputs[0], generator),)
 
-    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
         root = self._root(outputs)
         return ((root * unit,) for unit in _units(root))
-
-    def used(self, gradients: Outputs) -> Outputs:
-        return ((gradients[0] != 0).to(gradients[0].dtype),)
 
     def _root(self, outputs: Outputs) -> Tensor:
         (logits,) = outputs
@@ -160,11 +159,8 @@ class Gaussian(Likelihood):
     def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         return (2**0.5 * _signs(outputs[0], generator),)
 
-    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
         return ((2**0.5 * unit,) for unit in _units(outputs[0]))
-
-    def used(self, gradients: Outputs) -> Outputs:
-        return ((gradients[0] != 0).to(gradients[0].dtype),)
 
 
 @dataclass(frozen=True)
@@ -194,15 +190,11 @@ class GaussianWithVariance(Likelihood):
         of_mean, of_variance = self._roots(outputs)
         return of_mean * _signs(of_mean, generator), of_variance * _signs(of_variance, generator)
 
-    def columns(self, outputs: Outputs) -> Iterator[Outputs]:
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
         of_mean, of_variance = self._roots(outputs)
         for unit in _units(of_mean):
-            yield of_mean * unit, torch.zeros_like(of_variance)
-            yield torch.zeros_like(of_mean), of_variance * unit
-
-    def used(self, gradients: Outputs) -> Outputs:
-        used = ((gradients[0] != 0) | (gradients[1] != 0)).to(gradients[0].dtype)
-        return used, used
+            yield of_mean * unit, None
+            yield None, of_variance * unit
 
     def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
         mean, variance = outputs

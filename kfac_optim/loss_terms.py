@@ -67,6 +67,10 @@ class LossTally:
         self._stated: float | Tensor | None = None
         self._rootless = False
 
+    def name_loss(self, *, mean: bool) -> None:
+        """The loss is known, and with it the terms of each call of the model."""
+        self._rule = LossTerms.ELEMENTS if mean else LossTerms.SUM
+
     def count(self, root: RootCall | None) -> None:
         """A backward went through this call of the model; None for a layer that ran outside the model's forward."""
         if root is None or root.terms is None:

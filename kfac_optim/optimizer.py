@@ -67,7 +67,8 @@ class KFACOptimizer(Optimizer):
             Fisher metric, and the rise that momentum may cause (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
             None turns it off.
         inverse: representation of the inverse curvature; one, or a mapping from name globs or module classes.
-        estimate: which output gradients make `G`.
+        estimate: which output gradients make `G`: those of the training loss, or of a named one
+            (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
         weight_sharing: expand or reduce over shared positions; one, or a mapping as for `inverse`.
         structure: kept structure of `(A, G)`; one pair, or a mapping as for `inverse`; None is dense.
@@ -191,6 +192,7 @@ class KFACOptimizer(Optimizer):
         self._warned = False
         self._binding = ModelBinding(given, options, self._window, self._executor.reduce)
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
+        self._estimate = estimate
         estimate.arm(self._window)
         self._binding.start(self._group_of())
         if given is not None:
@@ -298,8 +300,8 @@ class KFACOptimizer(Optimizer):
         parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G` (largest 1-norm
         condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
         `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in
-        place before backward); `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
-        What is not known yet is absent.
+        place before backward), of `EKFAC` `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`; `blocks`,
+        `blocks_without_statistics`, and `unpreconditioned_blocks` in this step. What is not known yet is absent.
         """
         return diagnostics.metrics(
             self._binding.coverage.blocks,
@@ -383,7 +385,7 @@ class KFACOptimizer(Optimizer):
             self._binding.coverage.blocks,
             self._window,
             self._executor,
-            loss_scale=scale.factor,
+            gradient_scale=lambda count: self._estimate.scale(count, scale.factor),
             nonfinite_limit=self._nonfinite_limit,
         )
         self._binding.end_step()

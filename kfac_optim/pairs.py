@@ -51,7 +51,7 @@ class FactorPair:
         """Whether anything was accumulated since the last fold."""
         return _counts(self.rows)
 
-    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float) -> None:
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
         """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`, `g` divided by the loss scale."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
@@ -129,7 +129,7 @@ class OpposedPair(FactorPair):
     def has_pending(self) -> bool:
         return self.own.has_pending() or self.opposed.has_pending()
 
-    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float) -> None:
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
         for pair in (self.own, self.opposed):
             if pair.has_pending():
                 pair.fold(loss_terms, decay, loss_scale)

@@ -14,7 +14,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kfac_optim.autograd import in_backward, on_gradient
+from kfac_optim.autograd import GradientEdge, in_backward, on_gradient
+from kfac_optim.calls import ForwardCall
 from kfac_optim.loss_terms import RootCall
 
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -27,6 +28,7 @@ class Roots:
         self._under_way: list[RootCall] = []
         self._last: RootCall | None = None
         self._recomputed: RootCall | None = None
+        self._expected: list[tuple[ForwardCall, GradientEdge]] = []
 
     def is_under_way(self) -> bool:
         """Whether a forward of the model is running."""
@@ -46,21 +48,32 @@ class Roots:
     def leave_interrupted(self, model: nn.Module) -> None:
         """A forward of `model` is beginning: one that never ended (KeyboardInterrupt) is not around it."""
         if self._under_way and self._under_way[0].model == id(model) and not _is_nested(model):
-            self._under_way.clear()
+            self.leave_all()
 
     def leave_all(self) -> None:
         """No forward of the model is running."""
         self._under_way.clear()
+        self._expected.clear()
 
     def end(self) -> None:
         """A step was taken: no backward goes on from an earlier forward."""
-        self._under_way.clear()
+        self.leave_all()
         self._last = self._recomputed = None
 
     def layer_without_graph(self) -> None:
         """Within a forward without gradients: a layer ran that may run again. See [Note: recomputed layers]."""
         if self._under_way:
             self._under_way[-1].recomputes = True
+
+    def expect(self, call: ForwardCall, at: GradientEdge) -> None:
+        """A layer was called in the forward under way, whose gradient is to be asked for at this place of the graph."""
+        if self._under_way:
+            self._expected.append((call, at))
+
+    def take_expected(self) -> list[tuple[ForwardCall, GradientEdge]]:
+        """What was expected in the forward that has ended."""
+        expected, self._expected = self._expected, []
+        return expected
 
     def await_backward(self, root: RootCall, output: Any) -> None:
         """Layers that the backward from `output` runs again are to belong to `root`."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import assert_same
 from torch import Tensor
 
-from kfac_optim.damping import factored_tikhonov
+from kfac_optim.damping import Damped, factored_tikhonov
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -88,3 +88,24 @@ def test_narrow_ranges_do_not_overflow() -> None:
     for shares in (factored_tikhonov(traces, [2, 2], 1e-3), factored_tikhonov(traces[::-1], [2, 2], 1e-3)):
         assert all(share.shift.isfinite().all() and (share.shift > 0).all() for share in shares)
         assert_same(shares[0].shift.double() * shares[1].shift.double(), torch.tensor([1e-3]), rtol=1e-5)
+
+
+@given(damping=dampings, dims=st.tuples(*[st.integers(2, 9)] * 3))
+def test_three_factors_are_balanced_by_cube_roots(damping: float, dims: tuple[int, int, int]) -> None:
+    traces = traces_of(list(dims), 2)
+    means = [trace / dim for trace, dim in zip(traces, dims, strict=True)]
+    cube_root = (means[0] * means[1] * means[2]) ** (1 / 3)
+    shares = factored_tikhonov(traces, dims, damping)
+    assert_same([share.shift for share in shares], [damping ** (1 / 3) * mean / cube_root for mean in means])
+    assert_same(shares[0].shift * shares[1].shift * shares[2].shift, torch.full((2,), damping))
+
+
+def test_a_damped_factor_is_scaled_and_shifted_on_its_diagonal_group_by_group() -> None:
+    damped = Damped(scale=torch.tensor([2.0, 3.0]), shift=torch.tensor([0.5, 0.25]))
+    dense = torch.randn(2, 3, 3)
+    before = dense.clone()
+    expected = torch.stack([2 * dense[0] + 0.5 * torch.eye(3), 3 * dense[1] + 0.25 * torch.eye(3)])
+    assert_same(damped.of(dense), expected)
+    diagonals = [part.diagonal(dim1=1, dim2=2) for part in (dense, expected)]
+    assert_same(damped.of(diagonals[0]), diagonals[1])
+    assert_same(dense, before, rtol=0)

@@ -87,8 +87,9 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any], Outputs, Callable[[Outputs], T
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def flat(gradients: Outputs) -> Tensor:
-    return torch.cat([gradient.flatten() for gradient in gradients])
+def flat(gradients: tuple[Tensor | None, ...], like: Outputs) -> Tensor:
+    parts = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients, like, strict=True)]
+    return torch.cat([part.flatten() for part in parts])
 
 
 def by_examples(likelihood: Likelihood, outputs: Outputs) -> Tensor:
@@ -96,7 +97,8 @@ def by_examples(likelihood: Likelihood, outputs: Outputs) -> Tensor:
     batch = outputs[0].shape[0] if outputs[0].dim() > 1 else 1
     of_example = torch.cat([torch.arange(batch).repeat_interleave(o.numel() // batch) for o in outputs])
     same = of_example[:, None] == of_example[None, :]
-    return sum(torch.outer(flat(column), flat(column)) * same for column in likelihood.columns(outputs))  # type: ignore[return-value]
+    columns = [flat(column, outputs) for column in likelihood.columns(outputs)]
+    return torch.stack([torch.outer(column, column) * same for column in columns]).sum(0)
 
 
 @cases
@@ -112,7 +114,7 @@ def test_random_gradients_have_the_hessian_for_their_second_moment(case: Any, wa
     criterion, options, outputs, hessian = case
     likelihood, generator = likelihood_of(criterion, **options), seeded(1)
     draws = 8000
-    vectors = torch.stack([flat(getattr(likelihood, way)(outputs, generator)) for _ in range(draws)])
+    vectors = torch.stack([flat(getattr(likelihood, way)(outputs, generator), outputs) for _ in range(draws)])
     products = vectors[:, :, None] * vectors[:, None, :]
     error = products.std(0) / math.sqrt(draws)
     expected = hessian(outputs)
@@ -126,7 +128,7 @@ def test_random_gradients_follow_their_generator_and_no_other(case: Any, way: st
     criterion, options, outputs, _ = case
     likelihood = likelihood_of(criterion, **options)
     state = torch.get_rng_state()
-    first, again, other = (flat(getattr(likelihood, way)(outputs, seeded(seed))) for seed in (3, 3, 6))
+    first, again, other = (flat(getattr(likelihood, way)(outputs, seeded(seed)), outputs) for seed in (3, 3, 6))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -149,8 +151,8 @@ def test_ignored_targets_are_seen_by_their_gradient() -> None:
     logits = normal(4, 3).requires_grad_()
     nn.CrossEntropyLoss()(logits, torch.tensor([0, -100, 2, -100])).backward()
     assert logits.grad is not None
-    (used,) = likelihood_of(nn.CrossEntropyLoss()).used((logits.grad,))
-    assert used.flatten().tolist() == [1, 0, 1, 0]
+    used = likelihood_of(nn.CrossEntropyLoss()).used(logits.grad)
+    assert used.flatten().tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -160,8 +162,8 @@ def test_gradients_have_the_dtype_of_the_outputs(case: Any, dtype: torch.dtype) 
     likelihood, narrow = likelihood_of(criterion, **options), tuple(output.to(dtype) for output in outputs)
     columns = next(iter(likelihood.columns(narrow)))
     for gradients in (likelihood.sample(narrow, seeded()), likelihood.propagate(narrow, seeded()), columns):
-        assert [gradient.dtype for gradient in gradients] == [dtype] * len(outputs)
-        assert [gradient.shape for gradient in gradients] == [output.shape for output in outputs]
+        for gradient, output in zip(gradients, outputs, strict=True):
+            assert gradient is None or (gradient.dtype, gradient.shape) == (dtype, output.shape)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 from oracles import assert_same
 from torch import Tensor
 
-from kfac_optim.linalg import damped_cholesky_inverse, eigendecomposition, shift_diagonal
+from kfac_optim.linalg import (
+    NewtonStart,
+    damped_cholesky_inverse,
+    eigendecomposition,
+    inverse_residuals,
+    leading_singular_triple,
+    newton_schulz,
+    newton_start,
+    norm1,
+    sandwich,
+    shift_diagonal,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -229,3 +240,234 @@ def test_what_is_no_failure_to_decompose_is_raised(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     with pytest.raises(torch.OutOfMemoryError):
         eigendecomposition(psd(1, 3, 3))
+
+
+# -- Newton iterations -------------------------------------------------------------------------------------------
+
+
+def with_eigenvalues(eigenvalues: Tensor) -> Tensor:
+    """`[1, d, d]`."""
+    basis = torch.linalg.qr(torch.randn(len(eigenvalues), len(eigenvalues))).Q
+    matrix = basis * eigenvalues @ basis.mT
+    return ((matrix + matrix.mT) / 2)[None]
+
+
+def between(least: float, largest: float, dim: int) -> Tensor:
+    """Eigenvalues spread over the orders of magnitude between the two, both of which are taken."""
+    return torch.cat([torch.tensor([least, largest]), largest * (least / largest) ** torch.rand(dim - 2)])
+
+
+def errors(matrix: Tensor, inverse: Tensor) -> Tensor:
+    """Largest `|1 - μ|` of each."""
+    return (1 - torch.linalg.eigvals(matrix @ inverse)).abs().amax(-1)
+
+
+NOT_YET = torch.tensor([False])
+EARLIER = torch.tensor([True])
+
+
+def cold(matrix: Tensor, least: float) -> NewtonStart:
+    return newton_start(matrix, torch.tensor([least]), torch.eye(matrix.shape[-1]).to(matrix)[None], NOT_YET)
+
+
+@given(dim=st.integers(2, 8), exponent=st.floats(0, 8), size=st.floats(1e-6, 1e6), slack=st.floats(0.1, 1))
+def test_from_the_identity_the_eigenvalues_lie_where_the_gap_says(
+    dim: int, exponent: float, size: float, slack: float
+) -> None:
+    matrix = with_eigenvalues(between(size * 10**-exponent, size, dim))
+    start = cold(matrix, slack * size * 10**-exponent)
+    assert_same(start.inverse / start.inverse[0, 0, 0], torch.eye(dim)[None])
+    products = torch.linalg.eigvalsh(matrix) * start.inverse[0, 0, 0]
+    gap = float(start.gap)
+    assert gap * (1 - 1e-6) <= float(products.min())
+    assert float(products.max()) <= 2 - gap * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("exponent", "steps", "plain"), [(2, 7, 7), (4, 10, 14), (6, 14, 20), (8, 17, 26)])
+def test_from_the_identity_fewer_steps_than_those_of_the_plain_iteration_do(
+    exponent: int, steps: int, plain: int
+) -> None:
+    matrix = with_eigenvalues(between(10.0**-exponent, 1, 32))
+    start = cold(matrix, 10.0**-exponent)
+    unaware = NewtonStart(start.inverse, torch.ones(1))
+    assert float(inverse_residuals(matrix, newton_schulz(matrix, start, steps))) < 1e-3
+    assert float(inverse_residuals(matrix, newton_schulz(matrix, unaware, plain))) > 1e-2
+    assert float(inverse_residuals(matrix, newton_schulz(matrix, unaware, plain + 5))) < 1e-2
+    assert_same(newton_schulz(matrix, start, steps + 3), torch.linalg.inv(matrix), rtol=1e-14 * 10**exponent)
+
+
+@given(dim=st.integers(2, 8), low=st.floats(0.01, 1), high=st.floats(1, 1e3), size=st.floats(1e-6, 1e6))
+def test_from_the_previous_inverse_no_eigenvalue_reaches_2(dim: int, low: float, high: float, size: float) -> None:
+    previous = with_eigenvalues(between(1e-4, 1, dim))
+    root = torch.linalg.cholesky(torch.linalg.inv(previous))
+    matrix = size * root @ with_eigenvalues(between(low, high, dim)) @ root.mT
+    start = newton_start(matrix, torch.full((1,), 1e-30 * size), previous, EARLIER)
+    assert float(start.gap) == 1
+    assert float(errors(matrix, start.inverse)) < 1
+    ratio = start.inverse / previous
+    assert_same(ratio, ratio[:, :1, :1].expand_as(ratio), rtol=1e-9)
+    assert float(inverse_residuals(matrix, newton_schulz(matrix, start, 26))) < 1e-6
+
+
+def test_a_previous_inverse_that_still_holds_is_taken_as_it_is() -> None:
+    matrix = with_eigenvalues(between(1e-4, 1, 6))
+    start = newton_start(matrix, torch.tensor([1e-4]), torch.linalg.inv(matrix), EARLIER)
+    assert_same(start.inverse, torch.linalg.inv(matrix), rtol=1e-8)
+    assert float(inverse_residuals(matrix, newton_schulz(matrix, start, 1))) < 1e-9
+
+
+def test_the_identity_is_preferred_to_a_previous_inverse_that_is_further_away_and_to_one_of_no_use() -> None:
+    matrix, other = with_eigenvalues(between(1e-4, 1, 6)), with_eigenvalues(between(1e-6, 1, 6))
+    unusable = torch.full((1, 6, 6), torch.nan)
+    for previous, usable in (
+        (torch.linalg.inv(other), True),
+        (torch.linalg.inv(matrix), False),
+        (unusable, True),
+        (-torch.linalg.inv(matrix), True),
+    ):
+        start = newton_start(matrix, torch.tensor([1e-4]), previous, torch.tensor([usable]))
+        assert_same(start, cold(matrix, 1e-4), rtol=0)
+
+
+def test_each_of_a_batch_starts_and_ends_as_it_does_alone() -> None:
+    matrix = torch.cat([with_eigenvalues(between(10.0**-i, 2, 5)) for i in range(4)])
+    least = torch.tensor([1.0, 0.1, 0.01, 0.001])
+    previous = torch.linalg.inv(matrix * torch.tensor([1.0, 3.0, 0.5, 1.0])[:, None, None])
+    usable = torch.tensor([True, True, False, False])
+    together = newton_schulz(matrix, newton_start(matrix, least, previous, usable), 6)
+    for i in range(4):
+        part = slice(i, i + 1)
+        start = newton_start(matrix[part], least[part], previous[part], usable[part])
+        assert_same(newton_schulz(matrix[part], start, 6), together[part], rtol=1e-12)
+
+
+def test_the_iteration_waits_for_no_number_from_the_device() -> None:
+    # A tensor on the meta device has no numbers to wait for: reading one raises.
+    matrix, numbers = torch.empty(3, 4, 4, device="meta"), torch.empty(3, device="meta")
+    start = newton_start(matrix, numbers, matrix, torch.empty(3, dtype=torch.bool, device="meta"))
+    assert inverse_residuals(matrix, newton_schulz(matrix, start, 3, torch.bfloat16)).shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.float32, torch.bfloat16])
+def test_two_steps_of_full_precision_follow_those_of_low(dtype: torch.dtype | None) -> None:
+    matrix = with_eigenvalues(between(0.1, 1, 8))
+    start = cold(matrix, 0.1)
+    before = matrix.clone()
+    inverse = newton_schulz(matrix, start, 9, dtype)
+    assert inverse.dtype == torch.float64
+    residual = float(inverse_residuals(matrix, inverse))
+    # What bfloat16 leaves of 1e-2 comes to 1e-8, what float32 leaves of 1e-6 to 1e-24.
+    assert residual < (1e-6 if dtype is torch.bfloat16 else 1e-14)
+    assert dtype is not torch.bfloat16 or residual > 1e-14
+    assert_same(matrix, before, rtol=0)
+
+
+def test_a_dtype_wider_than_the_matrix_changes_nothing() -> None:
+    matrix = with_eigenvalues(between(0.1, 1, 8)).float()
+    start = cold(matrix, 0.1)
+    assert start.gap.dtype == start.inverse.dtype == torch.float32
+    assert_same(newton_schulz(matrix, start, 4, torch.float64), newton_schulz(matrix, start, 4), rtol=0)
+
+
+@given(count=st.integers(1, 3), dim=st.integers(1, 5))
+def test_the_residual_is_the_root_mean_square_of_the_errors(count: int, dim: int) -> None:
+    matrix, inverse = torch.randn(count, dim, dim), torch.randn(count, dim, dim)
+    expected = [(torch.eye(dim) - f @ x).norm() / dim**0.5 for f, x in zip(matrix, inverse, strict=True)]
+    assert_same(inverse_residuals(matrix, inverse), torch.stack(expected))
+    matrix[0, 0, 0] = torch.nan
+    assert inverse_residuals(matrix, inverse)[0].isnan()
+
+
+# -- leading singular triple -------------------------------------------------------------------------------------
+
+
+@given(count=st.integers(1, 4), rows=st.integers(1, 6), columns=st.integers(1, 6), size=st.floats(1e-100, 1e100))
+def test_the_leading_triple_is_that_of_the_singular_value_decomposition(
+    count: int, rows: int, columns: int, size: float
+) -> None:
+    matrix = size * torch.randn(count, rows, columns)
+    before = matrix.clone()
+    u, sigma, v = leading_singular_triple(matrix)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    assert_same(sigma, values[:, 0], rtol=1e-6)
+    ones = torch.ones(count)
+    assert_same([u.norm(dim=1), v.norm(dim=1)], [ones, ones])
+    # Values closer than 1% are not told apart: the pair may then be of both.
+    clear = values[:, 1] < 0.99 * values[:, 0] if min(rows, columns) > 1 else ones > 0
+    outer = u.unsqueeze(2) * v.unsqueeze(1)
+    assert_same(outer[clear], (left[:, :, :1] @ right[:, :1])[clear], rtol=1e-6)
+    assert (v.take_along_dim(v.abs().argmax(1, keepdim=True), 1) > 0).all()
+    assert_same(matrix, before, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_a_matrix_of_rank_one_is_given_back(dtype: torch.dtype, size: float) -> None:
+    matrix = (size * torch.randn(3, 4, 1) * torch.randn(3, 1, 5)).to(dtype)
+    u, sigma, v = leading_singular_triple(matrix)
+    assert_same(sigma[:, None, None] * u.unsqueeze(2) * v.unsqueeze(1), matrix, rtol=1e-5 if size != 1 else 1e-6)
+
+
+def test_a_leading_vector_that_no_guess_would_meet_is_found() -> None:
+    # Orthogonal to the largest row, the largest column and the sum of all.
+    matrix = torch.zeros(1, 5, 5)
+    matrix[0, 0, 0] = 10.0
+    matrix[0, 1:3, 1:3] = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * 6
+    u, sigma, v = leading_singular_triple(matrix)
+    assert_same(sigma, torch.tensor([12.0]))
+    assert_same(v.abs(), torch.tensor([[0.0, 1, 1, 0, 0]]) / 2**0.5)
+    assert_same(sigma[:, None, None] * u.unsqueeze(2) * v.unsqueeze(1), matrix.index_fill(1, torch.tensor(0), 0.0))
+
+
+def test_equal_singular_values_give_one_of_the_best_matrices_of_rank_one() -> None:
+    matrix = torch.linalg.qr(torch.randn(2, 4, 4)).Q * 3
+    u, sigma, v = leading_singular_triple(matrix)
+    assert_same(sigma, torch.full((2,), 3.0))
+    assert_same((matrix @ v.unsqueeze(2)).squeeze(2), 3 * u)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 5, 3)])
+def test_a_zero_matrix_gives_zeros_and_one_that_is_not_finite_nan_and_others_are_let_alone(
+    shape: tuple[int, int, int],
+) -> None:
+    good = torch.randn(shape)
+    for value, expected in ((torch.nan, torch.nan), (torch.inf, torch.nan), (-torch.inf, torch.nan), (0.0, 0.0)):
+        bad = torch.zeros(shape) if value == 0 else torch.randn(shape)
+        bad[0, 1, 2] = value
+        alone, beside = leading_singular_triple(good), leading_singular_triple(torch.cat([good[:1], bad[:1], good[1:]]))
+        for left, right in zip(alone, beside, strict=True):
+            assert_same(right[[0, 2]], left)
+            assert torch.equal(right[1].isnan(), torch.full_like(right[1], expected).isnan())
+            assert value != 0 or not right[1].any()
+
+
+def test_of_no_matrices_there_are_no_triples() -> None:
+    assert [part.shape for part in leading_singular_triple(torch.empty(0, 3, 2))] == [(0, 3), (0,), (0, 2)]
+
+
+# -- products and norms ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["dense", "diagonal", "none"])
+@pytest.mark.parametrize("right", ["dense", "diagonal", "none"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_matrix_is_multiplied_from_both_sides(left: str, right: str, groups: int) -> None:
+    middle = torch.randn(2, 3, 4)
+
+    def side(kind: str, dim: int) -> tuple[Tensor | None, Tensor]:
+        dense = torch.randn(groups, dim, dim)
+        diagonal = dense.diagonal(dim1=1, dim2=2)
+        return {
+            "dense": (dense, dense),
+            "diagonal": (diagonal, torch.diag_embed(diagonal)),
+            "none": (None, torch.eye(dim)[None]),
+        }[kind]
+
+    (a, dense_a), (b, dense_b) = side(left, 3), side(right, 4)
+    assert_same(sandwich(a, middle, b), dense_a @ middle @ dense_b)
+
+
+@given(count=st.integers(1, 3), dim=st.integers(1, 5))
+def test_the_1_norm_is_the_largest_column_sum(count: int, dim: int) -> None:
+    matrix = torch.randn(count, dim, dim)
+    assert_same(norm1(matrix), torch.linalg.matrix_norm(matrix, 1))

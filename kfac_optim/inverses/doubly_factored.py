@@ -1,0 +1,312 @@
+"""A wide linear layer over a flattened feature map: the factor of its input is a Kronecker product once more."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_optim.damping import Damped, factored_tikhonov
+from kfac_optim.factors import Factor
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.layers.base import LayerStatistics, RowStatistics
+from kfac_optim.linalg import damped_cholesky_inverse, leading_singular_triple, norm1
+from kfac_optim.rows import active_rows, on_host, total
+from kfac_optim.specs import Cost, LayerSpec, Structure
+from kfac_optim.validation import check_integer
+
+
+class DoublyFactoredState:
+    """Three factors of one layer, and the inverses of their damped forms.
+
+    Attributes:
+        layer: name of the layer, for messages.
+        factors: `channels` `E[ΨΨᵀ]` `[1, C, C]`, `positions` `E[KKᵀ]` `[1, T, T]` and `G` `[1, out, out]`.
+        inverses: of each, damped for the weight, and `bias` of `G` as it is damped for the bias, where there is one.
+        rows: examples accumulated since the last fold; a tensor `[]` where only the device knows how many count.
+        refused: non-finite samples refused so far, `[]` int64.
+        refused_in_a_row: since the last that was accepted, `[]` int64.
+        retried: matrices that were inverted only in a later attempt, `[]` int64.
+        failed: matrices given up, whose old inverse was kept, `[]` int64.
+        failed_in_a_row: refreshes in a row that gave up each of `inverses`, `[3 or 4]` int64.
+        conditions: condition numbers of the damped factors in the 1-norm, `[3 or 4]`; in the dtype of all
+            computations, at least float32.
+    """
+
+    __slots__ = (
+        "conditions",
+        "factors",
+        "failed",
+        "failed_in_a_row",
+        "inverses",
+        "layer",
+        "refused",
+        "refused_in_a_row",
+        "retried",
+        "rows",
+    )
+
+    def __init__(self, spec: LayerSpec, channels: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.layer = spec.name
+        dims = {"channels": channels, "positions": _weight_columns(spec) // channels, "G": spec.out_dim}
+        compute = torch.promote_types(dtype, torch.float32)
+        self.factors = {name: Factor(1, dim, Structure.DENSE, dtype=dtype, device=device) for name, dim in dims.items()}
+        if spec.has_bias:
+            dims["bias"] = spec.out_dim
+        self.inverses = {name: torch.eye(dim, dtype=compute, device=device)[None] for name, dim in dims.items()}
+        self.rows: int | Tensor = 0
+        self.refused, self.refused_in_a_row, self.retried, self.failed = (
+            torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.failed_in_a_row = torch.zeros(len(dims), dtype=torch.int64, device=device)
+        self.conditions = torch.ones(len(dims), dtype=compute, device=device)
+
+    def held(self) -> Tensor:
+        """`[]` bool: whether any sample was ever accepted."""
+        return torch.stack([factor.mass > 0 for factor in self.factors.values()]).all()
+
+    def measures(self) -> dict[str, Tensor]:
+        """What was counted and measured, by its name in checkpoints; no copies."""
+        return {
+            "refused": self.refused,
+            "refused_in_a_row": self.refused_in_a_row,
+            "retried": self.retried,
+            "failed": self.failed,
+            "failed_in_a_row": self.failed_in_a_row,
+            "conditions": self.conditions,
+        }
+
+
+class DoublyFactored(Inverse[DoublyFactoredState]):
+    """Three factors for a wide linear layer over a flattened feature map (Ba, Grosse & Martens 2017, §4).
+
+    The input of an example is a map of C channels and T positions, flattened as `nn.Flatten` does after a convolution:
+    all positions of the first channel, then those of the second. As a `T × C` matrix it is taken for the leading part
+    of its singular value decomposition, `K Ψᵀ` with `K = √σ u` and `Ψ = √σ v`, and the Fisher of the weight for `E[ΨΨᵀ]
+    ⊗ E[KKᵀ] ⊗ M Σ g gᵀ`: matrices of the sizes C, T and out in place of C·T and out. Each gets the share of λ that
+    `factored_tikhonov` gives three factors. The bias is a block of its own, `M Σ g gᵀ + λI`. Examples without a
+    gradient are not counted.
+
+    Refreshing costs about `C³ + T³ + 2 out³` operations, applying `2 C T out (C + T + out)`, and a step with
+    statistics, besides the sums, `20 m³` for each example with `m = min(C, T)`.
+
+    It is for `nn.Linear` with one position per example, and refuses others with a ValueError. `max_factor_dim`
+    must not be below the number of inputs, though no factor has that size. `factors()` gives for `A` its diagonal
+    `[1, in]`, as the whole is what is too large to hold.
+
+    Args:
+        channels: C; the inputs without the bias must be a multiple of it.
+    """
+
+    def __init__(self, channels: int) -> None:
+        check_integer("channels of DoublyFactored", channels)
+        self.channels = int(channels)
+
+    def __repr__(self) -> str:
+        return f"DoublyFactored(channels={self.channels})"
+
+    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> DoublyFactoredState:
+        self._check(spec)
+        return DoublyFactoredState(spec, self.channels, dtype=dtype, device=device)
+
+    def accumulate(self, state: DoublyFactoredState, stats: LayerStatistics) -> None:
+        if stats.has_input:
+            maps, count = self._maps(state, stats)
+            psi, sigma, k = leading_singular_triple(maps)
+            for name, vectors in (("channels", psi), ("positions", k)):
+                factor = state.factors[name]
+                scaled = (vectors * sigma.sqrt().unsqueeze(-1)).to(factor.average.dtype)
+                factor.add((scaled.mT @ scaled)[None])
+            state.rows = state.rows + count
+        state.factors["G"].add(stats.output_moment(Structure.DENSE))
+
+    def has_pending(self, state: DoublyFactoredState) -> bool:
+        if isinstance(state.rows, Tensor):
+            return not on_host(state.rows) or bool(state.rows > 0)
+        return state.rows > 0
+
+    def discard(self, state: DoublyFactoredState) -> None:
+        for factor in state.factors.values():
+            factor.pending = None
+        state.rows = 0
+
+    def has_statistics(self, state: DoublyFactoredState) -> bool:
+        return bool(state.held())
+
+    def fold(
+        self, state: DoublyFactoredState, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0
+    ) -> None:
+        accept = torch.stack([factor.pending_is_finite() for factor in state.factors.values()]).all()
+        rows, g = state.rows, state.factors["G"]
+        if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
+            possible = loss_terms.isfinite() & (loss_terms > 0)
+            loss_terms = torch.where(possible, loss_terms, 1)
+            accept = accept & possible.to(accept.device)
+        # Rows that only the device could count may turn out to be none: then the zeros are no sample.
+        per_row = 1 / rows.clamp(min=1).to(g.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
+        used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1
+        for name in ("channels", "positions"):
+            state.factors[name].fold(scale=per_row, mass=rows, decay=decay, accept=accept)
+        g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
+        state.refused += ~accept
+        state.refused_in_a_row.copy_(torch.where(accept, 0, state.refused_in_a_row + 1))
+        state.rows = 0
+
+    def refresh(self, states: Sequence[DoublyFactoredState], dampings: Sequence[float]) -> None:
+        alike: defaultdict[tuple[Any, ...], list[_Job]] = defaultdict(list)
+        for state, damping in zip(states, dampings, strict=True):
+            for job in _jobs(state, damping):
+                alike[job.kept.shape, job.kept.dtype, job.kept.device].append(job)
+        for equal in alike.values():
+            _invert(equal)
+
+    def apply(self, state: DoublyFactoredState, grad: Tensor, damping: float) -> Tensor:
+        inverses = state.inverses
+        grad = grad.to(state.conditions.dtype)
+        channels, positions = (inverses[name].shape[-1] for name in ("channels", "positions"))
+        columns = channels * positions
+        maps = grad[..., :columns].reshape(1, -1, channels, positions)  # [1, out, C, T]
+        maps = inverses["channels"] @ maps @ inverses["positions"]
+        weight = inverses["G"] @ maps.flatten(2)
+        return torch.cat([weight, inverses["bias"] @ grad[..., columns:]], dim=-1) if "bias" in inverses else weight
+
+    def factors(self, state: DoublyFactoredState) -> tuple[Tensor | None, Tensor | None]:
+        """The diagonal of `A` `[1, in]`, which is 1 for the bias, and `G` `[1, out, out]`."""
+        channels, positions = (
+            state.factors[name].average.diagonal(dim1=-2, dim2=-1) for name in ("channels", "positions")
+        )
+        diagonal = (channels.unsqueeze(-1) * positions.unsqueeze(-2)).flatten(1)
+        if "bias" in state.inverses:
+            diagonal = torch.cat([diagonal, diagonal.new_ones(1, 1)], dim=-1)
+        return diagonal, state.factors["G"].average
+
+    def setbacks(self, state: DoublyFactoredState) -> tuple[Tensor, Tensor]:
+        return state.refused_in_a_row, state.failed_in_a_row.max()
+
+    def counters(self, state: DoublyFactoredState) -> dict[str, Tensor]:
+        """As of `Cholesky`; the condition number of `A` is that of the product, of `G` the worse of its two."""
+        return {
+            "refused_statistics": state.refused,
+            "retried_refreshes": state.retried,
+            "failed_refreshes": state.failed,
+            "condition_A": state.conditions[0] * state.conditions[1],
+            "condition_G": state.conditions[2:].max(),
+        }
+
+    def flops(self, spec: LayerSpec) -> Cost:
+        c, t, out = self.channels, _weight_columns(spec) // self.channels, spec.out_dim
+        biases = 1 if spec.has_bias else 0
+        return Cost(
+            refresh=float(c**3 + t**3 + (1 + biases) * out**3),
+            apply=2.0 * c * t * out * (c + t + out) + 2.0 * biases * out**2,
+        )
+
+    def tensors(self, state: DoublyFactoredState) -> dict[str, Any]:
+        return {
+            "factors": {name: factor.tensors() for name, factor in state.factors.items()},
+            "inverses": dict(state.inverses),
+            **state.measures(),
+        }
+
+    def load(self, state: DoublyFactoredState, tensors: Mapping[str, Any]) -> None:
+        for name, factor in state.factors.items():
+            factor.load(tensors["factors"][name])
+        for name, inverse in state.inverses.items():
+            inverse.copy_(tensors["inverses"][name])
+        for name, tensor in state.measures().items():
+            tensor.copy_(tensors[name])
+        self.discard(state)
+
+    def _maps(self, state: DoublyFactoredState, stats: LayerStatistics) -> tuple[Tensor, int | Tensor]:
+        """Inputs of the examples that this call adds, `[n, C, T]`, and how many; others are left out or zero."""
+        a, g = stats.rows()
+        columns = self.channels * state.factors["positions"].average.shape[-1]
+        if a.shape[2] > 1:
+            raise ValueError(
+                f"kfac_optim: {self!r} is for one position per example, but layer {state.layer!r} ({columns} inputs) "
+                f"was called with {a.shape[2]}. Choose another inverse for it by a mapping from layer names, or "
+                f"weight_sharing=WeightSharing.REDUCE, which averages them."
+            )
+        added = active_rows(g)[:, 0]
+        if isinstance(stats, RowStatistics) and stats.call.earlier is not None:
+            # What earlier backwards through the call reached was added then.
+            added = added & ~active_rows(stats.gradient_rows(stats.call.earlier)).any(1)
+        rows = a[0, :, 0, :columns].to(state.conditions.dtype)
+        rows = rows[added] if on_host(added) else torch.where(added.unsqueeze(-1), rows, 0)
+        return rows.reshape(-1, self.channels, columns // self.channels), total(added)
+
+    def _check(self, spec: LayerSpec) -> None:
+        """Raise ValueError for a layer that cannot be factored like this."""
+        columns = _weight_columns(spec)
+        size = f"{columns} inputs{' and a bias' if spec.has_bias else ''}, {spec.out_dim} outputs"
+        if spec.groups > 1:
+            reason = f"it has {spec.groups} groups"
+        elif spec.opposed:
+            reason = "other layers multiply by the transpose of its weight"
+        elif spec.structure != (Structure.DENSE, Structure.DENSE):
+            kinds = " and ".join(kind.value for kind in spec.structure)
+            reason = f"its A and G are {kinds}, not dense (raise max_factor_dim if that made them so)"
+        elif columns == 0 or columns % self.channels:
+            reason = f"the inputs are no multiple of {self.channels} channels"
+        else:
+            return
+        raise ValueError(
+            f"kfac_optim: {self!r} does not fit layer {spec.name!r} ({size}): {reason}. Name the "
+            f"layers that it fits, as in inverse={{'classifier': {self!r}}}, and leave others to another inverse."
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """One factor to invert.
+
+    Attributes:
+        state: takes the result.
+        index: where the state counts it.
+        average: `[1, d, d]`, in the dtype of the computation.
+        damped: how it is damped, `[1]` each.
+        kept: the inverse to replace, `[1, d, d]`.
+    """
+
+    state: DoublyFactoredState
+    index: int
+    average: Tensor
+    damped: Damped
+    kept: Tensor
+
+
+def _jobs(state: DoublyFactoredState, damping: float) -> list[_Job]:
+    averages = [factor.average.to(state.conditions.dtype) for factor in state.factors.values()]
+    traces = [average.diagonal(dim1=-2, dim2=-1).sum(-1) for average in averages]
+    dims = [average.shape[-1] for average in averages]
+    damped = factored_tikhonov(traces, dims, damping)
+    if "bias" in state.inverses:
+        averages.append(averages[-1])
+        damped += factored_tikhonov(traces[-1:], dims[-1:], damping)
+    return [
+        _Job(state, index, average, share, kept)
+        for index, (average, share, kept) in enumerate(zip(averages, damped, state.inverses.values(), strict=True))
+    ]
+
+
+def _invert(jobs: Sequence[_Job]) -> None:
+    """All in one batch; what fails keeps its last good inverse."""
+    stack = torch.cat([job.average * job.damped.scale[:, None, None] for job in jobs])
+    shift = torch.cat([job.damped.shift for job in jobs])
+    inverses, attempts = damped_cholesky_inverse(stack, shift)
+    conditions = (norm1(stack) + shift) * norm1(inverses)
+    for job, inverse, tries, condition in zip(jobs, inverses, attempts, conditions, strict=True):
+        state, failed = job.state, tries == 0
+        state.failed += failed
+        state.failed_in_a_row[job.index] = torch.where(failed, state.failed_in_a_row[job.index] + 1, 0)
+        state.retried += tries > 1
+        usable = ~failed & state.held()
+        job.kept.copy_(torch.where(usable, inverse, job.kept))
+        state.conditions[job.index] = torch.where(usable, condition, state.conditions[job.index])
+
+
+def _weight_columns(spec: LayerSpec) -> int:
+    """Inputs without the bias."""
+    return spec.in_dim - 1 if spec.has_bias else spec.in_dim

@@ -1,0 +1,217 @@
+"""Each damped factor is inverted by matrix products alone, from the previous inverse on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_optim.damping import Damped, factored_tikhonov
+from kfac_optim.factors import Factor
+from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches, dense_flops
+from kfac_optim.linalg import (
+    damped_cholesky_inverse,
+    inverse_residuals,
+    newton_schulz,
+    newton_start,
+    norm1,
+    sandwich,
+)
+from kfac_optim.specs import Cost, LayerSpec, Structure
+from kfac_optim.validation import check_dtype, check_integer, check_number
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What `refresh` computed for one factor.
+
+    Attributes:
+        inverse: `X` with `F X = I` for the damped factor, `[groups, d, d]`, or `[groups, d]` for a diagonal one;
+            rounding may leave it a little asymmetric (`linalg.newton_schulz`).
+        solved: whether it ever was computed, `[groups]` bool; until then it is the identity.
+    """
+
+    inverse: Tensor
+    solved: Tensor
+
+
+class NewtonSchulzState(PairState):
+    """Factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
+
+    Attributes:
+        a: of `A`, None for the identity.
+        g: of `G`, None for the identity.
+        fallbacks: matrices that were handed to Cholesky, `[]` int64.
+    """
+
+    __slots__ = ("a", "fallbacks", "g")
+
+    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dtype=dtype, device=device)
+        self.a, self.g = (
+            None if factor is None else _unsolved(factor, self.condition.dtype) for factor in (self.pair.a, self.pair.g)
+        )
+        self.fallbacks = torch.zeros((), dtype=torch.int64, device=device)
+
+    def results(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for name, side in (("A", self.a), ("G", self.g)):
+            if side is not None:
+                named |= {f"{name}_inverse": side.inverse, f"{name}_solved": side.solved}
+        return named
+
+    def measures(self) -> dict[str, Tensor]:
+        return super().measures() | {"fallbacks": self.fallbacks}
+
+
+class NewtonSchulz(PairInverse[NewtonSchulzState]):
+    """The inverses of `Cholesky`, by a fixed number of Newton steps `X ← ζ X (2I - F X)` for each damped factor.
+
+    `A + π√λ I` and `G + (√λ/π) I`, `π = √((tr A / in) / (tr G / out))`. The iteration consists of matrix products,
+    which accelerators do fastest, and waits for nothing. It starts from the previous inverse, scaled down where that
+    has become too large to converge from, or from a multiple of the identity where that is nearer
+    (`linalg.newton_start`); there the damping bounds the eigenvalues from below and sets `ζ` (`linalg.newton_schulz`).
+    Afterwards `‖I - F X‖ / √d` in the Frobenius norm is taken in full precision: where it exceeds the tolerance the
+    factor is inverted by Cholesky, and counted as `fallback_inverses` in `metrics()`; where that fails too the last
+    good inverse stays. Whether any factor needs that is asked once for each size of factor, when all iterations are
+    under way.
+
+    Steps to 1e-2, d = 256, condition numbers 1e2/1e3/1e4/1e5/1e6/1e8: cold 6/8/9/11/13/16 (ζ = 1: 10/13/16/19/22/29),
+    at best 2e-6/2e-5/1e-4/1e-3/9e-3/none in float32, as Cholesky, and 4e-15 to 1e-9 in float64; in bfloat16
+    3e-6/3e-3/none; warm, ten updates of decay 0.95 on, 5 at the second refresh and 2 to 4 later (from 80 to 7e4, in
+    float32).
+
+    Refreshing costs `(4 · steps + 8) · (in³ + out³)` operations where Cholesky takes `in³ + out³`, applying two matrix
+    products. On CPUs Cholesky is faster. Products in float32 follow `torch.set_float32_matmul_precision`: with TF32
+    ill-conditioned factors fall back.
+
+    Args:
+        steps: of two products each, for every factor at every refresh.
+        tolerance: largest residual that is let through. With 1e-2 no eigenvalue of a factor narrower than 10,000 is off
+            by its whole size.
+        dtype: of the products in all but the last two steps, where it is narrower than the factors: with
+            `torch.bfloat16` factors of condition numbers above 1e3 fall back. None is the factors' dtype.
+    """
+
+    def __init__(self, steps: int = 10, tolerance: float = 1e-2, dtype: torch.dtype | None = None) -> None:
+        check_integer("steps of NewtonSchulz", steps)
+        check_number("tolerance of NewtonSchulz", tolerance, above=0)
+        check_dtype("dtype of NewtonSchulz", dtype)
+        self.steps = steps
+        self.tolerance = tolerance
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        dtype = "" if self.dtype is None else f", dtype={self.dtype}"
+        return f"NewtonSchulz(steps={self.steps}, tolerance={self.tolerance:g}{dtype})"
+
+    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> NewtonSchulzState:
+        return NewtonSchulzState(spec, dtype=dtype, device=device)
+
+    def refresh(self, states: Sequence[NewtonSchulzState], dampings: Sequence[float]) -> None:
+        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in _jobs(state, damping)]
+        begun = []
+        for structure, equal in batches(jobs):
+            if structure is Structure.DENSE and equal[0].factor.average.shape[-1] > 1:
+                begun.append((equal, *self._iterate(equal)))
+            else:
+                _take_reciprocals(equal)
+        for equal, inverses, converged in begun:
+            _finish(equal, inverses, converged)
+
+    def apply(self, state: NewtonSchulzState, grad: Tensor, damping: float) -> Tensor:
+        a, g = (None if side is None else side.inverse for side in (state.a, state.g))
+        # From the left `newton_schulz` inverts well only by the transpose.
+        a = a.mT if a is not None and a.dim() == 3 else a
+        return sandwich(g, grad.to(state.condition.dtype), a)
+
+    def counters(self, state: NewtonSchulzState) -> dict[str, Tensor]:
+        return super().counters(state) | {"fallback_inverses": state.fallbacks}
+
+    def flops(self, spec: LayerSpec) -> Cost:
+        return dense_flops(spec, per_cube=4.0 * self.steps + 8.0, products=1)
+
+    def _iterate(self, jobs: Sequence["_Job"]) -> tuple[Tensor, Tensor]:
+        """The inverses of all groups of all jobs `[n, d, d]`, and whether each is within tolerance `[n]`."""
+        matrix = torch.cat([job.damped_factor() for job in jobs])
+        start = newton_start(
+            matrix,
+            torch.cat([job.damped.shift for job in jobs]),
+            torch.cat([job.result.inverse for job in jobs]),
+            torch.cat([job.result.solved for job in jobs]),
+        )
+        inverses = newton_schulz(matrix, start, self.steps, self.dtype)
+        return inverses, inverse_residuals(matrix, inverses) <= self.tolerance  # not where it is NaN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job(FactorJob):
+    """How the factor is damped, and where its inverse goes."""
+
+    state: NewtonSchulzState
+    result: Side
+    damped: Damped
+
+    def damped_factor(self) -> Tensor:
+        return self.damped.of(self.average())
+
+    def keep(self, inverse: Tensor, attempts: Tensor, condition: Tensor) -> None:
+        """Take the groups that are usable, and leave the others at their last good inverse.
+
+        Args:
+            inverse: like the result's.
+            attempts: `[groups]`, 0 where all failed.
+            condition: condition number, `[groups]`.
+        """
+        usable = self.settle(attempts)
+        kept = self.result.inverse
+        kept.copy_(torch.where(usable.view(-1, *(1,) * (kept.dim() - 1)), inverse, kept))
+        self.result.solved.logical_or_(usable)
+        last = self.state.condition[self.side]
+        self.state.condition[self.side] = torch.where(usable, condition, last).max()
+
+
+def _jobs(state: NewtonSchulzState, damping: float) -> list[_Job]:
+    present = [
+        (side, factor, result)
+        for side, (factor, result) in enumerate(((state.pair.a, state.a), (state.pair.g, state.g)))
+        if factor is not None and result is not None
+    ]
+    traces = [factor.trace().to(state.condition.dtype) for _, factor, _ in present]
+    damped = factored_tikhonov(traces, [result.inverse.shape[-1] for _, _, result in present], damping)
+    return [
+        _Job(state, side, factor, result, share) for (side, factor, result), share in zip(present, damped, strict=True)
+    ]
+
+
+def _finish(jobs: Sequence[_Job], inverses: Tensor, converged: Tensor) -> None:
+    """Invert by Cholesky what has not converged, and hand the parts back."""
+    stack = torch.cat([job.damped_factor() for job in jobs])
+    attempts = converged.to(torch.int64)
+    if not bool(converged.all()):
+        left = (~converged).nonzero().squeeze(-1)
+        unscaled = torch.cat([job.average() * job.damped.scale[:, None, None] for job in jobs])[left]
+        shift = torch.cat([job.damped.shift for job in jobs])[left]
+        inverses[left], attempts[left] = damped_cholesky_inverse(unscaled, shift)
+    conditions = norm1(stack) * norm1(inverses)
+    sizes = [len(job.result.solved) for job in jobs]
+    parts = (torch.split(whole, sizes) for whole in (inverses, attempts, conditions, ~converged))
+    for job, inverse, tries, condition, fell_back in zip(jobs, *parts, strict=True):
+        job.state.fallbacks += fell_back.sum()
+        job.keep(inverse, tries, condition)
+
+
+def _take_reciprocals(jobs: Sequence[_Job]) -> None:
+    """Of diagonal factors, and of 1×1 matrices."""
+    for job in jobs:
+        damped = job.damped_factor()
+        diagonal = damped.flatten(1)
+        finite = diagonal.isfinite().all(-1).to(torch.int64)
+        job.keep(damped.reciprocal(), finite, diagonal.amax(-1) / diagonal.amin(-1))
+
+
+def _unsolved(factor: Factor, dtype: torch.dtype) -> Side:
+    groups, dim = factor.average.shape[:2]
+    ones = torch.ones((groups, dim), dtype=dtype, device=factor.average.device)
+    inverse = torch.diag_embed(ones) if factor.structure is Structure.DENSE else ones
+    return Side(inverse, torch.zeros(groups, dtype=torch.bool, device=factor.average.device))
