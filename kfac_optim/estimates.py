@@ -18,8 +18,9 @@ from kfac_optim.calls import ForwardCall
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.estimation import Estimation
 from kfac_optim.likelihoods import Likelihood, Outputs, Vectors, likelihood_of
-from kfac_optim.loss_terms import LossCount, RootCall
-from kfac_optim.validation import check_integer
+from kfac_optim.loss_terms import LossCount, RootCall, read_terms
+from kfac_optim.specs import LossTerms
+from kfac_optim.validation import check_integer, check_kind
 
 
 class Estimate(ABC):
@@ -67,6 +68,8 @@ class NamedLoss(Estimate):
         criterion: `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.GaussianNLLLoss` (of a model that
             returns means and variances), or a `Likelihood`. It sets the number of loss terms; with ignored targets
             state it by `set_loss_terms`. Terms whose gradient is exactly zero are left out.
+        loss_terms: what the mean runs over, where your loss is not put together as `criterion` says: EXAMPLES for
+            squares summed over the outputs of an example and averaged over examples.
         class_dim: of the logits, where they have more than two dimensions: -1 for language models, 1 for segmentation.
         outputs: takes what the loss reads from what the model returns; where it is not given, the first tensor with a
             dimension (for `nn.GaussianNLLLoss` the first two).
@@ -82,13 +85,17 @@ class NamedLoss(Estimate):
         self,
         criterion: nn.Module | Likelihood,
         *,
+        loss_terms: LossTerms | None = None,
         class_dim: int | None = None,
         outputs: Callable[[Any], Tensor | Outputs] | None = None,
         seed: int = 0,
     ) -> None:
         check_integer("seed", seed, at_least=0)
+        if loss_terms is not None:
+            check_kind("loss_terms", loss_terms, LossTerms)
         self.criterion = criterion
         self.likelihood = likelihood_of(criterion, class_dim)
+        self.loss_terms = loss_terms
         self.seed = seed
         self._outputs = outputs
 
@@ -101,12 +108,21 @@ class NamedLoss(Estimate):
 
     def arm(self, window: CaptureWindow) -> None:
         window.listening = True
-        window.name_loss(mean=self.likelihood.mean)
+        summed = not self.likelihood.mean if self.loss_terms is None else self.loss_terms is LossTerms.SUM
+        window.name_loss(mean=not summed)
         window.estimate = _Watcher(self, window)
 
     def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
         # Gradients of single terms have not been divided by their number.
         return count.averaged
+
+    def terms(self, outputs: Outputs) -> int:
+        """Of the loss: what its mean, or sum, runs over."""
+        if self.loss_terms in (None, LossTerms.SUM):
+            return self.likelihood.terms(outputs)
+        terms = read_terms(self.loss_terms, outputs, outputs)
+        assert terms is not None
+        return terms
 
     def outputs_of(self, output: Any) -> Outputs:
         """What the loss reads of what the model returned; empty where it is not there."""
@@ -142,6 +158,7 @@ class _Watcher:
             weakref.ref(window),
             self._estimate.likelihood,
             self._estimate.vectors,
+            self._estimate.terms(outputs),
             root,
             calls,
             detached,

@@ -26,6 +26,7 @@ class Estimation:
         ledger: that the calls come to stand in, held weakly.
         likelihood: of the loss.
         vectors: gradients of single terms with respect to the outputs, whose outer products make the Fisher.
+        terms: of the loss.
         root: the forward.
         calls: of layers in it, and where their gradients pass.
         outputs: of the model, detached.
@@ -35,6 +36,7 @@ class Estimation:
     ledger: "weakref.ref[Ledger]"
     likelihood: Likelihood
     vectors: Callable[[Outputs, torch.Generator], Iterator[Vectors]]
+    terms: int
     root: RootCall
     calls: Sequence[tuple[ForwardCall, GradientEdge]]
     outputs: Outputs
@@ -60,7 +62,7 @@ class Estimation:
         reached = [(call, there) for call, there in self.calls if call.is_reached()]
         if reached:
             self._arrived.add(place)
-            self.root.terms = self.likelihood.terms(self.outputs)
+            self.root.terms = self.terms
             self._run(place, at, gradient, [(call, there) for call, there in reached if call.open()])
         if len(self._arrived) == len(self.outputs):
             for call, _ in self.calls:

@@ -17,9 +17,13 @@ def without_autocast(device_types: Iterable[str]) -> ExitStack:
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether every element is finite, those on the meta device apart. One host synchronisation."""
+    """Whether every element is finite, those on the meta device apart. One host synchronisation, if they are."""
     dense = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
     filled = [g for g in dense if g.numel() > 0 and not g.is_meta]
     if not filled:
         return True
-    return bool(torch.nn.utils.get_total_norm(filled, norm_type=torch.inf).isfinite())
+    # By far the fastest reduction. A finite sum hides nothing; one that is not may have overflowed.
+    sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in filled]
+    device = sums[0].device
+    finite = torch.stack([each.isfinite().to(device, non_blocking=True) for each in sums]).all()
+    return bool(finite) or all(bool(g.isfinite().all()) for g in filled)

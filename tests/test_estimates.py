@@ -183,6 +183,21 @@ def test_the_estimates_are_on_the_scale_of_each_other_and_of_the_batch() -> None
     torch.testing.assert_close(parts.factors()[""], once.factors()[""])
 
 
+def test_a_loss_that_is_put_together_otherwise_says_what_its_mean_runs_over() -> None:
+    """Squares summed over the outputs of an example, averaged over examples: the sum, divided by their number."""
+    x = normal(6, 3)
+    summed = measured(
+        linear(), x, LOSSES["squares"], ExactGGN(nn.MSELoss(reduction="sum"), loss_terms=LossTerms.EXAMPLES)
+    )
+    whole = measured(linear(), x, LOSSES["squares"], ExactGGN(nn.MSELoss(reduction="sum")))
+    assert summed.factors()[""][1] is not None
+    assert whole.factors()[""][1] is not None
+    torch.testing.assert_close(summed.factors()[""][1], whole.factors()[""][1] / 6)
+    mean = measured(linear(), x, LOSSES["squares"], ExactGGN(nn.MSELoss()))
+    same = measured(linear(), x, LOSSES["squares"], ExactGGN(nn.MSELoss(), loss_terms=LossTerms.ELEMENTS))
+    torch.testing.assert_close(mean.factors()[""], same.factors()[""])
+
+
 def test_ignored_targets_are_left_out() -> None:
     model, twin, x = linear(), linear(), normal(6, 3)
     target = torch.tensor([0, -100, 2, 3, -100, 1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import estimates
 from benchmarks.__main__ import main
 from benchmarks.quickstart import Run, verdict
 from benchmarks.training import Checkpoint, train
@@ -79,6 +80,19 @@ def test_preconditioning_reads_the_cosine_and_the_rise(tmp_path: Path, monkeypat
     assert report["highest_rise"] == max(report["batch_losses"]) / report["batch_losses"][0]
 
 
+def test_estimates_compares_methods_from_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.rand(1000, 1, 28, 28)
+    split = type("Split", (), {"inputs": images})
+    monkeypatch.setattr("benchmarks.data.mnist", lambda _: type("Data", (), {"train": split}))
+    methods = {name: estimates._METHODS[name] for name in ("Empirical, Cholesky", "MonteCarlo, EKFAC")}
+    monkeypatch.setattr(estimates, "_METHODS", methods)
+    run("estimates", "--steps", 10, "--out", tmp_path / "estimates.json")
+    first, second = json.loads((tmp_path / "estimates.json").read_text())["runs"]
+    assert first["batch_losses"][0] == second["batch_losses"][0]
+    assert first["batch_losses"][1] != second["batch_losses"][1]
+    assert not second["diverged"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -87,6 +101,7 @@ def test_preconditioning_reads_the_cosine_and_the_rise(tmp_path: Path, monkeypat
         (["quickstart", "--data-dir", "x"], "--data-dir: digits comes with scikit-learn.*pass --dataset mnist"),
         (["step-cost", "--periods", "1;2"], "--periods: expected FACTOR,INVERSE.*got '1;2'"),
         (["step-cost", "--device", "tpu"], "--device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (["estimates", "--steps", "3"], "--steps: expected at least 10.*got 3"),
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
         (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),
         (["quickstart", "--dataset", "mnist", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere'"),
@@ -109,7 +124,7 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("quickstart", "step-cost", "preconditioning"))
+    assert all(name in printed for name in ("quickstart", "step-cost", "preconditioning", "estimates"))
 
 
 def checkpoint(steps: int, loss: float) -> Checkpoint:
