@@ -62,7 +62,7 @@ class Factor:
             accept: `[]` bool; where False the sample is refused and only the mass decays.
         """
         assert self.pending is not None
-        sample = torch.where(accept, self.pending, 0.0).mul_(scale)
+        sample = torch.where(accept, self.pending * scale, 0.0)
         weight = mass * accept.to(self.mass.dtype)
         self.mass.mul_(decay).add_(weight)
         # Nothing held and nothing gained is 0/0: such a step leaves the average as it is.

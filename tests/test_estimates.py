@@ -330,3 +330,17 @@ def test_a_model_whose_output_is_not_to_be_found_takes_the_plain_step_and_says_s
     model(normal(6, 3)).backward()
     with pytest.warns(UserWarning, match="1 layers have gradients but no statistics"):
         optimizer.step()
+
+
+def test_stated_terms_that_cannot_be_true_do_not_spoil_the_averages() -> None:
+    model, x = linear(), normal(6, 3)
+    optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(nn.MSELoss()))
+    before = None
+    for terms in (6.0, torch.tensor(math.nan), torch.tensor(-1.0)):
+        optimizer.zero_grad()
+        optimizer.set_loss_terms(terms)
+        model(x).square().mean().backward()
+        optimizer.step()
+        before = before or optimizer.factors()
+    assert_identical(optimizer.factors(), before)
+    assert optimizer.metrics()["refused_statistics"] == 2
