@@ -173,6 +173,7 @@ def _precondition(
                 continue
             if not block.is_ready or block.is_parametrized:
                 # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
+                # Looking synchronises, for blocks that have no inverse yet.
                 if block.is_parametrized or grad.is_meta or grad.any():
                     unpreconditioned.append(block.name)
                 continue
