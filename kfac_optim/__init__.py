@@ -14,6 +14,8 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     rows                        L1  canonical rows and their second moments
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
+    quadratic                   L1  a quadratic model along a few directions: its minimum, its judge
+    levenberg_marquardt         L1  damping that follows the quadratic model's word
     finder                      L1  the model, where the optimizer was given parameters alone
     selection                   L1  module names; layers by name glob or class
     calls                       L2  when a forward and a backward of a layer become statistics
@@ -21,6 +23,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     estimation                  L3  gradients of an estimate's own, through the graph of the training loop
     capture                     L4  the window between two steps: what hooks note, and compiled graphs tell
     functions                   L5  torch functions seen or replaced while a module's forward runs
+    replay                      L5  forwards of the model run again, for the curvature of the loss
     layers/                     L6  a module's input and output gradient as second moments, one family per file
     damping                     L6  how λ is shared among factors
     pairs                       L7  the two factors of a block
@@ -33,20 +36,24 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     execution                   L10  who does the work: one device, later many
     checkpoint                  L10  block state in and out of state_dict
     discovery                   L11  the blocks of a model
-    engine                      L11  one step as a pipeline
+    step_size                   L11  how far a step goes
+    trial                       L11  a step judged after it was taken
+    engine                      L12  one step as a pipeline
     schedulers                  L11  schedules for any param-group number
-    diagnostics                 L12  summary, metrics, factors
-    binding                     L12  the model as the optimizer knows it: found, made into blocks, hooked
-    optimizer                   L13  KFACOptimizer: groups, hooks, checkpoints
+    diagnostics                 L13  summary, metrics, factors
+    binding                     L13  the model as the optimizer knows it: found, made into blocks, hooked
+    optimizer                   L14  KFACOptimizer: groups, hooks, checkpoints
 """
 
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import CurvaturePropagation, Empirical, Estimate, ExactGGN, MonteCarlo
 from kfac_optim.inverses import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
+from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
+from kfac_optim.step_size import QuadraticModel, StepSize, TrustRegion
 
 __version__ = "0.1.0"
 
@@ -67,13 +74,17 @@ __all__ = [
     "LayerAdapter",
     "LayerSpec",
     "LayerStatistics",
+    "LevenbergMarquardt",
     "LossTerms",
     "MonteCarlo",
     "NewtonSchulz",
     "OnlineEigen",
+    "QuadraticModel",
     "RowStatistics",
+    "StepSize",
     "Structure",
     "Summary",
+    "TrustRegion",
     "WeightBiasAdapter",
     "WeightSharing",
 ]

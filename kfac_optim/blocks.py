@@ -1,7 +1,7 @@
 """A block is what is preconditioned as one: a layer's gradient matrix, its adapter, its inverse and its clock."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ class Clock:
     folded_at: int = -1
     refreshed_at: int = -1
     folds_at_refresh: int = 0
+    outdated: bool = False
+    """Whether a refresh is due whatever the periods."""
     summed_terms: float = 1
     """`LossCount.summed` of the last statistics."""
 
@@ -91,6 +93,12 @@ class KFACBlock:
     @property
     def group(self) -> dict[str, Any]:
         return self.groups[0]
+
+    @property
+    def damping(self) -> float:
+        """`λ` of the inverse, with the weight decay that is part of the curvature: `λ + η`."""
+        own: float | None = self.group["preconditioner_damping"]
+        return (self.group["damping"] if own is None else own) + l2(self.group)
 
     @property
     def adapter(self) -> LayerAdapter[Any]:
@@ -157,6 +165,8 @@ class KFACBlock:
         clock = self.clock
         if clock.folds == 0:
             return False
+        if clock.outdated:
+            return True
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
         return (fresh and outgrown) or clock.step % self.group["inverse_update_period"] == 0
@@ -166,29 +176,52 @@ class KFACBlock:
         if self.is_ready or self.inverse.has_statistics(self.state):
             self.clock.refreshed_at = self.clock.step
             self.clock.folds_at_refresh = self.clock.folds
+            self.clock.outdated = False
 
     def gradient(self) -> Tensor | None:
-        """`[groups, out, in]` in at least float32, missing parts zero; None when no parameter has a gradient."""
+        """`∇h` `[groups, out, in]` in at least float32, missing parts zero; None when no parameter has a gradient."""
         if all(param.grad is None for param in self.params):
             return None
         dtype = torch.promote_types(self.dtype, torch.float32)
-        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
-        return self.adapter.pack(self.spec, [grad.to(dtype) for grad in grads])
+        grads = [
+            torch.zeros_like(param) if param.grad is None else regularised(param, group)
+            for param, group in zip(self.params, self.groups, strict=True)
+        ]
+        return self.pack([grad.to(dtype) for grad in grads])
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors shaped like the parameters as one matrix `[groups, out, in]`."""
+        return self.adapter.pack(self.spec, tensors)
+
+    def parts(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """Those of `matrix` that belong to each parameter, in any shape."""
+        return self.adapter.unpack(self.spec, matrix)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """The parts of `matrix` that belong to each parameter, in its shape, dtype and memory layout.
 
         The layout matters: torch's fused kernels read parameter, gradient and momentum side by side.
         """
-        parts = self.adapter.unpack(self.spec, matrix)
         return [
             torch.empty_like(param).copy_(part.reshape(param.shape))
-            for part, param in zip(parts, self.params, strict=True)
+            for part, param in zip(self.parts(matrix), self.params, strict=True)
         ]
 
     def _new_state(self) -> Any:
         self._home = self.dtype, self.params[0].device
         return self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
+
+
+def l2(group: Mapping[str, Any]) -> float:
+    """`η`, the weight decay of a param group that is part of the curvature."""
+    return float(group["weight_decay"]) if group["l2_in_curvature"] else 0.0
+
+
+def regularised(param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    """`∇h`: the gradient, with that of `½ η ‖θ‖²` where weight decay is part of the curvature."""
+    assert param.grad is not None
+    eta = l2(group)
+    return param.grad.add(param.detach(), alpha=-eta if group["maximize"] else eta) if eta else param.grad
 
 
 Attachment = tuple[KFACBlock, LayerUse]

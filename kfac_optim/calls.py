@@ -123,6 +123,10 @@ class Ledger:
         """The loss is known, and with it the terms of each forward of the model."""
         self._tally.name_loss(mean=mean)
 
+    def count(self, root: RootCall | None) -> None:
+        """A backward goes through this forward of the model; None for a layer that ran outside of any."""
+        self._tally.count(root)
+
     def keep(self, calls: Iterable["ForwardCall"]) -> None:
         """A backward goes on through a forward whose calls have been committed: they are not thrown away."""
         if any(call in self._open for call in calls):
@@ -208,7 +212,7 @@ class ForwardCall:
             self._committed = True
             ledger._open.append(self)
         self._gradient = gradient
-        ledger._tally.count(self._root)
+        ledger.count(self._root)
         with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
             keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
         if keep and not traced:
@@ -234,7 +238,7 @@ class ForwardCall:
             ledger.discard()
         self._committed = True
         ledger._open.append(self)
-        ledger._tally.count(self._root)
+        ledger.count(self._root)
         return True
 
     @torch.no_grad()

@@ -11,8 +11,9 @@ along; a pickled or copied model carries inert hooks.
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,19 @@ _MOST_CALLS = 20_000
 _NO_MODE = BaseTorchFunctionMode()
 
 
+class Recorder(Protocol):
+    """Keeps forwards of the model."""
+
+    def begin(self, model: nn.Module) -> None:
+        """The outermost begins."""
+
+    def end(self, root: RootCall, model: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """It has ended, without an output where it failed."""
+
+    def drop(self) -> None:
+        """The gradients through those kept so far were thrown away, or used."""
+
+
 class CaptureWindow(Ledger):
     """Everything captured between two optimizer steps: a ledger, and the hooks that fill it.
 
@@ -50,6 +64,7 @@ class CaptureWindow(Ledger):
         estimate: told of each forward of the model that has ended, with the calls in it, the places where their
             gradients pass and the output, by an estimate that backpropagates gradients of its own. None where those of
             the training loop count.
+        recorder: told of each forward of the model, where forwards are to be run again.
         step: number of the optimizer step, for those that draw random numbers.
         tape: what compiled graphs hold of the window.
     """
@@ -65,6 +80,7 @@ class CaptureWindow(Ledger):
         self.modes = ModeStack()
         self.capturing = False
         self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
+        self.recorder: Recorder | None = None
         self.step = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
@@ -181,11 +197,24 @@ class CaptureWindow(Ledger):
         self.discard()
         self._end()
 
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """A context in which forwards and backwards of the model leave nothing behind."""
+        estimate, listening = self.estimate, self.listening
+        self.estimate, self.listening = None, False
+        try:
+            yield
+        finally:
+            self.estimate, self.listening = estimate, listening
+            self.abandon()
+
     def mark_stale(self) -> None:
         # An interrupted forward (KeyboardInterrupt) leaves its own behind.
         self.roots.leave_all()
         self.modes.leave()
         self._renew_nodes()
+        if self.recorder is not None:
+            self.recorder.drop()
         super().mark_stale()
 
     def begin_forward(self) -> None:
@@ -308,6 +337,8 @@ class _RootHooks:
             window.roots.leave_interrupted(model)
             if not window.roots.is_under_way():
                 window.begin_forward()
+                if window.recorder is not None:
+                    window.recorder.begin(model)
             window.roots.enter(id(model))
 
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -322,6 +353,8 @@ class _RootHooks:
             return
         if not window.roots.is_under_way():
             window.end_forward()
+            if window.recorder is not None:
+                window.recorder.end(root, model, args, kwargs, output)
             if window.estimate is not None:
                 window.estimate(root, window.roots.take_expected(), output)
                 return

@@ -88,7 +88,13 @@ def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Itera
 
 
 def metrics(
-    blocks: Sequence[KFACBlock], record: StepRecord | None, *, dropped_calls: int, skipped_steps: int
+    blocks: Sequence[KFACBlock],
+    record: StepRecord | None,
+    *,
+    dropped_calls: int,
+    skipped_steps: int,
+    rejected_steps: int,
+    reduction_ratio: float | None,
 ) -> dict[str, float]:
     """Plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
     numbers: dict[str, float] = {
@@ -96,28 +102,24 @@ def metrics(
         "blocks_without_statistics": float(sum(block.clock.folds == 0 for block in blocks)),
         "dropped_calls": float(dropped_calls),
         "skipped_steps": float(skipped_steps),
+        "rejected_steps": float(rejected_steps),
     }
+    if reduction_ratio is not None:
+        numbers["reduction_ratio"] = reduction_ratio
     if record is not None:
         numbers["unpreconditioned_blocks"] = float(len(record.unpreconditioned))
-    if record is not None and record.measures is not None:
-        measures = record.measures
-        scale, held, inner, direction, gradient = torch.stack(
-            [
-                measures.scale,
-                measures.momentum_scale,
-                measures.inner,
-                measures.direction_square,
-                measures.gradient_square,
-            ]
-        ).tolist()
-        norms = math.sqrt(direction * gradient)
-        numbers |= {
-            "trust_region_scale": scale,
-            "momentum_scale": held,
-            "cosine": inner / norms if norms > 0 else math.nan,
-            "gradient_norm": math.sqrt(gradient),
-            "direction_norm": scale * math.sqrt(direction),
-        }
+    if record is not None and record.measures:
+        names, values = zip(*record.measures.items(), strict=True)
+        measures = dict(zip(names, torch.stack([value.double() for value in values]).tolist(), strict=True))
+        if "inner" in measures:
+            inner, direction, gradient = (measures.pop(n) for n in ("inner", "direction_square", "gradient_square"))
+            norms = math.sqrt(direction * gradient)
+            numbers |= {
+                "cosine": inner / norms if norms > 0 else math.nan,
+                "gradient_norm": math.sqrt(gradient),
+                "direction_norm": measures.get("trust_region_scale", 1.0) * math.sqrt(direction),
+            }
+        numbers |= measures
     known = [block for block in blocks if block.clock.folds > 0]
     if known:
         numbers["damping"] = max(float(block.group["damping"]) for block in known)

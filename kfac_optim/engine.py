@@ -1,6 +1,6 @@
 """One optimizer step as a pipeline over blocks and an executor. Knows no layer type and no communication."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,30 +14,10 @@ from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.execution import Executor
 from kfac_optim.loss_terms import LossCount
-from kfac_optim.trust_region import inner_product, momentum_scale, trust_region_scale
+from kfac_optim.replay import Objective
+from kfac_optim.step_size import Group, Proposal, Sized, StepSize, by_group
+from kfac_optim.trust_region import inner_product
 from kfac_optim.validation import check_kfac_numbers
-
-_GroupPair = tuple[dict[str, Any], Tensor, Tensor]
-"""Two tensors to multiply, and the param group they belong to."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepMeasures:
-    """Sums over the preconditioned parameters, as device scalars; reading them synchronises.
-
-    Attributes:
-        scale: trust-region scale `ν`, `[]`.
-        momentum_scale: what the momentum of earlier steps was multiplied by, `[]`.
-        inner: `Δᵀ∇` before `ν`, `[]`.
-        direction_square: `‖Δ‖²`, `[]`.
-        gradient_square: `‖∇‖²`, `[]`.
-    """
-
-    scale: Tensor
-    momentum_scale: Tensor
-    inner: Tensor
-    direction_square: Tensor
-    gradient_square: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +25,15 @@ class StepRecord:
     """What one step did.
 
     Attributes:
-        measures: None when nothing was preconditioned.
+        measures: of the step by name, device scalars over the preconditioned parameters; empty where there are none.
+            `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen;
+            the rest is what the step size tells.
+        count: terms of the loss.
         unpreconditioned: names of blocks whose gradient went to SGD as it was, for want of an inverse.
     """
 
-    measures: StepMeasures | None
+    measures: Mapping[str, Tensor]
+    count: LossCount
     unpreconditioned: tuple[str, ...]
 
 
@@ -59,6 +43,8 @@ def step(
     blocks: Sequence[KFACBlock],
     window: CaptureWindow,
     executor: Executor,
+    step_size: StepSize,
+    objective: Objective | None,
     *,
     gradient_scale: Callable[[LossCount], float | Tensor],
     nonfinite_limit: int | None,
@@ -71,6 +57,8 @@ def step(
         blocks: the preconditioned part of the model.
         window: what was captured since the last step.
         executor: who does the work.
+        step_size: how far the step goes.
+        objective: the loss of this step, where it is known.
         gradient_scale: what the output gradients behind `G` are multiplied by; those of parameters are not.
         nonfinite_limit: refused samples or failed refreshes in a row that are too many.
 
@@ -79,7 +67,10 @@ def step(
             setbacks of one layer in a row.
         ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
     """
-    kl_clip = check(groups, blocks)
+    kl_clip = check(groups, blocks, step_size)
+    trained = [param for group in groups for param in group["params"] if param.grad is not None]
+    if objective is not None and trained:
+        objective.check(trained)
     _follow_model(state, blocks)
     count = window.close()
     scale = gradient_scale(count)
@@ -94,21 +85,29 @@ def step(
             block.mark_refreshed()
         if nonfinite_limit is not None:
             _check_setbacks(due, nonfinite_limit)
-    directions, record = _precondition(blocks, state, executor, kl_clip)
+    proposal, measures, unpreconditioned = _precondition(groups, blocks, state, executor, kl_clip, count, objective)
+    sized = _AS_IT_IS
+    if proposal.blocks or (objective is not None and trained):
+        with record_function("kfac.step_size"):
+            sized = step_size.size(proposal)
     with record_function("kfac.update"):
         for group in groups:
             params = executor.owned([param for param in group["params"] if param.grad is not None])
-            _sgd(group, params, directions, state)
+            _sgd(group, params, sized, state)
             executor.publish(params)
     for block in blocks:
         block.clock.step += 1
-    return record
+    return StepRecord({**measures, **sized.measures}, count, tuple(unpreconditioned))
 
 
-def check(groups: Sequence[Mapping[str, Any]], blocks: Sequence[KFACBlock]) -> float | None:
+_AS_IT_IS = Sized({}, lambda _: {}, {})
+
+
+def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepSize) -> float | None:
     """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
     for i, group in enumerate(groups):
         check_kfac_numbers(group, f" in param group {i}")
+    step_size.check(groups)
     clips = {group["kl_clip"] for group in groups}
     if len(clips) > 1:
         raise ValueError(
@@ -160,12 +159,19 @@ def _check_setbacks(blocks: Sequence[KFACBlock], limit: int) -> None:
 
 
 def _precondition(
-    blocks: Sequence[KFACBlock], state: MutableMapping[Tensor, Any], executor: Executor, kl_clip: float | None
-) -> tuple[dict[nn.Parameter, Tensor], StepRecord]:
-    """The scaled preconditioned gradient of every parameter that has one."""
+    groups: Sequence[dict[str, Any]],
+    blocks: Sequence[KFACBlock],
+    state: MutableMapping[Tensor, Any],
+    executor: Executor,
+    kl_clip: float | None,
+    count: LossCount,
+    objective: Objective | None,
+) -> tuple[Proposal, Mapping[str, Tensor], list[str]]:
+    """The preconditioned gradients, what was measured of them, and blocks whose gradient had no inverse to meet."""
     active: list[KFACBlock] = []
     grads: list[Tensor] = []
     unpreconditioned: list[str] = []
+    matrices: list[Tensor] = []
     with record_function("kfac.precondition"):
         for block in blocks:
             grad = block.gradient()
@@ -179,134 +185,81 @@ def _precondition(
                 continue
             active.append(block)
             grads.append(grad)
-        if not active:
-            return {}, StepRecord(None, tuple(unpreconditioned))
-        matrices = executor.precondition(active, grads)
-    with record_function("kfac.trust_region"):
-        device = active[0].params[0].device
-        inner, decrease, quadratic = _inner_products(active, matrices, grads, device)
-        buffers, momentum_decrease = _momentum(active, state, device)
-        sums = torch.stack(
-            [
-                quadratic,
-                decrease,
-                momentum_decrease,
-                inner,
-                inner_product(matrices, matrices, device),
-                inner_product(grads, grads, device),
-            ]
-        )
-        sums = executor.all_reduce_scalars(sums)
-        quadratic, decrease, momentum_decrease, inner, direction_square, gradient_square = sums.unbind()
-        scale = held = torch.ones_like(inner)
-        if kl_clip is not None:
-            summed = max(block.clock.summed_terms for block in active)
-            scale = trust_region_scale(quadratic, decrease, summed, kl_clip)
-            held = momentum_scale(momentum_decrease, summed, kl_clip)
-            _scale(matrices, scale)
-            _scale(buffers, held)
-        directions = {
-            param: part
-            for block, matrix in zip(active, matrices, strict=True)
-            for param, part in zip(block.params, block.split(matrix), strict=True)
-            if param.grad is not None
-        }
-    measures = StepMeasures(scale, held, inner, direction_square, gradient_square)
-    return directions, StepRecord(measures, tuple(unpreconditioned))
+        if active:
+            matrices = executor.precondition(active, grads)
+    products: list[tuple[Group, Tensor]] = []
+    measures: dict[str, Tensor] = {}
+    if active:
+        products, measures = _measure(active, grads, matrices, executor)
+    proposal = Proposal(groups, state, active, grads, matrices, products, kl_clip, count, executor, objective)
+    return proposal, measures, unpreconditioned
 
 
-def _inner_products(
-    blocks: Sequence[KFACBlock], matrices: Sequence[Tensor], grads: Sequence[Tensor], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Σ Δᵀ∇`, `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`; weight and bias may have different learning rates."""
-    pairs: list[_GroupPair] = []
+def _measure(
+    blocks: Sequence[KFACBlock], grads: Sequence[Tensor], matrices: Sequence[Tensor], executor: Executor
+) -> tuple[list[tuple[Group, Tensor]], dict[str, Tensor]]:
+    """`Δᵀ∇` of each param group, as weight and bias may be of several; and the measures of a `StepRecord`."""
+    device = blocks[0].params[0].device
+    pairs: list[tuple[Group, Tensor, Tensor]] = []
     for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
         whole = all(group is block.group for group in block.groups)
-        parts = ((matrix,), (grad,)) if whole else tuple(block.adapter.unpack(block.spec, m) for m in (matrix, grad))
+        parts = ((matrix,), (grad,)) if whole else (block.parts(matrix), block.parts(grad))
         pairs += zip(block.groups, *parts, strict=False)
-    inner = torch.zeros((), device=device)
-    decrease = torch.zeros((), device=device)
-    quadratic = torch.zeros((), device=device)
-    for group, lefts, rights in _by_group(pairs):
-        product = inner_product(lefts, rights, device)
-        lr = _scalar(group["lr"], device)
-        inner = inner + product
-        decrease = decrease + product * lr
-        quadratic = quadratic + product * lr**2
-    return inner, decrease, quadratic
+    found = list(by_group(pairs))
+    sums = [inner_product(lefts, rights, device) for _, lefts, rights in found]
+    sums += [inner_product(matrices, matrices, device), inner_product(grads, grads, device)]
+    *by_groups, direction_square, gradient_square = executor.all_reduce_scalars(torch.stack(sums)).unbind()
+    products = [(group, product) for (group, _, _), product in zip(found, by_groups, strict=True)]
+    measures = {
+        "inner": torch.stack(by_groups).sum(),
+        "direction_square": direction_square,
+        "gradient_square": gradient_square,
+    }
+    return products, measures
 
 
-def _momentum(
-    blocks: Sequence[KFACBlock], state: MutableMapping[Tensor, Any], device: torch.device
-) -> tuple[list[Tensor], Tensor]:
-    """Momentum buffers `b` of the blocks' parameters, and the decrease `Σ lr μ bᵀ∇` that they promise, `[]`."""
-    buffers: list[Tensor] = []
-    decrease = torch.zeros((), device=device)
-    pairs: list[_GroupPair] = []
-    for block in blocks:
-        for param, group in zip(block.params, block.groups, strict=True):
-            buffer = state[param].get("momentum_buffer") if param in state else None
-            if param.grad is not None and buffer is not None and group["momentum"] != 0:
-                pairs.append((group, buffer, param.grad))
-    for group, lefts, rights in _by_group(pairs):
-        buffers += lefts
-        sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        rate = sign * group["momentum"] * _scalar(group["lr"], device)
-        decrease = decrease + inner_product(lefts, rights, device) * rate
-    return buffers, decrease
+def _sgd(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: MutableMapping[Tensor, Any]) -> None:
+    """Take torch's own SGD step on the direction, or on the raw gradient where there is none."""
+    numbers = {**group, **sized.sgd(group)}
+    # Where weight decay is part of the curvature, it is in the direction already.
+    decayed = {param for param in params if group["l2_in_curvature"] and param in sized.direction}
+    _update([param for param in params if param not in decayed], numbers, sized.direction, state)
+    _update([param for param in params if param in decayed], {**numbers, "weight_decay": 0.0}, sized.direction, state)
 
 
-def _by_group(pairs: Iterable[_GroupPair]) -> Iterable[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
-    """Each param group, whose numbers multiply all its products, and the two sides of its pairs."""
-    found: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
-    for group, left, right in pairs:
-        _, lefts, rights = found.setdefault(id(group), (group, [], []))
-        lefts.append(left)
-        rights.append(right)
-    return found.values()
-
-
-def _scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    for tensor in tensors:
-        tensor.mul_(factor.to(tensor.device, non_blocking=True))
-
-
-def _scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
-    return value.reshape(()).to(device) if isinstance(value, Tensor) else value
-
-
-def _sgd(
-    group: Mapping[str, Any],
+def _update(
     params: Sequence[nn.Parameter],
-    directions: Mapping[nn.Parameter, Tensor],
+    numbers: Mapping[str, Any],
+    direction: Mapping[nn.Parameter, Tensor],
     state: MutableMapping[Tensor, Any],
 ) -> None:
-    """Take torch's own SGD step on the directions, or on the raw gradient where there is none."""
+    if not params:
+        return
     # torch's foreach path of Nesterov adds the momentum to the gradients in place; `.grad` belongs to the user.
-    overwritten = group["nesterov"] and group["foreach"] is not False
+    overwritten = numbers["nesterov"] and numbers["foreach"] is not False
     grads: list[Tensor] = []
     for param in params:
         assert param.grad is not None
-        raw = param.grad.clone() if overwritten and param not in directions else param.grad
-        grads.append(directions.get(param, raw))
-    if group["fused"]:
+        raw = param.grad.clone() if overwritten and param not in direction else param.grad
+        grads.append(direction.get(param, raw))
+    if numbers["fused"]:
         for param in params:
             _device_dtype_check_for_fused(param)
-    has_momentum = group["momentum"] != 0
+    has_momentum = numbers["momentum"] != 0
     buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
     sgd(
         list(params),
         grads,
         buffers,
         has_sparse_grad=any(grad.is_sparse for grad in grads),
-        foreach=group["foreach"],
-        fused=group["fused"],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
+        foreach=numbers["foreach"],
+        fused=numbers["fused"],
+        weight_decay=numbers["weight_decay"],
+        momentum=numbers["momentum"],
+        lr=numbers["lr"],
+        dampening=numbers["dampening"],
+        nesterov=numbers["nesterov"],
+        maximize=numbers["maximize"],
     )
     for param, buffer in zip(params, buffers, strict=False):
         state[param]["momentum_buffer"] = buffer

@@ -49,12 +49,11 @@ class SingleDevice:
         for block in blocks:
             by_inverse[block.inverse].append(block)
         for inverse, alike in by_inverse.items():
-            inverse.refresh([b.state for b in alike], [b.group["damping"] for b in alike])
+            inverse.refresh([b.state for b in alike], [b.damping for b in alike])
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
         return [
-            block.inverse.apply(block.state, grad, block.group["damping"])
-            for block, grad in zip(blocks, grads, strict=True)
+            block.inverse.apply(block.state, grad, block.damping) for block, grad in zip(blocks, grads, strict=True)
         ]
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

@@ -59,6 +59,10 @@ class Likelihood(ABC):
         Positions of an example may interact in the model, examples do not.
         """
 
+    @abstractmethod
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        """`H v` for a vector at every output."""
+
     def used(self, gradient: Tensor) -> Tensor:
         """Which terms the loss of the training loop used, by its gradient at an output: True or False for each.
 
@@ -96,6 +100,11 @@ class Categorical(Likelihood):
         p = self._probabilities(outputs)
         for unit in _units(p):
             yield self._restore(outputs, _apply_root(p, unit))
+
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        p = self._probabilities(outputs)
+        weighted = p * vectors[0].movedim(self._dim(vectors[0]), -1)
+        return self._restore(outputs, weighted - p * weighted.sum(-1, keepdim=True))
 
     def used(self, gradient: Tensor) -> Tensor:
         return (gradient != 0).any(self._dim(gradient), keepdim=True)
@@ -141,6 +150,9 @@ class Bernoulli(Likelihood):
         root = self._root(outputs)
         return ((root * unit,) for unit in _units(root))
 
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        return (self._root(outputs).square() * vectors[0],)
+
     def _root(self, outputs: Outputs) -> Tensor:
         (logits,) = outputs
         return (logits.sigmoid() * (-logits).sigmoid()).sqrt()
@@ -161,6 +173,9 @@ class Gaussian(Likelihood):
 
     def columns(self, outputs: Outputs) -> Iterator[Vectors]:
         return ((2**0.5 * unit,) for unit in _units(outputs[0]))
+
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        return (2 * vectors[0],)
 
 
 @dataclass(frozen=True)
@@ -195,6 +210,10 @@ class GaussianWithVariance(Likelihood):
         for unit in _units(of_mean):
             yield of_mean * unit, None
             yield None, of_variance * unit
+
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        of_mean, of_variance = self._roots(outputs)
+        return of_mean.square() * vectors[0], of_variance.square() * vectors[1]
 
     def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
         mean, variance = outputs

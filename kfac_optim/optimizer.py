@@ -1,5 +1,6 @@
 """`KFACOptimizer`: param groups, checkpoints, hooks. No arithmetic."""
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,17 +16,21 @@ from kfac_optim import checkpoint, diagnostics, engine
 from kfac_optim.binding import ModelBinding
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
-from kfac_optim.estimates import Empirical, Estimate
+from kfac_optim.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.execution import Executor, SingleDevice
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
+from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
+from kfac_optim.replay import ForwardRecorder, Objective, RandomState, random_state
 from kfac_optim.selection import Pattern
 from kfac_optim.specs import LossTerms, Structure, WeightSharing
+from kfac_optim.step_size import StepSize, TrustRegion
+from kfac_optim.trial import Trial, evaluate_again
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -63,9 +68,16 @@ class KFACOptimizer(Optimizer):
         inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
             refresh comes at the first step with statistics, more of them while the averages are young (at the 2nd,
             3rd, 5th, 8th, … statistics).
+        preconditioner_damping: `λ` of the inverses (group), where it is to be another than `damping`, which is then
+            that of `QuadraticModel` alone, and what `adapt_damping` adapts. None is the same.
+        l2_in_curvature: whether weight decay is part of the loss and its curvature (group): its gradient is
+            preconditioned as well, and `λ + weight_decay` damps the inverses (Martens & Grosse 2015). Parameters that
+            no layer covers are treated alike either way.
         kl_clip: `κ` of the trust region (group; the same in all), in nats: bounds the squared length of a step in the
             Fisher metric, and the rise that momentum may cause (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
             None turns it off.
+        step_size: `TrustRegion()`, of your learning rate and momentum; or `QuadraticModel()`, which finds both.
+        adapt_damping: `LevenbergMarquardt()` adapts `damping` by what steps do to the loss, and may take them back.
         inverse: representation of the inverse curvature; one, or a mapping from name globs or module classes.
         estimate: which output gradients make `G`: those of the training loss, or of a named one
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
@@ -111,7 +123,11 @@ class KFACOptimizer(Optimizer):
         factor_decay: float = 0.95,
         factor_update_period: int = 1,
         inverse_update_period: int = 10,
+        preconditioner_damping: float | None = None,
+        l2_in_curvature: bool = False,
         kl_clip: float | None = 1e-3,
+        step_size: StepSize = TrustRegion(),  # noqa: B008 (immutable)
+        adapt_damping: LevenbergMarquardt | None = None,
         inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]] = Cholesky(),  # noqa: B008 (immutable)
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
         loss_terms: LossTerms = LossTerms.EXAMPLES,
@@ -132,6 +148,8 @@ class KFACOptimizer(Optimizer):
         self._incoming: tuple[list[Mapping[str, Any] | None], dict[nn.Parameter, Mapping[str, Any]]] = [], {}
         given = _given_model(params, model)
         self._choices: dict[str, Any] = {
+            "step_size": step_size,
+            "adapt_damping": adapt_damping,
             "estimate": estimate,
             "loss_terms": loss_terms,
             "inverse": inverse,
@@ -156,6 +174,8 @@ class KFACOptimizer(Optimizer):
             "foreach": foreach,
             "fused": fused,
             "damping": damping,
+            "preconditioner_damping": preconditioner_damping,
+            "l2_in_curvature": l2_in_curvature,
             "factor_decay": factor_decay,
             "factor_update_period": factor_update_period,
             "inverse_update_period": inverse_update_period,
@@ -164,7 +184,16 @@ class KFACOptimizer(Optimizer):
         defaults = {key: plain_number(value) for key, value in defaults.items()}
         check_group(defaults)
         self._group_keys = tuple(defaults)  # torch adds keys of its own to `defaults`
+        check_kind("step_size", step_size, StepSize)
+        if adapt_damping is not None:
+            check_kind("adapt_damping", adapt_damping, LevenbergMarquardt)
         check_kind("estimate", estimate, Estimate)
+        for rule in (step_size if step_size.needs_objective else None, adapt_damping):
+            if rule is not None and not isinstance(estimate, NamedLoss):
+                raise TypeError(
+                    f"kfac_optim: {rule} needs the curvature of the loss, and estimate={estimate!r} does not name it. "
+                    "Pass an estimate that does: estimate=MonteCarlo(criterion)."
+                )
         check_kind("loss_terms", loss_terms, LossTerms)
         check_flag("include_factors", include_factors, optional=False)
         self._include_factors = include_factors
@@ -188,12 +217,21 @@ class KFACOptimizer(Optimizer):
             options.check_patterns(given)
         self._executor: Executor = _choose_executor(distributed)
         self._window = CaptureWindow(loss_terms)
+        self._step_size, self._damping_rule = step_size, adapt_damping
+        self._rejected_steps = 0
+        self._ratio: float | None = None
         self._record: engine.StepRecord | None = None
         self._warned = False
         self._binding = ModelBinding(given, options, self._window, self._executor.reduce)
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         self._estimate = estimate
         estimate.arm(self._window)
+        self._recorder: ForwardRecorder | None = None
+        self._objective: Objective | None = None
+        if isinstance(estimate, NamedLoss) and (step_size.needs_objective or adapt_damping is not None):
+            self._recorder = ForwardRecorder(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms)
+            self._objective = Objective(self._recorder, estimate.likelihood)
+            self._window.recorder = self._recorder
         self._binding.start(self._group_of())
         if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
@@ -220,21 +258,41 @@ class KFACOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a layer ran outside the model's forward and `set_loss_terms` was not called; a covered
-                parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_` was called and
-                no `grad_scaler` named.
+                parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_` was called and no
+                `grad_scaler` named; `adapt_damping` has no closure, or one that draws other examples at each call; the
+                curvature of the loss cannot be had.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
+        rule, number = self._damping_rule, self._window.step
+        judged = rule is not None and rule.tries(number)
+        if rule is not None and closure is None:
+            raise RuntimeError(
+                f"kfac_optim: {rule} has to see what a step does to the loss: pass step() a closure that evaluates the "
+                "model, calls backward() and returns the loss."
+            )
         loss = None
+        random = random_state(self._params()) if judged else None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        devices = {param.device.type for param in self._params()}
+        trial = Trial(self.param_groups, _number(loss)) if judged else None
         try:
-            with without_autocast({param.device.type for param in self._params()}):
-                self._step(read_loss_scale(self.__dict__, self._grad_scaler))
+            with without_autocast(devices):
+                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler))
+            if trial is not None and taken:
+                assert closure is not None
+                assert random is not None
+                after = self._evaluate_again(closure, random)
+                with without_autocast(devices):
+                    self._judge(trial, after, number)
         except BaseException:
             for name in ("found_inf", "grad_scale"):  # GradScaler clears them only when step() returns
                 self.__dict__.pop(name, None)
             raise
+        finally:
+            if self._recorder is not None:
+                self._recorder.drop()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -295,7 +353,9 @@ class KFACOptimizer(Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step, for any logger. Synchronises with the device.
 
-        `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); `cosine`
+        `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); of
+        `QuadraticModel` in their place `learning_rate`, `momentum` and `predicted_change`; of `LevenbergMarquardt`
+        `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` over the preconditioned
         parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G` (largest 1-norm
         condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
@@ -308,6 +368,8 @@ class KFACOptimizer(Optimizer):
             self._record,
             dropped_calls=self._window.dropped_calls,
             skipped_steps=self._skipped_steps,
+            rejected_steps=self._rejected_steps,
+            reduction_ratio=self._ratio,
         )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -358,7 +420,7 @@ class KFACOptimizer(Optimizer):
         state = checkpoint.without_blocks(self.state)
         model = self._binding.model if self._binding.given else None
         groups = [_as_given(group) for group in self.param_groups]
-        skipped = self._skipped_steps, self._skipped_in_a_row
+        skipped = self._skipped_steps, self._skipped_in_a_row, self._rejected_steps
         numbers = {key: self.defaults[key] for key in self._group_keys}
         waiting = self._binding.waiting
         released = self._binding.released
@@ -366,18 +428,20 @@ class KFACOptimizer(Optimizer):
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _step(self, scale: LossScale) -> None:
+    def _step(self, scale: LossScale) -> bool:
+        """Take the step; whether it was taken."""
         if self._binding.settle():
             self._warn_of_nothing_to_do(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
             warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
         if scale.in_gradients:
-            engine.check(self.param_groups, self._binding.coverage.blocks)  # what is refused is left as it was
+            # What is refused is left as it was.
+            engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
         if scale.overflowed or not all_finite(gradients.values()):
             self._skip(gradients)
-            return
+            return False
         self._skipped_in_a_row = 0
         self._record = engine.step(
             self.param_groups,
@@ -385,11 +449,42 @@ class KFACOptimizer(Optimizer):
             self._binding.coverage.blocks,
             self._window,
             self._executor,
+            self._step_size,
+            self._objective if self._step_size.needs_objective else None,
             gradient_scale=lambda count: self._estimate.scale(count, scale.factor),
             nonfinite_limit=self._nonfinite_limit,
         )
         self._binding.end_step()
         self._warn_of_unseen_layers(self._record.unpreconditioned)
+        return True
+
+    def _evaluate_again(self, closure: Callable[[], Any], random: RandomState) -> float:
+        model = self._binding.model
+        assert model is not None
+        assert self._recorder is not None
+        return evaluate_again(closure, self._window, self._recorder, random, model, self._params())
+
+    def _judge(self, trial: Trial, loss: float, number: int) -> None:
+        """Adapt the damping by what step `number` did to the loss, which is now `loss`; or take the step back."""
+        rule, record = self._damping_rule, self._record
+        assert rule is not None
+        assert record is not None
+        assert self._objective is not None
+        rejected = rule.reject and trial.rose(loss)
+        self._ratio = -math.inf if rejected else None
+        if rejected:
+            trial.undo(self.state)
+            self._rejected_steps += 1
+            for block in self._binding.coverage.blocks:
+                block.clock.outdated = block.is_ready
+        elif rule.adapts_at(number):
+            predicted = record.measures.get("predicted_change")
+            change = None if predicted is None else float(predicted)
+            self._ratio = trial.ratio(loss, self._objective, record.count, change)
+        else:
+            return
+        for group in self.param_groups:
+            group["damping"] = rule.adapted(group["damping"], self._ratio)
 
     def _skip(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Take no step, forget the statistics of these gradients, and raise where that has become a habit."""
@@ -476,7 +571,7 @@ def _rebuild(
     choices: dict[str, Any],
     state: dict[Any, Any],
     blocks: dict[nn.Parameter, Mapping[str, Any]],
-    skipped: tuple[int, int],
+    skipped: tuple[int, int, int],
     released: bool,
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
@@ -485,7 +580,7 @@ def _rebuild(
     optimizer.state.update(state)
     known = [blocks.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
     optimizer._binding.restore(known, blocks)
-    optimizer._skipped_steps, optimizer._skipped_in_a_row = skipped
+    optimizer._skipped_steps, optimizer._skipped_in_a_row, optimizer._rejected_steps = skipped
     if released:
         optimizer.remove_hooks()
     return optimizer
@@ -511,6 +606,16 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     checkpoint.check(blocks, incoming, strays, any_prefix=not binding.given)
     optimizer._incoming = incoming, waiting
     return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
+
+
+def _number(loss: Any) -> float:
+    """What a closure returned."""
+    if loss is None:
+        raise RuntimeError(
+            "kfac_optim: the closure returned None, and LevenbergMarquardt has to see what a step does to the loss: "
+            "return it from the closure."
+        )
+    return float(loss)
 
 
 def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:

@@ -36,6 +36,8 @@ def check_integer(name: str, value: object, *, at_least: int = 1) -> None:
 def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
     """Check the numbers of a param group that are not SGD's; cheap enough for every step."""
     check_number(f"damping{where}", group["damping"], above=0)
+    if group["preconditioner_damping"] is not None:
+        check_number(f"preconditioner_damping{where} (None is damping)", group["preconditioner_damping"], above=0)
     check_number(f"factor_decay{where}", group["factor_decay"], above=0, at_most=1)
     check_integer(f"factor_update_period{where}", group["factor_update_period"])
     check_integer(f"inverse_update_period{where}", group["inverse_update_period"])
@@ -50,7 +52,7 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
         group: with all defaults filled in.
         where: appended to names in messages, as in `" in param group 1"`.
     """
-    for name in ("nesterov", "maximize"):
+    for name in ("nesterov", "maximize", "l2_in_curvature"):
         check_flag(f"{name}{where}", group[name], optional=False)
     for name in ("foreach", "fused"):
         check_flag(f"{name}{where}", group[name], optional=True)
@@ -61,6 +63,8 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
                 raise ValueError(f"kfac_optim: a tensor {name}{where} must have 1 element, got {value.numel()}.")
             value = float(value)
         check_number(f"{name}{where}", value, at_least=0)
+    if group["l2_in_curvature"] and isinstance(group["weight_decay"], Tensor):
+        raise TypeError(f"kfac_optim: weight_decay{where} must be a number with l2_in_curvature=True, got a tensor.")
     check_number(f"momentum{where}", group["momentum"], at_least=0)
     check_number(f"dampening{where}", group["dampening"])
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):

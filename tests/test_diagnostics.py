@@ -264,6 +264,7 @@ def test_before_the_first_step_what_is_unknown_is_absent() -> None:
         "blocks_without_statistics": 2.0,
         "dropped_calls": 0.0,
         "skipped_steps": 0.0,
+        "rejected_steps": 0.0,
     }
 
 
@@ -275,7 +276,8 @@ def test_the_metrics_are_plain_floats_after_a_step() -> None:
     assert {type(value) for value in metrics.values()} == {float}
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics.keys() == {
-        *("blocks", "blocks_without_statistics", "dropped_calls", "skipped_steps", "unpreconditioned_blocks"),
+        *("blocks", "blocks_without_statistics", "dropped_calls", "skipped_steps", "rejected_steps"),
+        "unpreconditioned_blocks",
         *("trust_region_scale", "momentum_scale", "cosine", "gradient_norm", "direction_norm"),
         *("damping", "factor_age", "inverse_age", "condition_A", "condition_G"),
         *("refused_statistics", "retried_refreshes", "failed_refreshes"),

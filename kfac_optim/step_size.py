@@ -1,0 +1,332 @@
+"""How far a step goes along the preconditioned gradient.
+
+`TrustRegion`, the default, leaves learning rate and momentum to the user and bounds what they make. `QuadraticModel`
+computes both anew at every step. When to use which: `TrustRegion` for mini-batches, where what a step does to the loss
+of one batch says little, and wherever a schedule of learning rates is known to work; `QuadraticModel`, together with
+`LevenbergMarquardt` damping, for full or very large batches, where no rate and no schedule has to be found.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks import KFACBlock, l2, regularised
+from kfac_optim.execution import Executor
+from kfac_optim.linalg import sandwich
+from kfac_optim.loss_terms import LossCount
+from kfac_optim.quadratic import change, minimum
+from kfac_optim.replay import Objective
+from kfac_optim.trust_region import inner_product, momentum_scale, trust_region_scale
+from kfac_optim.validation import check_flag
+
+Group = Mapping[str, Any]
+Direction = dict[nn.Parameter, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The preconditioned gradient, before anything is said of its length.
+
+    Attributes:
+        groups: the optimizer's param groups.
+        state: the optimizer's state, for momentum buffers.
+        blocks: those that were preconditioned.
+        grads: the gradient of each, `[groups, out, in]`.
+        matrices: what preconditioning made of it, likewise.
+        products: `Δᵀ∇` over the parameters of each param group that has any, `[]`, of all workers.
+        kl_clip: that all groups agree on.
+        count: terms of the loss.
+        executor: who does the work.
+        objective: the loss of this step, where it is known.
+    """
+
+    groups: Sequence[dict[str, Any]]
+    state: MutableMapping[Tensor, Any]
+    blocks: Sequence[KFACBlock]
+    grads: Sequence[Tensor]
+    matrices: Sequence[Tensor]
+    products: Sequence[tuple[Group, Tensor]]
+    kl_clip: float | None
+    count: LossCount
+    executor: Executor
+    objective: Objective | None
+
+    def direction(self) -> Direction:
+        """What the preconditioned matrices are to each of their parameters that has a gradient."""
+        return {
+            param: part
+            for block, matrix in zip(self.blocks, self.matrices, strict=True)
+            for param, part in zip(block.params, block.split(matrix), strict=True)
+            if param.grad is not None
+        }
+
+    def momentum(self, param: nn.Parameter) -> Tensor | None:
+        """That of earlier steps."""
+        buffer: Tensor | None = self.state[param].get("momentum_buffer") if param in self.state else None
+        return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """The step that is to be taken.
+
+    Attributes:
+        direction: in the place of the gradient; parameters that have none keep theirs.
+        sgd: numbers of torch's SGD in the place of those of each param group.
+        measures: for `metrics()`, each `[]`.
+    """
+
+    direction: Direction
+    sgd: Callable[[Group], Mapping[str, Any]]
+    measures: Mapping[str, Tensor]
+
+
+class StepSize(ABC):
+    """Decides how far a step goes. The object holds choices only."""
+
+    needs_objective = False
+    """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
+
+    def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
+        """Raise ValueError where the numbers of the param groups do not go with it."""
+
+    @abstractmethod
+    def size(self, proposal: Proposal) -> Sized:
+        """The step; tensors of the proposal, momentum included, may be changed in place."""
+
+
+class TrustRegion(StepSize):
+    """The user's learning rate and momentum, bounded by `kl_clip` (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
+
+    Before momentum the bound is on what this step adds, `lr² Δᵀ F Δ ≤ κ`, as in the paper; old momentum is left alone
+    while it goes downhill. After momentum it is on the whole step `s`, momentum included: `sᵀ F s ≤ κ`, with `F` the
+    undamped factors, at the cost of two matrix products for each layer and step; momentum and preconditioned gradient
+    are then scaled by the same number. That holds steps within `κ` for good, where momentum 0.9 may otherwise make
+    them ten times as long.
+
+    Args:
+        after_momentum: what is bounded.
+    """
+
+    def __init__(self, after_momentum: bool = False) -> None:
+        check_flag("after_momentum of TrustRegion", after_momentum, optional=False)
+        self.after_momentum = after_momentum
+
+    def __repr__(self) -> str:
+        return f"TrustRegion(after_momentum={self.after_momentum})"
+
+    def size(self, proposal: Proposal) -> Sized:
+        bound = self._bound_step if self.after_momentum else self._bound_gradient
+        scale, held = bound(proposal)
+        return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": scale, "momentum_scale": held})
+
+    def _bound_gradient(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(proposal.products[0][1])
+        if proposal.kl_clip is None:
+            return one, one
+        rates = [(_scalar(group["lr"], one.device), product) for group, product in proposal.products]
+        decrease = torch.stack([rate * product for rate, product in rates]).sum()
+        quadratic = torch.stack([rate**2 * product for rate, product in rates]).sum()
+        summed = max(block.clock.summed_terms for block in proposal.blocks)
+        scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
+        buffers = _buffers(proposal)
+        promised = proposal.executor.all_reduce_scalars(_promised(buffers, one.device).reshape(1))[0]
+        held = momentum_scale(promised, summed, proposal.kl_clip)
+        _scale(proposal.matrices, scale)
+        _scale([buffer for _, buffer, _ in buffers], held)
+        return scale, held
+
+    def _bound_step(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(proposal.products[0][1])
+        if proposal.kl_clip is None:
+            return one, one
+        steps = [
+            _whole_step(proposal, block, matrix)
+            for block, matrix in zip(proposal.blocks, proposal.matrices, strict=True)
+        ]
+        curved = [
+            _times_factors(block, step.to(matrix.dtype))
+            for block, step, matrix in zip(proposal.blocks, steps, proposal.matrices, strict=True)
+        ]
+        sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, proposal.grads, one.device)])
+        quadratic, decrease = proposal.executor.all_reduce_scalars(sums).unbind()
+        summed = max(block.clock.summed_terms for block in proposal.blocks)
+        scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
+        _scale(proposal.matrices, scale)
+        _scale([buffer for _, buffer, _ in _buffers(proposal)], scale)
+        return scale, scale
+
+
+class QuadraticModel(StepSize):
+    """Learning rate and momentum that minimise the exact quadratic model of the loss (Martens & Grosse 2015, §7).
+
+    The step is `δ = -α Δ + β δ₋₁`, with `Δ` the preconditioned gradient and `δ₋₁` the step before; `α` and `β` minimise
+    `∇hᵀδ + ½ δᵀ (C + (λ + η) I) δ`. `C` is the Gauss-Newton matrix of this step's examples, not its Kronecker
+    approximation: `α` thus mends what the factors get wrong of its scale. It costs two Jacobian-vector products (about
+    four forwards) a step, and the examples are held until the step.
+
+    For full or very large batches. On small ones `α` fits the batch, not the data: it comes out too large.
+
+    Of the param groups, `lr` multiplies `Δ`, so that a common one has no effect and groups may differ; `momentum` above
+    0 says that `β` is wanted; `damping` is `λ`, and `l2_in_curvature` makes `weight_decay` `η`. The model takes the
+    place of the trust region: `kl_clip` is not looked at. Parameters that no layer covers go along their gradient, by
+    `α`.
+
+    It needs `step(closure)`, or a step after an ordinary backward; and `estimate=` an estimate that names the loss, as
+    `MonteCarlo(criterion)` does. Forwards run again with the random numbers they drew, so that dropout is allowed.
+    """
+
+    needs_objective = True
+
+    def __repr__(self) -> str:
+        return "QuadraticModel()"
+
+    def check(self, groups: Sequence[Group]) -> None:
+        for i, group in enumerate(groups):
+            for name, wanted in (("dampening", 0), ("nesterov", False), ("maximize", False)):
+                if group[name] != wanted:
+                    raise ValueError(
+                        f"kfac_optim: QuadraticModel decides on momentum itself and descends: {name} of param group "
+                        f"{i} must be {wanted}, got {group[name]!r}."
+                    )
+            if _nonzero(group["weight_decay"]) and not group["l2_in_curvature"]:
+                raise ValueError(
+                    f"kfac_optim: weight_decay={group['weight_decay']!r} of param group {i} is no part of the loss "
+                    "that QuadraticModel minimises; pass l2_in_curvature=True, or weight_decay=0."
+                )
+
+    def size(self, proposal: Proposal) -> Sized:
+        objective = proposal.objective
+        assert objective is not None
+        gradient = _regularised_gradient(proposal.groups)
+        direction = {param: grad.clone() for param, grad in gradient.items()} | proposal.direction()
+        before: Direction = {}
+        for group in proposal.groups:
+            rate = group["lr"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                direction[param].mul_(rate.to(param.device) if isinstance(rate, Tensor) else rate)
+                buffer = proposal.momentum(param)
+                if buffer is not None and group["momentum"] > 0:
+                    before[param] = buffer
+        device = next(iter(gradient)).device
+        # With v₀ = -Δ and v₁ = -buffer: torch's buffer after a step of rate 1 and momentum 1 is -δ.
+        ways = [direction, before] if before else [direction]
+        slope = -torch.stack([_dot(way, gradient, device) for way in ways])
+        curved = objective.curvature({param: param.detach() for param in gradient}, ways, proposal.count)
+        curved = curved.to(slope.dtype) + _ridge(proposal.groups, ways, device, l2)
+        damped = curved + _ridge(proposal.groups, ways, device, lambda group: group["damping"])
+        weights = minimum(damped, slope)
+        _scale(list(direction.values()), weights[0])
+        if before:
+            _scale(list(before.values()), weights[1])
+        return Sized(
+            direction,
+            lambda group: {
+                "lr": 1.0,
+                "momentum": 1.0 if group["momentum"] > 0 else 0.0,
+                "weight_decay": 0.0,
+            },
+            {
+                "learning_rate": weights[0],
+                "momentum": weights[1] if before else torch.zeros_like(weights[0]),
+                "predicted_change": change(curved, slope, weights),
+            },
+        )
+
+
+def _regularised_gradient(groups: Iterable[Group]) -> Direction:
+    return {param: regularised(param, group) for group in groups for param in group["params"] if param.grad is not None}
+
+
+def _ridge(
+    groups: Iterable[Group], ways: Sequence[Direction], device: torch.device, weight: Callable[[Group], float]
+) -> Tensor:
+    """`VᵀDV` with `D` the weight of each param group on its diagonal, `[k, k]`."""
+    k = len(ways)
+    total = torch.zeros(k, k, device=device)
+    for group in groups:
+        if (factor := weight(group)) == 0:
+            continue
+        parts = [{param: way[param] for param in group["params"] if param in way} for way in ways]
+        gram = [[_dot(left, right, device) for right in parts] for left in parts]
+        total = total + factor * torch.stack([torch.stack(row) for row in gram])
+    return total
+
+
+def _dot(left: Direction, right: Direction, device: torch.device) -> Tensor:
+    """Over the parameters that both have."""
+    shared = [param for param in left if param in right]
+    return inner_product([left[param] for param in shared], [right[param] for param in shared], device)
+
+
+def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
+    """Momentum of the blocks' parameters, with its param group and the gradient."""
+    return [
+        (group, buffer, param.grad)
+        for block in proposal.blocks
+        for param, group in zip(block.params, block.groups, strict=True)
+        if param.grad is not None and group["momentum"] != 0 and (buffer := proposal.momentum(param)) is not None
+    ]
+
+
+def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
+    """The decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
+    decrease = torch.zeros((), device=device)
+    for group, lefts, rights in by_group(buffers):
+        sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
+        rate = sign * group["momentum"] * _scalar(group["lr"], device)
+        decrease = decrease + inner_product(lefts, rights, device) * rate
+    return decrease
+
+
+def _whole_step(proposal: Proposal, block: KFACBlock, matrix: Tensor) -> Tensor:
+    """What torch's SGD is about to take from the parameters, but for weight decay, `[groups, out, in]`."""
+    parts = []
+    for param, group, part in zip(block.params, block.groups, block.parts(matrix), strict=True):
+        part = part.reshape(param.shape)
+        mu, buffer = group["momentum"], proposal.momentum(param)
+        step = part * (1 + mu if group["nesterov"] else 1)
+        if mu != 0 and buffer is not None:
+            added = 1 - group["dampening"]
+            sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
+            carried = sign * mu * buffer.to(part.dtype)
+            step = part + mu * (carried + part) if group["nesterov"] else added * part + carried
+        parts.append(step * _scalar(group["lr"], step.device) * (param.grad is not None))
+    return block.pack(parts)
+
+
+def _times_factors(block: KFACBlock, matrix: Tensor) -> Tensor:
+    """`G S A`, with the averages as they are."""
+    a, g = (None if factor is None else factor.to(matrix.dtype) for factor in block.inverse.factors(block.state))
+    return sandwich(g, matrix, a)
+
+
+def by_group(
+    pairs: Iterable[tuple[Group, Tensor, Tensor]],
+) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
+    """Each param group, whose numbers multiply all its products, and the two sides of its pairs."""
+    found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}
+    for group, left, right in pairs:
+        _, lefts, rights = found.setdefault(id(group), (group, [], []))
+        lefts.append(left)
+        rights.append(right)
+    return found.values()
+
+
+def _scale(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor.to(tensor.device, non_blocking=True))
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+    return value.reshape(()).to(device) if isinstance(value, Tensor) else value
+
+
+def _nonzero(weight_decay: float | Tensor) -> bool:
+    return bool(weight_decay != 0)
