@@ -4,6 +4,7 @@ Run again means with the same inputs, the same random numbers and copies of the 
 in training, and no running mean moves. What is asked of the loss is its likelihood alone; its targets are not kept.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from kfac_optim.autograd import on_gradient
+from kfac_optim.autograd import on_gradient, reaches
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.likelihoods import Likelihood, Outputs
 from kfac_optim.loss_terms import LossCount, RootCall
@@ -76,10 +77,11 @@ class KeptForward:
         Raises:
             RuntimeError: a function in the model's forward has no forward-mode derivative.
         """
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         still = {name: param for name, param in params.items() if name not in tangents}
 
         def forward(moving: dict[str, Tensor]) -> Outputs:
+            # Copies made in here may be changed in place, as running means are.
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             state = {**buffers, **still, **moving}
             return self.outputs_of(torch.func.functional_call(self.model, state, self.args, dict(self.kwargs)))
 
@@ -90,8 +92,9 @@ class KeptForward:
             except (NotImplementedError, RuntimeError) as error:
                 raise RuntimeError(
                     f"kfac_optim: the curvature along a step is asked of {type(self.model).__name__} by torch.func.jvp,"
-                    f" which failed: {error}. Recurrent layers and some fused functions have no forward-mode "
-                    "derivative: write them out, or do without QuadraticModel and LevenbergMarquardt."
+                    f" which failed: {error} Some fused functions (cuDNN's recurrent layers) and autograd.Functions "
+                    "have no forward-mode derivative: write them out, or do without QuadraticModel and "
+                    "LevenbergMarquardt."
                 ) from error
         return outputs, pushed
 
@@ -145,7 +148,9 @@ class ForwardRecorder:
         self.kept = []
 
     def arrive(self, forward: KeptForward, root: RootCall, terms: int, place: int, gradient: Tensor) -> None:
-        """A backward of the training loop has come to an output of `forward`."""
+        """A backward has come to an output of `forward`; it counts if it goes on into the model's parameters."""
+        if not any(reaches(param) for param in forward.model.parameters()):
+            return
         used = self._likelihood.used(gradient)
         before = forward.used.get(place)
         forward.used[place] = used if before is None else used | before
@@ -260,6 +265,8 @@ def _dtype(params: Tangents) -> torch.dtype:
 def _differentiable_attention() -> ExitStack:
     """A context without the fused attention kernels, which have no forward-mode derivative."""
     stack = ExitStack()
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit, at the first jvp of a process
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
     if torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(False)

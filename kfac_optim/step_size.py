@@ -219,8 +219,8 @@ class QuadraticModel(StepSize):
         ways = [direction, before] if before else [direction]
         slope = -torch.stack([_dot(way, gradient, device) for way in ways])
         curved = objective.curvature({param: param.detach() for param in gradient}, ways, proposal.count)
-        curved = curved.to(slope.dtype) + _ridge(proposal.groups, ways, device, l2)
-        damped = curved + _ridge(proposal.groups, ways, device, lambda group: group["damping"])
+        curved = curved.to(slope.dtype) + _ridge(proposal.groups, ways, slope, l2)
+        damped = curved + _ridge(proposal.groups, ways, slope, lambda group: group["damping"])
         weights = minimum(damped, slope)
         _scale(list(direction.values()), weights[0])
         if before:
@@ -245,17 +245,16 @@ def _regularised_gradient(groups: Iterable[Group]) -> Direction:
 
 
 def _ridge(
-    groups: Iterable[Group], ways: Sequence[Direction], device: torch.device, weight: Callable[[Group], float]
+    groups: Iterable[Group], ways: Sequence[Direction], like: Tensor, weight: Callable[[Group], float]
 ) -> Tensor:
-    """`VᵀDV` with `D` the weight of each param group on its diagonal, `[k, k]`."""
-    k = len(ways)
-    total = torch.zeros(k, k, device=device)
+    """`VᵀDV` with `D` the weight of each param group on its diagonal, `[k, k]`, of the dtype and device of `like`."""
+    total = torch.zeros(len(ways), len(ways), device=like.device, dtype=like.dtype)
     for group in groups:
         if (factor := weight(group)) == 0:
             continue
         parts = [{param: way[param] for param in group["params"] if param in way} for way in ways]
-        gram = [[_dot(left, right, device) for right in parts] for left in parts]
-        total = total + factor * torch.stack([torch.stack(row) for row in gram])
+        gram = [[_dot(left, right, like.device) for right in parts] for left in parts]
+        total = total + factor * torch.stack([torch.stack(row) for row in gram]).to(like.dtype)
     return total
 
 

@@ -200,3 +200,11 @@ def test_what_the_fisher_cannot_honour_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         build()
+
+
+@cases
+def test_the_hessian_times_a_vector_is_that_of_the_columns(case: Any) -> None:
+    criterion, options, outputs, hessian = case
+    vectors = tuple(torch.randn(o.shape, generator=seeded(4), dtype=o.dtype) for o in outputs)
+    product = likelihood_of(criterion, **options).curved(outputs, vectors)
+    torch.testing.assert_close(flat(product, outputs), hessian(outputs) @ flat(vectors, outputs))
