@@ -1,6 +1,7 @@
 """kfac_optim: the K-FAC optimizer for PyTorch.
 
-The house, from the ground up; imports go only to a lower storey (within a folder also to its `base.py`):
+The house, from the ground up; imports go only to a lower storey (within a folder also to its `base.py`, and
+to that of a folder around it):
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
     autograd                    L0  what is asked of autograd; the only file on it

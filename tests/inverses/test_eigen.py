@@ -13,7 +13,7 @@ from plain import assert_identical, clones, mlp, train
 from torch import Tensor, nn
 
 from kfac_optim import Cholesky, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
-from kfac_optim.inverses.eigen import EigenState
+from kfac_optim.inverses.eigenbasis.base import EigenState
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

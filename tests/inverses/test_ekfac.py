@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from kfac_optim import EKFAC, Eigen, KFACOptimizer, LayerSpec, LayerStatistics, OnlineEigen, Structure, WeightSharing
-from kfac_optim.inverses import ekfac
-from kfac_optim.inverses.ekfac import EKFACState, sum_of_squares
+from kfac_optim.inverses.eigenbasis import ekfac
+from kfac_optim.inverses.eigenbasis.ekfac import EKFACState, sum_of_squares
 from kfac_optim.rows import gram
 
 pytestmark = [

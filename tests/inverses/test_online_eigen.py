@@ -15,7 +15,7 @@ from plain import assert_identical, batch, block, clones, mlp, train
 from torch import Tensor, nn
 
 from kfac_optim import Eigen, KFACOptimizer, LayerSpec, OnlineEigen, Structure
-from kfac_optim.inverses.online import OnlineState, orthogonal_iteration
+from kfac_optim.inverses.eigenbasis.online import OnlineState, orthogonal_iteration
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

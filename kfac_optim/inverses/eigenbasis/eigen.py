@@ -2,7 +2,8 @@
 
 import torch
 
-from kfac_optim.inverses.base import EIGH_FLOPS, EigenbasisInverse, EigenState, dense_flops
+from kfac_optim.inverses.base import dense_flops
+from kfac_optim.inverses.eigenbasis.base import EIGH_FLOPS, EigenbasisInverse, EigenState
 from kfac_optim.specs import Cost, LayerSpec
 
 

@@ -14,15 +14,8 @@ from torch import Tensor
 
 from kfac_optim.calls import LayerCall
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import (
-    EIGH_FLOPS,
-    EigenbasisInverse,
-    EigenState,
-    Spectrum,
-    dense_flops,
-    dense_sides,
-    outer,
-)
+from kfac_optim.inverses.base import dense_flops, dense_sides
+from kfac_optim.inverses.eigenbasis.base import EIGH_FLOPS, EigenbasisInverse, EigenState, Spectrum, outer
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.pairs import FactorPair, OpposedPair
 from kfac_optim.specs import Cost, LayerSpec, Structure

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.inverses.base import (
+from kfac_optim.inverses.base import dense_flops
+from kfac_optim.inverses.eigenbasis.base import (
     EIGH_FLOPS,
     EigenbasisInverse,
     EigenJob,
     EigenState,
     decompose_fully,
-    dense_flops,
     hand_back,
 )
 from kfac_optim.specs import Cost, LayerSpec
