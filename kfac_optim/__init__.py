@@ -27,6 +27,7 @@ to that of a folder around it):
     pairs                       L7  the two factors of a block
     inverses/                   L8  accumulate, refresh (dear), apply (cheap), one representation per file
     options                     L9  the user's choices about layers
+    rules                       L9  which inverse suits a layer
     blocks                      L9  layer + adapter + inverse + clock
     assembly                    L10  the block of a weight, from all the modules that use it
     functional                  L10  matrices that functions multiply by, whatever module owns them
@@ -43,9 +44,19 @@ to that of a folder around it):
 
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import CurvaturePropagation, Empirical, Estimate, ExactGGN, MonteCarlo
-from kfac_optim.inverses import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
+from kfac_optim.inverses import (
+    EKFAC,
+    Cholesky,
+    DoublyFactored,
+    Eigen,
+    Inverse,
+    InverseRule,
+    NewtonSchulz,
+    OnlineEigen,
+)
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.optimizer import KFACOptimizer
+from kfac_optim.rules import AutoInverse
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
 
@@ -54,6 +65,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_ADAPTERS",
     "EKFAC",
+    "AutoInverse",
     "Cholesky",
     "CurvaturePropagation",
     "DoublyFactored",
@@ -64,6 +76,7 @@ __all__ = [
     "ExponentialDecay",
     "HyperparameterScheduler",
     "Inverse",
+    "InverseRule",
     "KFACOptimizer",
     "LayerAdapter",
     "LayerSpec",

@@ -17,7 +17,7 @@ from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import Empirical, Estimate
 from kfac_optim.execution import Executor, SingleDevice
-from kfac_optim.inverses.base import Inverse
+from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
@@ -66,7 +66,8 @@ class KFACOptimizer(Optimizer):
         kl_clip: `κ` of the trust region (group; the same in all), in nats: bounds the squared length of a step in the
             Fisher metric, and the rise that momentum may cause (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
             None turns it off.
-        inverse: representation of the inverse curvature; one, or a mapping from name globs or module classes.
+        inverse: representation of the inverse curvature; one, `AutoInverse()` for what suits each layer, or a mapping
+            from name globs or module classes.
         estimate: which output gradients make `G`: those of the training loss, or of a named one
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
@@ -112,7 +113,7 @@ class KFACOptimizer(Optimizer):
         factor_update_period: int = 1,
         inverse_update_period: int = 10,
         kl_clip: float | None = 1e-3,
-        inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]] = Cholesky(),  # noqa: B008 (immutable)
+        inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] = Cholesky(),  # noqa: B008 (immutable)
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
         loss_terms: LossTerms = LossTerms.EXAMPLES,
         weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing] = WeightSharing.EXPAND,

@@ -80,6 +80,10 @@ class Inverse(ABC, Generic[S]):
     def counters(self, state: S) -> dict[str, Tensor]:
         """Event counts and measures for `metrics()`, each `[]`."""
 
+    def factor_dims(self, spec: LayerSpec) -> tuple[int, int]:
+        """Size of the widest matrix that is kept for `A`, and for `G`, where they are dense."""
+        return spec.in_dim, spec.out_dim
+
     @abstractmethod
     def flops(self, spec: LayerSpec) -> Cost:
         """Floating-point operations of `refresh` and `apply` for one block."""
@@ -91,6 +95,23 @@ class Inverse(ABC, Generic[S]):
     @abstractmethod
     def load(self, state: S, tensors: Mapping[str, Any]) -> None:
         """Copy what `tensors` gave, of equal shapes, into `state`."""
+
+
+class InverseRule(ABC):
+    """Chooses the representation of each block, where one is not given by name.
+
+    Choices that are equal and hash alike (as frozen dataclasses are and do) are refreshed together.
+    """
+
+    @abstractmethod
+    def choose(self, spec: LayerSpec, max_factor_dim: int, channels: int | None) -> Inverse[Any]:
+        """The representation of one block.
+
+        Args:
+            spec: of the block; its structure is what is wished for, whatever the sizes.
+            max_factor_dim: sides of which no wider matrix can be kept are made diagonal.
+            channels: of the feature map that the layer reads flattened, where that is known.
+        """
 
 
 class PairState(ABC):

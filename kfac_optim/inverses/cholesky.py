@@ -1,6 +1,7 @@
 """The default: each damped factor is inverted by Cholesky factorisation, two matrix products apply it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,15 +43,13 @@ class CholeskyState(PairState):
         return {name: inverse for name, inverse in named.items() if inverse is not None}
 
 
+@dataclass(frozen=True)
 class Cholesky(PairInverse[CholeskyState]):
     """Inverse of each factor with π-balanced factored damping (Martens & Grosse 2015, §6.3).
 
     `A + π√λ I` and `G + (√λ/π) I`, `π = √((tr A / in) / (tr G / out))`. Refreshing costs about `in³ + out³`
     operations, applying two matrix products. Factors narrower than float32 are inverted in float32.
     """
-
-    def __repr__(self) -> str:
-        return "Cholesky()"
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> CholeskyState:
         return CholeskyState(spec, dtype=dtype, device=device)

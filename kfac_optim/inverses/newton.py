@@ -73,6 +73,7 @@ class NewtonSchulzState(PairState):
         return super().measures() | {"fallbacks": self.fallbacks}
 
 
+@dataclass(frozen=True)
 class NewtonSchulz(PairInverse[NewtonSchulzState]):
     """The inverses of `Cholesky`, by a fixed number of Newton steps `X ← ζ X (2I - F X)` for each damped factor.
 
@@ -102,13 +103,14 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
             `torch.bfloat16` factors of condition numbers above 1e3 fall back. None is the factors' dtype.
     """
 
-    def __init__(self, steps: int = 10, tolerance: float = 1e-2, dtype: torch.dtype | None = None) -> None:
-        check_integer("steps of NewtonSchulz", steps)
-        check_number("tolerance of NewtonSchulz", tolerance, above=0)
-        check_dtype("dtype of NewtonSchulz", dtype)
-        self.steps = steps
-        self.tolerance = tolerance
-        self.dtype = dtype
+    steps: int = 10
+    tolerance: float = 1e-2
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("steps of NewtonSchulz", self.steps)
+        check_number("tolerance of NewtonSchulz", self.tolerance, above=0)
+        check_dtype("dtype of NewtonSchulz", self.dtype)
 
     def __repr__(self) -> str:
         dtype = "" if self.dtype is None else f", dtype={self.dtype}"

@@ -1,5 +1,7 @@
 """Each factor is eigendecomposed: the product of both is damped exactly, by the λ of the present step."""
 
+from dataclasses import dataclass
+
 import torch
 
 from kfac_optim.inverses.base import dense_flops
@@ -7,6 +9,7 @@ from kfac_optim.inverses.eigenbasis.base import EIGH_FLOPS, EigenbasisInverse, E
 from kfac_optim.specs import Cost, LayerSpec
 
 
+@dataclass(frozen=True)
 class Eigen(EigenbasisInverse[EigenState]):
     """Inverse of `A ⊗ G + λI` in the eigenbasis of the factors (Pauloski et al. 2020, arXiv 2007.00784).
 
@@ -19,9 +22,6 @@ class Eigen(EigenbasisInverse[EigenState]):
     Condition numbers in `metrics()` are those of the factors as `Cholesky` would damp them at the last refresh, in
     the 2-norm: `A + π√λ I` and `G + (√λ/π) I`.
     """
-
-    def __repr__(self) -> str:
-        return "Eigen()"
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> EigenState:
         return EigenState(spec, dtype=dtype, device=device)
