@@ -252,3 +252,20 @@ def test_a_rule_of_ones_own_is_asked() -> None:
 def test_a_class_in_place_of_an_object_is_refused(build: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match=r"inverse must be an Inverse, an InverseRule or a mapping .*, got <class"):
         KFACOptimizer(mlp(), inverse=build())
+
+
+def test_a_rule_is_told_what_is_wished_for_and_how_the_weight_is_used() -> None:
+    class Recording(InverseRule):
+        def choose(self, spec: LayerSpec, max_factor_dim: int, channels: int | None) -> Inverse[Any]:
+            seen[spec.name] = (spec.structure, spec.opposed, max_factor_dim, channels)
+            return Cholesky()
+
+    seen: dict[str, tuple[Any, ...]] = {}
+    model = nn.ModuleDict({"net": conv_net(), "tokens": nn.Embedding(8, 6), "head": nn.Linear(6, 8, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    KFACOptimizer(model, inverse=Recording(), max_factor_dim=7, structure={"net": (DENSE, DIAGONAL)})
+    assert seen == {
+        "net.0": ((DENSE, DIAGONAL), False, 7, None),
+        "net.3": ((DENSE, DIAGONAL), False, 7, 4),
+        "tokens": ((DIAGONAL, DENSE), True, 7, None),
+    }
