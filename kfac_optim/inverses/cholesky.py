@@ -49,6 +49,9 @@ class Cholesky(PairInverse[CholeskyState]):
 
     `A + π√λ I` and `G + (√λ/π) I`, `π = √((tr A / in) / (tr G / out))`. Refreshing costs about `in³ + out³`
     operations, applying two matrix products. Factors narrower than float32 are inverted in float32.
+
+    Use it first. On CPUs it is the cheapest to refresh and to apply at every size (figures at `AutoInverse`), and its
+    damping at a given λ is the strongest: `(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.
     """
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> CholeskyState:

@@ -93,7 +93,8 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     Refreshing costs about `C³ + T³ + 2 out³` operations, applying `2 C T out (C + T + out)`, and a step with
     statistics, besides the sums, `20 m³` for each example with `m = min(C, T)`.
 
-    It is for `nn.Linear` with one position per example, and refuses others with a ValueError. `max_factor_dim`
+    Use it for the first `nn.Linear` after convolutions, where a dense `A` is too large to hold or to invert. It takes
+    one position per example, and refuses other layers with a ValueError. `max_factor_dim`
     bounds C, T and out. `factors()` gives for `A` its diagonal `[1, in]`, as the whole is what is too large to hold.
 
     Args:

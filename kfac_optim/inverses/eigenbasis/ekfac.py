@@ -120,6 +120,9 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     `metrics()["substituted_statistics"]` counts it. The rows of an embedding are one-hot, `[batch, positions,
     num_embeddings]`: where the vocabulary is large, give it another inverse: `{nn.Embedding: Eigen(), "*": EKFAC()}`.
 
+    Use it where refreshes must be rare, or where inputs and gradients of a layer depend on each other, which the
+    product of two factors cannot express. It wants a larger λ than `Cholesky`, as `Eigen` does.
+
     Args:
         per_example: whether the positions of an example are taken together, as above. False makes each an example of
             its own, as `A` and `G` do with `expand`: one matrix product for the batch where the exact gradients take
