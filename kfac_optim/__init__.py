@@ -1,6 +1,7 @@
 """kfac_optim: the K-FAC optimizer for PyTorch.
 
-The house, from the ground up; imports go only to a lower storey (within a folder also to its `base.py`):
+The house, from the ground up; imports go only to a lower storey (within a folder also to its `base.py`, and
+to that of a folder around it):
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
     autograd                    L0  what is asked of autograd; the only file on it
@@ -29,6 +30,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     pairs                       L7  the two factors of a block
     inverses/                   L8  accumulate, refresh (dear), apply (cheap), one representation per file
     options                     L9  the user's choices about layers
+    rules                       L9  which inverse suits a layer
     blocks                      L9  layer + adapter + inverse + clock
     assembly                    L10  the block of a weight, from all the modules that use it
     functional                  L10  matrices that functions multiply by, whatever module owns them
@@ -47,10 +49,20 @@ The house, from the ground up; imports go only to a lower storey (within a folde
 
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import CurvaturePropagation, Empirical, Estimate, ExactGGN, MonteCarlo
-from kfac_optim.inverses import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
+from kfac_optim.inverses import (
+    EKFAC,
+    Cholesky,
+    DoublyFactored,
+    Eigen,
+    Inverse,
+    InverseRule,
+    NewtonSchulz,
+    OnlineEigen,
+)
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.optimizer import KFACOptimizer
+from kfac_optim.rules import AutoInverse
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
 from kfac_optim.step_size import QuadraticModel, StepSize, TrustRegion
@@ -60,6 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_ADAPTERS",
     "EKFAC",
+    "AutoInverse",
     "Cholesky",
     "CurvaturePropagation",
     "DoublyFactored",
@@ -70,6 +83,7 @@ __all__ = [
     "ExponentialDecay",
     "HyperparameterScheduler",
     "Inverse",
+    "InverseRule",
     "KFACOptimizer",
     "LayerAdapter",
     "LayerSpec",

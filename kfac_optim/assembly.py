@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from kfac_optim.blocks import KFACBlock, LayerUse
+from kfac_optim.inverses.base import InverseRule
 from kfac_optim.layers.base import LayerAdapter
+from kfac_optim.layers.feature_maps import flattened_channels
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames
@@ -154,8 +156,14 @@ def build(
     for each, other in zip(specs, opposed, strict=True):
         kept = reversed(each.structure) if other else each.structure
         structure = [most.at_most(wish) for most, wish in zip(kept, structure, strict=True)]
+    inverse = options.inverse.of(names, first.path)
+    if isinstance(inverse, InverseRule):
+        wish = replace(spec, structure=(structure[0], structure[1]), opposed=any(opposed))
+        modules = [module for _, module in names.lineage(first.path)]
+        channels = flattened_channels(modules) if len(uses) == 1 else None
+        inverse = inverse.choose(wish, options.max_factor_dim, channels)
     notes = []
-    for side, dim in enumerate((spec.in_dim, spec.out_dim)):
+    for side, dim in enumerate(inverse.factor_dims(spec)):
         if dim > options.max_factor_dim and structure[side] is Structure.DENSE:
             structure[side] = Structure.DIAGONAL
             notes.append(f"{'AG'[side]} is diagonal: {dim} > max_factor_dim {options.max_factor_dim}")
@@ -169,7 +177,6 @@ def build(
         weight_sharing=options.weight_sharing.of(names, first.path),
         opposed=any(opposed),
     )
-    inverse = options.inverse.of(names, first.path)
     layer_uses = tuple(
         LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
         for use, other in zip(uses, opposed, strict=True)
@@ -179,7 +186,7 @@ def build(
         # What forwards have shown since is kept.
         seen = replace(spec, opposed=block.spec.opposed, shared_input=block.spec.shared_input)
         same_spec = replace(block.spec, name=spec.name) == seen
-        if same_spec and block.inverse is inverse and [id(p) for p in block.params] == [id(p) for p in params]:
+        if same_spec and block.inverse == inverse and [id(p) for p in block.params] == [id(p) for p in params]:
             rename(block, spec.name, first.name)
             block.notes = tuple(notes)
             known = {use.module: use for use in block.uses}  # kept, and with them their hooks

@@ -17,8 +17,12 @@ class Damped(NamedTuple):
 
     def of(self, factor: Tensor) -> Tensor:
         """The damped form of `F`, `[groups, d, d]`, or `[groups, d]` for a diagonal one."""
-        scaled = factor * self.scale.view(-1, *(1,) * (factor.dim() - 1))
+        scaled = self.scaled(factor)
         return shift_diagonal(scaled, self.shift) if factor.dim() == 3 else scaled + self.shift.unsqueeze(-1)
+
+    def scaled(self, factor: Tensor) -> Tensor:
+        """The same without its shift."""
+        return factor * self.scale.view(-1, *(1,) * (factor.dim() - 1))
 
 
 def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: float) -> list[Damped]:

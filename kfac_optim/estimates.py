@@ -2,6 +2,15 @@
 
 All are on one scale: `A ⊗ G` stands for the Fisher of the loss as the user wrote it. `Empirical` needs to be told
 nothing. The others name the loss once, `estimate=MonteCarlo(nn.CrossEntropyLoss())`; the training loop stays as it is.
+
+| | of which targets | backward passes more | use it |
+|---|---|---|---|
+| `Empirical` | those of the training | none | first: it is the default; where the loss is none of those known |
+| `MonteCarlo` | drawn from the predictions | 1 | where the loss is known, and above all where it falls towards zero |
+| `CurvaturePropagation` | none: random signs | 1 | as `MonteCarlo`, where predictions are nearly certain |
+| `ExactGGN` | none | one per output element | for a few outputs, and to test the others by |
+
+The passes are made on statistics steps alone: with a larger `factor_update_period` they cost little.
 """
 
 import weakref
@@ -45,6 +54,8 @@ class Empirical(Estimate):
 
     The resulting `A ⊗ G` approximates the empirical Fisher, which is not the Fisher: it vanishes with the
     residuals, so near a perfect fit steps are bounded by the damping and the trust region (Kunstner et al. 2019).
+
+    Use it where the loss is none of those that the others know, under `torch.compile`, and where steps must be cheap.
     """
 
     def __repr__(self) -> str:
@@ -169,8 +180,8 @@ class _Watcher:
 class MonteCarlo(NamedLoss):
     """Gradients at targets drawn from the model's own predictions: the Fisher, in expectation, by one pass.
 
-    The first choice where the loss is one of those known: unlike the empirical Fisher it does not vanish with the
-    residuals (Martens & Grosse 2015, §5; Kunstner et al. 2019).
+    Use it where the loss is one of those known: unlike the empirical Fisher it does not vanish with the residuals
+    (Martens & Grosse 2015, §5; Kunstner et al. 2019).
     """
 
     def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
@@ -180,8 +191,8 @@ class MonteCarlo(NamedLoss):
 class CurvaturePropagation(NamedLoss):
     """`B v`, `B Bᵀ` the Hessian of the loss, `v` random signs: the generalised Gauss-Newton matrix, in expectation.
 
-    One pass, as `MonteCarlo`, of less variance where the predictions are nearly certain (Martens, Sutskever & Swersky
-    2012).
+    One pass, as `MonteCarlo`. Use it in its place where the predictions are nearly certain: its variance is then the
+    smaller (Martens, Sutskever & Swersky 2012).
     """
 
     def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
@@ -191,7 +202,7 @@ class CurvaturePropagation(NamedLoss):
 class ExactGGN(NamedLoss):
     """The generalised Gauss-Newton matrix without noise: a pass for each element of an example's output.
 
-    For small outputs, and to test the others by.
+    Use it for small outputs, and to test the others by.
     """
 
     def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:

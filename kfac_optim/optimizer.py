@@ -18,7 +18,7 @@ from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.execution import Executor, SingleDevice
-from kfac_optim.inverses.base import Inverse
+from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
@@ -78,7 +78,8 @@ class KFACOptimizer(Optimizer):
             None turns it off.
         step_size: `TrustRegion()`, of your learning rate and momentum; or `QuadraticModel()`, which finds both.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` by what steps do to the loss, and may take them back.
-        inverse: representation of the inverse curvature; one, or a mapping from name globs or module classes.
+        inverse: representation of the inverse curvature; one, `AutoInverse()` for what suits each layer, or a mapping
+            from name globs or module classes.
         estimate: which output gradients make `G`: those of the training loss, or of a named one
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
@@ -128,7 +129,7 @@ class KFACOptimizer(Optimizer):
         kl_clip: float | None = 1e-3,
         step_size: StepSize = TrustRegion(),  # noqa: B008 (immutable)
         adapt_damping: LevenbergMarquardt | None = None,
-        inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]] = Cholesky(),  # noqa: B008 (immutable)
+        inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] = Cholesky(),  # noqa: B008 (immutable)
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
         loss_terms: LossTerms = LossTerms.EXAMPLES,
         weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing] = WeightSharing.EXPAND,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_optim.inverses.base import Inverse
+from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers.base import Adapters, LayerAdapter
 from kfac_optim.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
@@ -23,7 +23,7 @@ class BlockOptions:
 
     adapters: Adapters
     skip_layers: Sequence[Pattern]
-    inverse: Choice[Inverse[Any]]
+    inverse: Choice[Inverse[Any] | InverseRule]
     weight_sharing: Choice[WeightSharing]
     structure: Choice[tuple[Structure, Structure]]
     max_factor_dim: int
@@ -41,7 +41,7 @@ def block_options(
     *,
     adapters: Adapters,
     skip_layers: Sequence[Pattern],
-    inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]],
+    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule],
     weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
     structure: tuple[Structure, Structure] | Mapping[Pattern, tuple[Structure, Structure]] | None,
     max_factor_dim: int,
@@ -63,9 +63,9 @@ def block_options(
     options = BlockOptions(
         adapters=adapters,
         skip_layers=tuple(skip_layers),
-        inverse=Choice("inverse", inverse, Inverse, Cholesky()),
-        weight_sharing=Choice("weight_sharing", weight_sharing, WeightSharing, WeightSharing.EXPAND),
-        structure=Choice("structure", _DENSE if structure is None else structure, tuple, _DENSE),
+        inverse=Choice("inverse", inverse, (Inverse, InverseRule), Cholesky()),
+        weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
+        structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),
         max_factor_dim=max_factor_dim,
         factor_dtype=factor_dtype,
     )

@@ -74,11 +74,11 @@ class Choice(Generic[V]):
     Args:
         argument: name of the constructor argument, for messages.
         value: one value, or the mapping.
-        kind: class of a value.
+        kinds: classes of a value.
         default: for layers that no pattern of the mapping matches.
     """
 
-    def __init__(self, argument: str, value: V | Mapping[Pattern, V], kind: type, default: V) -> None:
+    def __init__(self, argument: str, value: V | Mapping[Pattern, V], kinds: tuple[type, ...], default: V) -> None:
         self.argument = argument
         self.default = default
         self.by_pattern: Mapping[Pattern, V]
@@ -89,9 +89,9 @@ class Choice(Generic[V]):
         for pattern in self.by_pattern:
             check_pattern(argument, pattern)
         for chosen in (self.default, *self.by_pattern.values()):
-            if not isinstance(chosen, kind):
+            if not isinstance(chosen, kinds):
                 raise TypeError(
-                    f"kfac_optim: {argument} must be {_article(kind)} or a mapping from name globs or module "
+                    f"kfac_optim: {argument} must be {_articles(kinds)} or a mapping from name globs or module "
                     f"classes to such values, got {chosen!r}."
                 )
 
@@ -130,5 +130,5 @@ def _listed(names: Iterable[str], most: int = 12) -> str:
     return shown + (f", … ({len(all_names)} in all)" if len(all_names) > most else "")
 
 
-def _article(kind: type) -> str:
-    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+def _articles(kinds: tuple[type, ...]) -> str:
+    return ", ".join(f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}" for kind in kinds)

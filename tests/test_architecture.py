@@ -68,13 +68,14 @@ def test_the_reading_of_imports_sees_an_import() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if unit(path) != "__init__"], ids=str)
-def test_a_file_imports_lower_storeys_only_and_within_a_folder_its_base(path: Path) -> None:
+def test_a_file_imports_lower_storeys_only_and_within_a_folder_the_bases_around_them(path: Path) -> None:
     for target in own_imports(path):
         assert target != Path("__init__.py"), "the package's own public names are for users"
         if unit(target) != unit(path):
             assert STOREYS[unit(target)] < STOREYS[unit(path)], f"{path} imports {target}"
         elif path.name != "__init__.py":
             assert target.name == "base.py", f"{path} imports {target} beside it"
+            assert target.parent in path.parents, f"{path} imports {target} of a folder that it is not in"
 
 
 def test_there_is_no_circle_of_imports() -> None:

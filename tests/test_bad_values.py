@@ -107,9 +107,9 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (NAN, ValueError, r"kl_clip \(None turns it off\) must be finite, above 0, got nan"),
     ],
     "inverse": [
-        ("cholesky", TypeError, r"inverse must be an Inverse or a mapping .*, got 'cholesky'"),
-        (Cholesky, TypeError, r"inverse must be an Inverse or a mapping .*, got <class .*Cholesky'>"),
-        ({"0": None}, TypeError, r"inverse must be an Inverse or a mapping .*, got None"),
+        ("cholesky", TypeError, r"inverse must be an Inverse, an InverseRule or a mapping .*, got 'cholesky'"),
+        (Cholesky, TypeError, r"inverse must be an Inverse, an InverseRule or a mapping .*, got <class .*Cholesky'>"),
+        ({"0": None}, TypeError, r"inverse must be an Inverse, an InverseRule or a mapping .*, got None"),
         ({"encoder": Cholesky()}, ValueError, rf"inverse entry 'encoder' matches no module\. {MODULES}"),
         ({nn.Conv2d: Cholesky()}, ValueError, rf"inverse entry 'Conv2d' matches no module\. {MODULES}"),
         ({3: Cholesky()}, TypeError, r"an entry of inverse must be a name glob or a subclass of nn\.Module, got 3"),

@@ -1,11 +1,25 @@
-"""Representations of a block's inverse curvature, one file each."""
+"""Representations of a block's inverse curvature, one file each.
 
-from kfac_optim.inverses.base import Inverse
+Refresh: operations for a dense factor of size d, by `Inverse.flops`, where a Cholesky inverse is d³. Apply: matrix
+products with each dense factor, at every step.
+
+| | what it divides the gradient by | refresh | apply | use it |
+|---|---|---|---|---|
+| `Cholesky` | damped `A`, damped `G` | d³ | 1 | first |
+| `NewtonSchulz` | the same | 48 d³, products alone | 1 | where products are far faster than factorisations |
+| `Eigen` | `A ⊗ G + λI` | 25 d³ | 2 | where λ changes from step to step |
+| `OnlineEigen` | nearly the same | 9 d³ on average | 2 | as `Eigen`, where decompositions are slow |
+| `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
+| `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
+
+`AutoInverse` (`rules.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
+`(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.
+"""
+
+from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.inverses.doubly_factored import DoublyFactored
-from kfac_optim.inverses.eigen import Eigen
-from kfac_optim.inverses.ekfac import EKFAC
+from kfac_optim.inverses.eigenbasis import EKFAC, Eigen, OnlineEigen
 from kfac_optim.inverses.newton import NewtonSchulz
-from kfac_optim.inverses.online import OnlineEigen
 
-__all__ = ["EKFAC", "Cholesky", "DoublyFactored", "Eigen", "Inverse", "NewtonSchulz", "OnlineEigen"]
+__all__ = ["EKFAC", "Cholesky", "DoublyFactored", "Eigen", "Inverse", "InverseRule", "NewtonSchulz", "OnlineEigen"]

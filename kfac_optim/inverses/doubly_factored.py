@@ -79,6 +79,7 @@ class DoublyFactoredState:
         }
 
 
+@dataclass(frozen=True)
 class DoublyFactored(Inverse[DoublyFactoredState]):
     """Three factors for a wide linear layer over a flattened feature map (Ba, Grosse & Martens 2017, §4).
 
@@ -92,20 +93,18 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     Refreshing costs about `C³ + T³ + 2 out³` operations, applying `2 C T out (C + T + out)`, and a step with
     statistics, besides the sums, `20 m³` for each example with `m = min(C, T)`.
 
-    It is for `nn.Linear` with one position per example, and refuses others with a ValueError. `max_factor_dim`
-    must not be below the number of inputs, though no factor has that size. `factors()` gives for `A` its diagonal
-    `[1, in]`, as the whole is what is too large to hold.
+    Use it for the first `nn.Linear` after convolutions, where a dense `A` is too large to hold or to invert. It takes
+    one position per example, and refuses other layers with a ValueError. `max_factor_dim`
+    bounds C, T and out. `factors()` gives for `A` its diagonal `[1, in]`, as the whole is what is too large to hold.
 
     Args:
         channels: C; the inputs without the bias must be a multiple of it.
     """
 
-    def __init__(self, channels: int) -> None:
-        check_integer("channels of DoublyFactored", channels)
-        self.channels = int(channels)
+    channels: int
 
-    def __repr__(self) -> str:
-        return f"DoublyFactored(channels={self.channels})"
+    def __post_init__(self) -> None:
+        check_integer("channels of DoublyFactored", self.channels)
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> DoublyFactoredState:
         self._check(spec)
@@ -195,6 +194,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             "condition_G": state.conditions[2:].max(),
         }
 
+    def factor_dims(self, spec: LayerSpec) -> tuple[int, int]:
+        return max(self.channels, -(-_weight_columns(spec) // self.channels)), spec.out_dim
+
     def flops(self, spec: LayerSpec) -> Cost:
         c, t, out = self.channels, _weight_columns(spec) // self.channels, spec.out_dim
         biases = 1 if spec.has_bias else 0
@@ -237,21 +239,25 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         rows = rows[added] if on_host(added) else torch.where(added.unsqueeze(-1), rows, 0)
         return rows.reshape(-1, self.channels, columns // self.channels), total(added)
 
+    def refusal(self, spec: LayerSpec) -> str | None:
+        """Why a layer cannot be factored like this; None where it can."""
+        columns = _weight_columns(spec)
+        if spec.groups > 1:
+            return f"it has {spec.groups} groups"
+        if spec.opposed:
+            return "other layers multiply by the transpose of its weight"
+        if spec.structure != (Structure.DENSE, Structure.DENSE):
+            kinds = " and ".join(kind.value for kind in spec.structure)
+            return f"its A and G are {kinds}, not dense (raise max_factor_dim if that made them so)"
+        if columns == 0 or columns % self.channels:
+            return f"the inputs are no multiple of {self.channels} channels"
+        return None
+
     def _check(self, spec: LayerSpec) -> None:
         """Raise ValueError for a layer that cannot be factored like this."""
-        columns = _weight_columns(spec)
-        size = f"{columns} inputs{' and a bias' if spec.has_bias else ''}, {spec.out_dim} outputs"
-        if spec.groups > 1:
-            reason = f"it has {spec.groups} groups"
-        elif spec.opposed:
-            reason = "other layers multiply by the transpose of its weight"
-        elif spec.structure != (Structure.DENSE, Structure.DENSE):
-            kinds = " and ".join(kind.value for kind in spec.structure)
-            reason = f"its A and G are {kinds}, not dense (raise max_factor_dim if that made them so)"
-        elif columns == 0 or columns % self.channels:
-            reason = f"the inputs are no multiple of {self.channels} channels"
-        else:
+        if (reason := self.refusal(spec)) is None:
             return
+        size = f"{_weight_columns(spec)} inputs{' and a bias' if spec.has_bias else ''}, {spec.out_dim} outputs"
         raise ValueError(
             f"kfac_optim: {self!r} does not fit layer {spec.name!r} ({size}): {reason}. Name the "
             f"layers that it fits, as in inverse={{'classifier': {self!r}}}, and leave others to another inverse."

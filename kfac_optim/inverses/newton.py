@@ -6,9 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches, dense_flops
+from kfac_optim.inverses.base import (
+    DampedJob,
+    PairInverse,
+    PairState,
+    batches,
+    damped_jobs,
+    dense_flops,
+    identity_like,
+    keep_inverses,
+    take_reciprocals,
+)
 from kfac_optim.linalg import (
     damped_cholesky_inverse,
     inverse_residuals,
@@ -64,6 +73,7 @@ class NewtonSchulzState(PairState):
         return super().measures() | {"fallbacks": self.fallbacks}
 
 
+@dataclass(frozen=True)
 class NewtonSchulz(PairInverse[NewtonSchulzState]):
     """The inverses of `Cholesky`, by a fixed number of Newton steps `X ← ζ X (2I - F X)` for each damped factor.
 
@@ -82,8 +92,11 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
     float32).
 
     Refreshing costs `(4 · steps + 8) · (in³ + out³)` operations where Cholesky takes `in³ + out³`, applying two matrix
-    products. On CPUs Cholesky is faster. Products in float32 follow `torch.set_float32_matmul_precision`: with TF32
-    ill-conditioned factors fall back.
+    products. Products in float32 follow `torch.set_float32_matmul_precision`: with TF32 ill-conditioned factors fall
+    back.
+
+    Use it on accelerators whose matrix products are far faster than their factorisations, with `dtype=torch.bfloat16`
+    where condition numbers are small. On CPUs `Cholesky` is: a refresh takes 3 to 15 times as long here.
 
     Args:
         steps: of two products each, for every factor at every refresh.
@@ -93,13 +106,14 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
             `torch.bfloat16` factors of condition numbers above 1e3 fall back. None is the factors' dtype.
     """
 
-    def __init__(self, steps: int = 10, tolerance: float = 1e-2, dtype: torch.dtype | None = None) -> None:
-        check_integer("steps of NewtonSchulz", steps)
-        check_number("tolerance of NewtonSchulz", tolerance, above=0)
-        check_dtype("dtype of NewtonSchulz", dtype)
-        self.steps = steps
-        self.tolerance = tolerance
-        self.dtype = dtype
+    steps: int = 10
+    tolerance: float = 1e-2
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("steps of NewtonSchulz", self.steps)
+        check_number("tolerance of NewtonSchulz", self.tolerance, above=0)
+        check_dtype("dtype of NewtonSchulz", self.dtype)
 
     def __repr__(self) -> str:
         dtype = "" if self.dtype is None else f", dtype={self.dtype}"
@@ -115,7 +129,7 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
             if structure is Structure.DENSE and equal[0].factor.average.shape[-1] > 1:
                 begun.append((equal, *self._iterate(equal)))
             else:
-                _take_reciprocals(equal)
+                _mark_solved(equal, take_reciprocals(equal))
         for equal, inverses, converged in begun:
             _finish(equal, inverses, converged)
 
@@ -131,87 +145,51 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
     def flops(self, spec: LayerSpec) -> Cost:
         return dense_flops(spec, per_cube=4.0 * self.steps + 8.0, products=1)
 
-    def _iterate(self, jobs: Sequence["_Job"]) -> tuple[Tensor, Tensor]:
+    def _iterate(self, jobs: Sequence[DampedJob]) -> tuple[Tensor, Tensor]:
         """The inverses of all groups of all jobs `[n, d, d]`, and whether each is within tolerance `[n]`."""
-        matrix = torch.cat([job.damped_factor() for job in jobs])
+        matrix = torch.cat([job.damped.of(job.average()) for job in jobs])
         start = newton_start(
             matrix,
             torch.cat([job.damped.shift for job in jobs]),
-            torch.cat([job.result.inverse for job in jobs]),
-            torch.cat([job.result.solved for job in jobs]),
+            torch.cat([job.inverse for job in jobs]),
+            torch.cat([_solved(job) for job in jobs]),
         )
         inverses = newton_schulz(matrix, start, self.steps, self.dtype)
         return inverses, inverse_residuals(matrix, inverses) <= self.tolerance  # not where it is NaN
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job(FactorJob):
-    """How the factor is damped, and where its inverse goes."""
-
-    state: NewtonSchulzState
-    result: Side
-    damped: Damped
-
-    def damped_factor(self) -> Tensor:
-        return self.damped.of(self.average())
-
-    def keep(self, inverse: Tensor, attempts: Tensor, condition: Tensor) -> None:
-        """Take the groups that are usable, and leave the others at their last good inverse.
-
-        Args:
-            inverse: like the result's.
-            attempts: `[groups]`, 0 where all failed.
-            condition: condition number, `[groups]`.
-        """
-        usable = self.settle(attempts)
-        kept = self.result.inverse
-        kept.copy_(torch.where(usable.view(-1, *(1,) * (kept.dim() - 1)), inverse, kept))
-        self.result.solved.logical_or_(usable)
-        last = self.state.condition[self.side]
-        self.state.condition[self.side] = torch.where(usable, condition, last).max()
+def _jobs(state: NewtonSchulzState, damping: float) -> list[DampedJob]:
+    a, g = (None if side is None else side.inverse for side in (state.a, state.g))
+    return damped_jobs(state, (a, g), damping)
 
 
-def _jobs(state: NewtonSchulzState, damping: float) -> list[_Job]:
-    present = [
-        (side, factor, result)
-        for side, (factor, result) in enumerate(((state.pair.a, state.a), (state.pair.g, state.g)))
-        if factor is not None and result is not None
-    ]
-    traces = [factor.trace().to(state.condition.dtype) for _, factor, _ in present]
-    damped = factored_tikhonov(traces, [result.inverse.shape[-1] for _, _, result in present], damping)
-    return [
-        _Job(state, side, factor, result, share) for (side, factor, result), share in zip(present, damped, strict=True)
-    ]
+def _solved(job: DampedJob) -> Tensor:
+    assert isinstance(job.state, NewtonSchulzState)
+    side = (job.state.a, job.state.g)[job.side]
+    assert side is not None
+    return side.solved
 
 
-def _finish(jobs: Sequence[_Job], inverses: Tensor, converged: Tensor) -> None:
+def _mark_solved(jobs: Sequence[DampedJob], usable: Sequence[Tensor]) -> None:
+    for job, taken in zip(jobs, usable, strict=True):
+        _solved(job).logical_or_(taken)
+
+
+def _finish(jobs: Sequence[DampedJob], inverses: Tensor, converged: Tensor) -> None:
     """Invert by Cholesky what has not converged, and hand the parts back."""
-    stack = torch.cat([job.damped_factor() for job in jobs])
+    stack = torch.cat([job.damped.of(job.average()) for job in jobs])
     attempts = converged.to(torch.int64)
     if not bool(converged.all()):
         left = (~converged).nonzero().squeeze(-1)
-        unscaled = torch.cat([job.average() * job.damped.scale[:, None, None] for job in jobs])[left]
+        unshifted = torch.cat([job.damped.scaled(job.average()) for job in jobs])[left]
         shift = torch.cat([job.damped.shift for job in jobs])[left]
-        inverses[left], attempts[left] = damped_cholesky_inverse(unscaled, shift)
-    conditions = norm1(stack) * norm1(inverses)
-    sizes = [len(job.result.solved) for job in jobs]
-    parts = (torch.split(whole, sizes) for whole in (inverses, attempts, conditions, ~converged))
-    for job, inverse, tries, condition, fell_back in zip(jobs, *parts, strict=True):
+        inverses[left], attempts[left] = damped_cholesky_inverse(unshifted, shift)
+    _mark_solved(jobs, keep_inverses(jobs, inverses, attempts, norm1(stack) * norm1(inverses)))
+    for job, fell_back in zip(jobs, torch.split(~converged, [len(job.inverse) for job in jobs]), strict=True):
+        assert isinstance(job.state, NewtonSchulzState)
         job.state.fallbacks += fell_back.sum()
-        job.keep(inverse, tries, condition)
-
-
-def _take_reciprocals(jobs: Sequence[_Job]) -> None:
-    """Of diagonal factors, and of 1×1 matrices."""
-    for job in jobs:
-        damped = job.damped_factor()
-        diagonal = damped.flatten(1)
-        finite = diagonal.isfinite().all(-1).to(torch.int64)
-        job.keep(damped.reciprocal(), finite, diagonal.amax(-1) / diagonal.amin(-1))
 
 
 def _unsolved(factor: Factor, dtype: torch.dtype) -> Side:
-    groups, dim = factor.average.shape[:2]
-    ones = torch.ones((groups, dim), dtype=dtype, device=factor.average.device)
-    inverse = torch.diag_embed(ones) if factor.structure is Structure.DENSE else ones
-    return Side(inverse, torch.zeros(groups, dtype=torch.bool, device=factor.average.device))
+    inverse = identity_like(factor, dtype)
+    return Side(inverse, torch.zeros(len(inverse), dtype=torch.bool, device=inverse.device))

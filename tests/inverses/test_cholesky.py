@@ -1,5 +1,8 @@
+from functools import partial
+
 import oracles
 import pytest
+import states
 import torch
 from cases import (
     STRUCTURES,
@@ -15,10 +18,10 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
+from states import CPU, every_structure, spec
 from torch import nn
 
-from kfac_optim import Cholesky, LayerSpec, Structure, WeightSharing
-from kfac_optim.inverses.cholesky import CholeskyState
+from kfac_optim import Cholesky, Structure, WeightSharing
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -49,7 +52,7 @@ def test_the_step_solves_the_damped_kronecker_system(
     assert float(difference.abs().max()) < 1e-9 * float(grad.abs().max()) / damping + 1e-12
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+@every_structure
 def test_every_layer_of_a_model_solves_its_own_system(structure: tuple[Structure, Structure]) -> None:
     # Equal shapes are inverted in one batch, across layers and groups: none may take another's.
     model = look_alikes()
@@ -80,7 +83,7 @@ def test_beside_a_scalar_factor_damping_is_exact(inputs: int, outputs: int, bias
     assert_same(displacement(module, before), exact, rtol=1e-8)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+@every_structure
 def test_a_group_that_saw_only_zeros_is_damped_all_the_same(structure: tuple[Structure, Structure]) -> None:
     module = nn.Conv1d(4, 6, 1, groups=2, bias=False)
     optimizer = free_optimizer(module, structure=structure, damping=0.01, factor_update_period=100)
@@ -138,38 +141,16 @@ def test_between_refreshes_the_inverse_is_that_of_the_last_refresh(period: int, 
 # -- the representation alone ------------------------------------------------------------------------------------
 
 CHOLESKY = Cholesky()
-CPU = torch.device("cpu")
+measured_state = partial(states.measured_state, CHOLESKY)
 
 
-def spec(inputs: int, outputs: int, groups: int, structure: tuple[Structure, Structure]) -> LayerSpec:
-    return LayerSpec("layer", ("weight",), inputs, outputs, groups=groups, structure=structure)
-
-
-def measured_state(
-    inputs: int = 4,
-    outputs: int = 3,
-    groups: int = 2,
-    structure: tuple[Structure, Structure] = (Structure.DENSE, Structure.DENSE),
-) -> CholeskyState:
-    """A state whose averages are full-rank second moments."""
-    state = CHOLESKY.init(spec(inputs, outputs, groups, structure), dtype=torch.float64, device=CPU)
-    for factor in (state.pair.a, state.pair.g):
-        if factor is not None:
-            moments = torch.randn(groups, 20, factor.average.shape[-1])
-            whole = moments.mT @ moments
-            factor.add(whole if factor.structure is Structure.DENSE else whole.diagonal(dim1=1, dim2=2).clone())
-    state.pair.rows = 20
-    CHOLESKY.fold(state, 1, 1.0)
-    return state
-
-
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+@every_structure
 def test_before_any_refresh_the_gradient_comes_back(structure: tuple[Structure, Structure]) -> None:
     grad = torch.randn(2, 3, 4)
     assert_same(CHOLESKY.apply(measured_state(structure=structure), grad, 0.1), grad, rtol=0)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+@every_structure
 @given(
     shapes=st.lists(
         st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.floats(1e-3, 10)), min_size=1, max_size=4

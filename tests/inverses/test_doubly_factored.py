@@ -1,4 +1,3 @@
-import io
 from collections.abc import Callable
 
 import oracles
@@ -9,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
 from plain import assert_identical, batch, block, clones, mlp, square_loss, train
+from states import CPU, assert_resumes_bitwise
 from torch import Tensor, nn
 
 from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, LayerSpec, Structure, WeightSharing
@@ -18,7 +18,6 @@ from kfac_optim.inverses.doubly_factored import DoublyFactoredState
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-CPU = torch.device("cpu")
 dampings = st.sampled_from([1e-3, 0.1, 10.0])
 dims = st.integers(1, 4)
 
@@ -234,19 +233,7 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
         model = conv_net(dtype)
         return model, KFACOptimizer(model, lr=0.1, inverse=BY_LAYER, inverse_update_period=4)
 
-    (whole, uninterrupted), (first, saving), (second, resumed) = make(), make(), make()
-    train(whole, uninterrupted, 9)
-    train(first, saving, 6)  # between refreshes
-    file = io.BytesIO()
-    torch.save([first.state_dict(), saving.state_dict()], file)
-    file.seek(0)
-    parameters, state = torch.load(file, weights_only=True)
-    second.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    train(second, resumed, 3, start=6)
-    assert_identical(clones(second.parameters()), clones(whole.parameters()))
-    assert_identical(resumed.state_dict(), uninterrupted.state_dict())
-    assert_identical(resumed.metrics(), uninterrupted.metrics())
+    assert_resumes_bitwise(make, steps=9, saved=6)  # between refreshes
 
 
 def test_a_checkpoint_of_other_channels_or_another_representation_is_refused() -> None:
@@ -326,7 +313,7 @@ def test_a_model_moved_to_another_dtype_takes_its_statistics_along() -> None:
     [
         (nn.Linear(7, 3), {}, r"\(7 inputs and a bias, 3 outputs\): the inputs are no multiple of 2 channels"),
         (nn.Linear(5, 3, bias=False), {}, r"\(5 inputs, 3 outputs\): the inputs are no multiple"),
-        (nn.Linear(6, 3), {"max_factor_dim": 6}, r"A and G are diagonal and dense, not dense \(raise max_factor_dim"),
+        (nn.Linear(6, 2), {"max_factor_dim": 2}, r"A and G are diagonal and dense, not dense \(raise max_factor_dim"),
         (nn.Linear(6, 3), {"structure": (DENSE, IDENTITY)}, "A and G are dense and identity, not dense"),
         (nn.Embedding(6, 3), {}, "A and G are diagonal and dense, not dense"),
         (nn.Conv1d(8, 4, 1, groups=2), {}, "it has 2 groups"),

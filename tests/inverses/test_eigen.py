@@ -1,19 +1,20 @@
-import io
 from functools import partial
 
 import cases
 import oracles
 import pytest
+import states
 import torch
 from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import MaybeFactor, assert_same
-from plain import assert_identical, clones, mlp, train
+from plain import assert_identical, mlp
+from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
 from kfac_optim import Cholesky, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
-from kfac_optim.inverses.eigen import EigenState
+from kfac_optim.inverses.eigenbasis.base import EigenState
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -22,10 +23,9 @@ pytestmark = [
 
 EIGEN = Eigen()
 DENSE, DIAGONAL, IDENTITY = Structure
-CPU = torch.device("cpu")
-every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
 dampings = st.floats(1e-3, 10)
 free_optimizer = partial(cases.free_optimizer, inverse=EIGEN)
+measured_state = partial(states.measured_state, EIGEN)
 
 
 def solution(factors: tuple[MaybeFactor, MaybeFactor], grad: Tensor, damping: float) -> Tensor:
@@ -94,19 +94,7 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE)}
         return model, KFACOptimizer(model, lr=0.1, inverse=Eigen(), structure=structure, inverse_update_period=4)
 
-    (whole, uninterrupted), (first, saving), (second, resumed) = make(), make(), make()
-    train(whole, uninterrupted, 9)
-    train(first, saving, 6)  # between refreshes
-    file = io.BytesIO()
-    torch.save([first.state_dict(), saving.state_dict()], file)
-    file.seek(0)
-    parameters, state = torch.load(file, weights_only=True)
-    second.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    train(second, resumed, 3, start=6)
-    assert_identical(clones(second.parameters()), clones(whole.parameters()))
-    assert_identical(resumed.state_dict(), uninterrupted.state_dict())
-    assert_identical(resumed.metrics(), uninterrupted.metrics())
+    assert_resumes_bitwise(make, steps=9, saved=6)  # between refreshes
 
 
 def test_a_checkpoint_of_another_representation_is_refused() -> None:
@@ -116,29 +104,6 @@ def test_a_checkpoint_of_another_representation_is_refused() -> None:
 
 
 # -- the representation alone ------------------------------------------------------------------------------------
-
-
-def spec(inputs: int, outputs: int, groups: int, structure: tuple[Structure, Structure]) -> LayerSpec:
-    return LayerSpec("layer", ("weight",), inputs, outputs, groups=groups, structure=structure)
-
-
-def measured_state(
-    inputs: int = 4,
-    outputs: int = 3,
-    groups: int = 2,
-    structure: tuple[Structure, Structure] = (DENSE, DENSE),
-    rank: int = 20,
-) -> EigenState:
-    """A state whose averages are second moments of `rank` vectors."""
-    state = EIGEN.init(spec(inputs, outputs, groups, structure), dtype=torch.float64, device=CPU)
-    for factor in (state.pair.a, state.pair.g):
-        if factor is not None:
-            moments = torch.randn(groups, rank, factor.average.shape[-1])
-            whole = moments.mT @ moments
-            factor.add(whole if factor.structure is DENSE else whole.diagonal(dim1=1, dim2=2).clone())
-    state.pair.rows = 20
-    EIGEN.fold(state, 1, 1.0)
-    return state
 
 
 def assert_solves(state: EigenState, damping: float = 0.1, *, rtol: float = 1e-8) -> None:
@@ -159,7 +124,7 @@ def assert_solves(state: EigenState, damping: float = 0.1, *, rtol: float = 1e-8
 def test_blocks_refreshed_together_solve_their_systems_at_every_damping(
     structure: tuple[Structure, Structure], shapes: list[tuple[int, int, int]], rank: int, steps: list[float]
 ) -> None:
-    states = [measured_state(*dims, structure, rank) for dims in shapes]
+    states = [measured_state(*dims, structure, rank=rank) for dims in shapes]
     EIGEN.refresh(states, [0.1] * len(states))
     for state, (inputs, outputs, groups) in zip(states, shapes, strict=True):
         grad = torch.randn(groups, outputs, inputs)

@@ -1,4 +1,3 @@
-import io
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,13 +10,14 @@ from cases import LayerCase, any_loss, conv_cases, displacement, linear_cases, l
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
-from plain import assert_identical, batch, block, clones, mlp, square_loss, train
+from plain import assert_identical, batch, block, clones, mlp, square_loss
+from states import CPU, assert_resumes_bitwise, every_structure
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from kfac_optim import EKFAC, Eigen, KFACOptimizer, LayerSpec, LayerStatistics, OnlineEigen, Structure, WeightSharing
-from kfac_optim.inverses import ekfac
-from kfac_optim.inverses.ekfac import EKFACState, sum_of_squares
+from kfac_optim.inverses.eigenbasis import ekfac
+from kfac_optim.inverses.eigenbasis.ekfac import EKFACState, sum_of_squares
 from kfac_optim.rows import gram
 
 pytestmark = [
@@ -26,7 +26,6 @@ pytestmark = [
 ]
 
 DENSE, DIAGONAL, IDENTITY = Structure
-CPU = torch.device("cpu")
 MEASURED = [(DENSE, DENSE), (DENSE, DIAGONAL), (DIAGONAL, DENSE), (DIAGONAL, DIAGONAL)]
 WITH_IDENTITY = [(DENSE, IDENTITY), (IDENTITY, DENSE), (DIAGONAL, IDENTITY), (IDENTITY, DIAGONAL)]
 measured_structures = pytest.mark.parametrize(
@@ -441,7 +440,7 @@ def test_beside_an_identity_it_is_eigen_with_eigenvalues_of_every_statistics_ste
     assert_same(state.second_moments, in_basis(oracles.kronecker(a, g), state), rtol=1e-8)
 
 
-@pytest.mark.parametrize("structure", cases.STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+@every_structure
 @given(damping=st.floats(1e-30, 1e30))
 def test_before_any_refresh_the_gradient_comes_back(structure: tuple[Structure, Structure], damping: float) -> None:
     module = nn.Conv1d(4, 6, 1, groups=2)
@@ -830,21 +829,7 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE), "4": (IDENTITY, DENSE)}
         return model, KFACOptimizer(model, lr=0.1, inverse=EKFAC(), structure=structure, inverse_update_period=4)
 
-    (whole, uninterrupted), (first, saving), (second, resumed) = make(), make(), make()
-    train(whole, uninterrupted, 9)
-    train(first, saving, 6)  # between refreshes
-    file = io.BytesIO()
-    torch.save([first.state_dict(), saving.state_dict()], file)
-    file.seek(0)
-    parameters, state = torch.load(file, weights_only=True)
-    train(second, resumed, 1)
-    square_loss(second(batch(99, dtype=dtype))).backward()  # of an unfinished step, to be forgotten
-    second.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    train(second, resumed, 3, start=6)
-    assert_identical(clones(second.parameters()), clones(whole.parameters()))
-    assert_identical(resumed.state_dict(), uninterrupted.state_dict())
-    assert_identical(resumed.metrics(), uninterrupted.metrics())
+    assert_resumes_bitwise(make, steps=9, saved=6)  # between refreshes
 
 
 def test_a_checkpoint_of_another_representation_is_refused() -> None:

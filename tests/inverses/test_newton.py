@@ -1,18 +1,19 @@
-import io
 from functools import partial
 
 import cases
 import oracles
 import pytest
+import states
 import torch
 from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
 from plain import assert_identical, batch, clones, mlp, square_loss, train
+from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, KFACOptimizer, LayerSpec, NewtonSchulz, Structure, WeightSharing
+from kfac_optim import Cholesky, KFACOptimizer, NewtonSchulz, Structure, WeightSharing
 from kfac_optim.inverses.newton import NewtonSchulzState
 
 pytestmark = [
@@ -21,10 +22,9 @@ pytestmark = [
 ]
 
 DENSE, DIAGONAL, IDENTITY = Structure
-CPU = torch.device("cpu")
 THOROUGH = NewtonSchulz(steps=24, tolerance=1e-5)
-every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
 free_optimizer = partial(cases.free_optimizer, inverse=THOROUGH)
+measured_state = partial(states.measured_state, THOROUGH)
 
 # -- the step, through the optimizer -----------------------------------------------------------------------------
 
@@ -84,20 +84,9 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE)}
         return model, KFACOptimizer(model, lr=0.1, inverse=NewtonSchulz(4, 1e-4), structure=structure)
 
-    (whole, uninterrupted), (first, saving), (second, resumed) = make(), make(), make()
-    train(whole, uninterrupted, 12)
-    train(first, saving, 7)  # between refreshes, and before one that is warm
-    file = io.BytesIO()
-    torch.save([first.state_dict(), saving.state_dict()], file)
-    file.seek(0)
-    parameters, state = torch.load(file, weights_only=True)
-    second.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    train(second, resumed, 5, start=7)
-    assert_identical(clones(second.parameters()), clones(whole.parameters()))
-    assert_identical(resumed.state_dict(), uninterrupted.state_dict())
-    assert_identical(resumed.metrics(), uninterrupted.metrics())
-    assert resumed.metrics()["fallback_inverses"] > 0
+    # saved between refreshes, and before one that is warm
+    metrics = assert_resumes_bitwise(make, steps=12, saved=7)
+    assert metrics["fallback_inverses"] > 0
 
 
 def test_a_checkpoint_of_cholesky_is_refused() -> None:
@@ -136,29 +125,6 @@ def test_statistics_that_are_not_finite_are_refused() -> None:
 
 
 # -- the representation alone ------------------------------------------------------------------------------------
-
-
-def spec(inputs: int, outputs: int, groups: int, structure: tuple[Structure, Structure]) -> LayerSpec:
-    return LayerSpec("layer", ("weight",), inputs, outputs, groups=groups, structure=structure)
-
-
-def measured_state(
-    inputs: int = 4,
-    outputs: int = 3,
-    groups: int = 2,
-    structure: tuple[Structure, Structure] = (DENSE, DENSE),
-    dtype: torch.dtype = torch.float64,
-) -> NewtonSchulzState:
-    """A state whose averages are full-rank second moments."""
-    state = THOROUGH.init(spec(inputs, outputs, groups, structure), dtype=dtype, device=CPU)
-    for factor in (state.pair.a, state.pair.g):
-        if factor is not None:
-            moments = torch.randn(groups, 20, factor.average.shape[-1], dtype=dtype)
-            whole = moments.mT @ moments
-            factor.add(whole if factor.structure is DENSE else whole.diagonal(dim1=1, dim2=2).clone())
-    state.pair.rows = 20
-    THOROUGH.fold(state, 1, 1.0)
-    return state
 
 
 def of_condition(kappa: float, dim: int) -> Tensor:
@@ -419,7 +385,7 @@ def test_the_early_steps_are_in_the_low_precision_and_the_last_two_are_not(monke
         seen.append(left.dtype)
         return real(left, right)
 
-    state = measured_state(4, 3, 1, (DENSE, IDENTITY), torch.float32)
+    state = measured_state(4, 3, 1, (DENSE, IDENTITY), dtype=torch.float32)
     monkeypatch.setattr(Tensor, "__matmul__", matmul)
     NewtonSchulz(steps=5, dtype=torch.bfloat16).refresh([state], [0.1])
     iteration = seen[3:13]  # after the three of the start, before the residual's

@@ -1,4 +1,3 @@
-import io
 import math
 from collections.abc import Callable
 from functools import partial
@@ -6,16 +5,18 @@ from functools import partial
 import cases
 import oracles
 import pytest
+import states
 import torch
 from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
 from plain import assert_identical, batch, block, clones, mlp, train
+from states import CPU, add_moments, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
-from kfac_optim import Eigen, KFACOptimizer, LayerSpec, OnlineEigen, Structure
-from kfac_optim.inverses.online import OnlineState, orthogonal_iteration
+from kfac_optim import Eigen, KFACOptimizer, OnlineEigen, Structure
+from kfac_optim.inverses.eigenbasis.online import OnlineState, orthogonal_iteration
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -23,8 +24,7 @@ pytestmark = [
 ]
 
 DENSE, DIAGONAL, IDENTITY = Structure
-CPU = torch.device("cpu")
-every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+measured_state = partial(states.measured_state, OnlineEigen())
 
 # -- matrices of a given spectrum --------------------------------------------------------------------------------
 
@@ -165,29 +165,10 @@ def test_a_matrix_that_is_not_finite_spoils_no_other() -> None:
 # -- which refresh is a full one ---------------------------------------------------------------------------------
 
 
-def spec(inputs: int, outputs: int, groups: int, structure: tuple[Structure, Structure]) -> LayerSpec:
-    return LayerSpec("layer", ("weight",), inputs, outputs, groups=groups, structure=structure)
-
-
 def drift(state: OnlineState, decay: float = 0.5) -> None:
     """New second moments, in part those there were."""
-    for factor in (state.pair.a, state.pair.g):
-        if factor is not None:
-            groups, dim = factor.average.shape[:2]
-            moments = torch.randn(groups, 20, dim)
-            whole = moments.mT @ moments
-            factor.add(whole if factor.structure is DENSE else whole.diagonal(dim1=1, dim2=2).clone())
-    state.pair.rows = 20
+    add_moments(state.pair)
     state.pair.fold(1, decay, 1.0)
-
-
-def measured_state(
-    inputs: int = 4, outputs: int = 3, groups: int = 2, structure: tuple[Structure, Structure] = (DENSE, DENSE)
-) -> OnlineState:
-    layer = spec(inputs, outputs, groups, structure)
-    state = OnlineEigen().init(layer, dtype=torch.float64, device=CPU)
-    drift(state)
-    return state
 
 
 def in_use(state: OnlineState) -> list[Tensor | None]:
@@ -345,20 +326,10 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE)}
         return model, KFACOptimizer(model, lr=0.1, inverse=OnlineEigen(3), structure=structure, inverse_update_period=2)
 
-    (whole, uninterrupted), (first, saving), (second, resumed) = make(), make(), make()
-    train(whole, uninterrupted, 14)
-    train(first, saving, 7)
-    assert block(saving, "2").state.since_full.any()
-    file = io.BytesIO()
-    torch.save([first.state_dict(), saving.state_dict()], file)
-    file.seek(0)
-    parameters, state = torch.load(file, weights_only=True)
-    second.load_state_dict(parameters)
-    resumed.load_state_dict(state)
-    train(second, resumed, 7, start=7)
-    assert_identical(clones(second.parameters()), clones(whole.parameters()))
-    assert_identical(resumed.state_dict(), uninterrupted.state_dict())
-    assert_identical(resumed.metrics(), uninterrupted.metrics())
+    model, optimizer = make()
+    train(model, optimizer, 7)
+    assert block(optimizer, "2").state.since_full.any()
+    assert_resumes_bitwise(make, steps=14, saved=7)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------

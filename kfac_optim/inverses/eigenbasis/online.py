@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.inverses.base import (
+from kfac_optim.inverses.base import dense_flops
+from kfac_optim.inverses.eigenbasis.base import (
     EIGH_FLOPS,
     EigenbasisInverse,
     EigenJob,
     EigenState,
     decompose_fully,
-    dense_flops,
     hand_back,
 )
 from kfac_optim.specs import Cost, LayerSpec
@@ -57,11 +57,11 @@ class OnlineEigen(EigenbasisInverse[OnlineState]):
     | i⁻² | 1% (4%) | 4% (11%) | 8% (20%) |
 
     When the eigenvectors of the covariance are all replaced at once it is 30-36% (56-64%) for i⁻¹ and 16-46% (78-98%)
-    for i⁻² at the first refresh after, 10-14% and 3-12% at the ninth. So this is for fast spectra and damping that is
+    for i⁻² at the first refresh after, 10-14% and 3-12% at the ninth. So this suits fast spectra and damping that is
     not small; under a slow spectrum with small damping `Eigen` is the exact inverse.
 
-    On one CPU core a step takes as long as a full decomposition (3.3-8 times a Cholesky inverse against 3.5-8, float32,
-    d from 64 to 1024), and so saves nothing. It is for devices on which eigendecompositions are slow.
+    Use it in place of `Eigen` on devices on which eigendecompositions are slow. On one CPU core a step takes as long as
+    a full decomposition (3.3-8 times a Cholesky inverse against 3.5-8, float32, d from 64 to 1024), and saves nothing.
 
     Args:
         full_period: refreshes of a factor per full decomposition; 1 makes all of them full, as `Eigen` does.

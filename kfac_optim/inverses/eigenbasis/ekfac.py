@@ -14,15 +14,8 @@ from torch import Tensor
 
 from kfac_optim.calls import LayerCall
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import (
-    EIGH_FLOPS,
-    EigenbasisInverse,
-    EigenState,
-    Spectrum,
-    dense_flops,
-    dense_sides,
-    outer,
-)
+from kfac_optim.inverses.base import dense_flops, dense_sides
+from kfac_optim.inverses.eigenbasis.base import EIGH_FLOPS, EigenbasisInverse, EigenState, Spectrum, outer
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.pairs import FactorPair, OpposedPair
 from kfac_optim.specs import Cost, LayerSpec, Structure
@@ -126,6 +119,9 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     input is gone, `diag(U_GᵀGU_G) diag(U_AᵀAU_A)ᵀ` stands in for the sample of that step, and
     `metrics()["substituted_statistics"]` counts it. The rows of an embedding are one-hot, `[batch, positions,
     num_embeddings]`: where the vocabulary is large, give it another inverse: `{nn.Embedding: Eigen(), "*": EKFAC()}`.
+
+    Use it where refreshes must be rare, or where inputs and gradients of a layer depend on each other, which the
+    product of two factors cannot express. It wants a larger λ than `Cholesky`, as `Eigen` does.
 
     Args:
         per_example: whether the positions of an example are taken together, as above. False makes each an example of

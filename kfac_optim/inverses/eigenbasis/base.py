@@ -1,0 +1,190 @@
+"""What the representations in the eigenbases of the factors have in common."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from kfac_optim.damping import factored_tikhonov
+from kfac_optim.factors import Factor
+from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches
+from kfac_optim.linalg import eigendecomposition
+from kfac_optim.specs import LayerSpec, Structure
+
+# Of an eigendecomposition, per d³ of one dense factor, on the scale where a Cholesky inverse is 1. Fewer are counted
+# (about 9), but at a lower rate: 20-30 times as long on a GPU, 3.5-5 times on one CPU core (torch 2.13, float32, d from
+# 64 to 1024).
+EIGH_FLOPS = 25.0
+
+
+class Spectrum(NamedTuple):
+    """One factor as `basis · diag(values) · basisᵀ`."""
+
+    values: Tensor
+    """Eigenvalues, none negative, `[groups, d]`."""
+    basis: Tensor | None
+    """Eigenvectors as columns, `[groups, d, d]`; None for a diagonal factor, which is its own eigenvalues."""
+
+
+class EigenState(PairState):
+    """Factors of one block and their eigendecompositions.
+
+    Attributes:
+        a: of `A`, None for the identity.
+        g: of `G`, None for the identity.
+        solved: `[groups]` bool, whether any factor of the group was ever decomposed. Until then both stand as
+            identities and λ does not count, so that the gradient comes back whatever λ is.
+    """
+
+    __slots__ = ("a", "g", "solved")
+
+    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dtype=dtype, device=device)
+        self.a, self.g = (
+            None if factor is None else _unit_spectrum(factor, self.condition.dtype)
+            for factor in (self.pair.a, self.pair.g)
+        )
+        self.solved = torch.zeros(spec.groups, dtype=torch.bool, device=device)
+
+    def results(self) -> dict[str, Tensor]:
+        named = {"solved": self.solved}
+        for name, spectrum in (("A", self.a), ("G", self.g)):
+            if spectrum is not None:
+                named[f"{name}_values"] = spectrum.values
+                if spectrum.basis is not None:
+                    named[f"{name}_basis"] = spectrum.basis
+        return named
+
+    def eigenvalues(self) -> Tensor:
+        """`s_G s_Aᵀ`, `[groups, out, in]`; the axis of an identity factor has size 1."""
+        return outer(
+            None if self.g is None else self.g.values, None if self.a is None else self.a.values, like=self.condition
+        )
+
+    def turned(self, side: int, basis: Tensor) -> None:
+        """Told that the basis of side 0 (A) or 1 (G) is about to become `basis` `[groups, d, d]`."""
+
+
+E = TypeVar("E", bound=EigenState)
+
+
+class EigenbasisInverse(PairInverse[E]):
+    """A representation that divides the gradient by one number for each pair of eigenvectors of `A` and `G`."""
+
+    def refresh(self, states: Sequence[E], dampings: Sequence[float]) -> None:
+        for structure, equal in batches(job for state in states for job in _eigen_jobs(state)):
+            if structure is Structure.DENSE:
+                self.decompose(equal)
+            else:
+                _take_diagonal(equal)
+        for state, damping in zip(states, dampings, strict=True):
+            _measure_condition(state, damping)
+
+    def decompose(self, jobs: "list[EigenJob]") -> None:
+        """Give each of the dense factors, all of one size, its new basis and eigenvalues."""
+        decompose_fully(jobs)
+
+    def damped(self, state: E, damping: float) -> Tensor:
+        """What to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
+        values = state.eigenvalues()
+        return values + (state.solved.to(values.dtype) * damping)[:, None, None]
+
+    def apply(self, state: E, grad: Tensor, damping: float) -> Tensor:
+        a, g = state.a, state.g
+        grad = grad.to(state.condition.dtype)
+        if g is not None and g.basis is not None:
+            grad = g.basis.mT @ grad
+        if a is not None and a.basis is not None:
+            grad = grad @ a.basis
+        grad = grad / self.damped(state, damping)
+        if g is not None and g.basis is not None:
+            grad = g.basis @ grad
+        if a is not None and a.basis is not None:
+            grad = grad @ a.basis.mT
+        return grad
+
+
+def outer(g_values: Tensor | None, a_values: Tensor | None, *, like: Tensor) -> Tensor:
+    """`g aᵀ` of values `[groups, d]`, in the dtype of `like`; None stands for the identity, whose axis has size 1."""
+    values = torch.ones((), dtype=like.dtype, device=like.device)
+    if g_values is not None:
+        values = values * g_values.unsqueeze(-1)
+    if a_values is not None:
+        values = values * a_values.unsqueeze(-2)
+    return values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EigenJob(FactorJob):
+    """Where the decomposition goes."""
+
+    state: EigenState
+    spectrum: Spectrum
+
+    def keep(self, values: Tensor, basis: Tensor | None, attempts: Tensor) -> Tensor:
+        """Take the groups that are usable, `[groups]` bool, and leave the others at their last good decomposition.
+
+        Args:
+            values: `[groups, d]`.
+            basis: `[groups, d, d]`, None for a diagonal factor.
+            attempts: `[groups]`, 0 where all failed.
+        """
+        usable = self.settle(attempts)
+        old_values, old_basis = self.spectrum
+        old_values.copy_(torch.where(usable[:, None], values.clamp(min=0), old_values))
+        if basis is not None and old_basis is not None:
+            basis = torch.where(usable[:, None, None], basis, old_basis)
+            self.state.turned(self.side, basis)
+            old_basis.copy_(basis)
+        self.state.solved.logical_or_(usable)
+        return usable
+
+
+def decompose_fully(jobs: Sequence[EigenJob]) -> list[Tensor]:
+    """Stack every group of every job into one batch, decompose, and hand the parts back.
+
+    Returns:
+        Of each job, whether the decomposition of each group was taken, `[groups]` bool.
+    """
+    whole = eigendecomposition(torch.cat([job.average() for job in jobs]))
+    return hand_back(jobs, whole)
+
+
+def hand_back(jobs: Sequence[EigenJob], whole: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Split values `[n, d]`, bases `[n, d, d]` and attempts `[n]` of all groups of all jobs; see `EigenJob.keep`."""
+    sizes = [job.factor.average.shape[0] for job in jobs]
+    parts = (torch.split(part, sizes) for part in whole)
+    return [job.keep(values, basis, tries) for job, values, basis, tries in zip(jobs, *parts, strict=True)]
+
+
+def _eigen_jobs(state: EigenState) -> list[EigenJob]:
+    sides = ((state.pair.a, state.a), (state.pair.g, state.g))
+    return [
+        EigenJob(state, side, factor, spectrum)
+        for side, (factor, spectrum) in enumerate(sides)
+        if factor is not None and spectrum is not None
+    ]
+
+
+def _take_diagonal(jobs: Sequence[EigenJob]) -> None:
+    for job in jobs:
+        values = job.average()
+        job.keep(values, None, values.isfinite().all(-1).long())
+
+
+def _measure_condition(state: EigenState, damping: float) -> None:
+    present = [(side, spectrum.values) for side, spectrum in enumerate((state.a, state.g)) if spectrum is not None]
+    traces = [values.sum(-1) for _, values in present]
+    shares = factored_tikhonov(traces, [values.shape[-1] for _, values in present], damping)
+    for (side, values), share in zip(present, shares, strict=True):
+        damped = values * share.scale[:, None] + share.shift[:, None]
+        state.condition[side] = (damped.amax(-1) / damped.amin(-1)).max()
+
+
+def _unit_spectrum(factor: Factor, dtype: torch.dtype) -> Spectrum:
+    """The identity's."""
+    average = factor.average
+    ones = torch.ones(average.shape[:2], dtype=dtype, device=average.device)
+    return Spectrum(ones, torch.diag_embed(ones) if factor.structure is Structure.DENSE else None)
