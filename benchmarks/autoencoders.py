@@ -1,8 +1,9 @@
 """Which K-FAC trains the deep autoencoders of Martens & Grosse (2015), beside SGD and Adam?
 
 Two problems, known to be hard for first-order methods: MNIST (784-1000-500-250-30 and mirrored) and CURVES
-(784-400-200-100-50-25-6 and mirrored), logistic units, a linear code, sparse initialisation, cross-entropy summed over
-the pixels, L2 penalty of 1e-5, large batches. Every method starts from the same weights and sees the same batches.
+(784-400-200-100-50-25-6 and mirrored), a linear code, sparse initialisation, cross-entropy summed over the pixels, L2
+penalty of 1e-5, large batches. Units are tanh: with logistic ones no method of constant damping left the error of the
+mean image, on CURVES, within 150 steps. Every method starts from the same weights and sees the same batches.
 
 Each method has a grid of settings. Its setting is the one with the lowest training cross-entropy after a short run of
 its own (`--tuning-steps`); the run that counts starts anew. The training error is that of the paper, the squared error
@@ -43,6 +44,7 @@ HELP = "which estimate, inverse and damping train deep autoencoders?"
 
 _L2 = 1e-5  # of Martens & Grosse
 _MOMENTUM = 0.9
+_SCALE = 0.5  # of the initial weights, for tanh units: tanh(x) = 2σ(2x) - 1
 _READ = 10_000  # training images on which the error is read off
 _CURVES = 20_000  # training images, as in the original
 _PERIOD = 10  # steps between two readings
@@ -185,8 +187,8 @@ class Course:
     ) -> tuple[bool, list[Reading]]:
         """Whether training diverged, and a reading after every ``period`` steps; ``advance(period)`` is told then."""
         torch.manual_seed(self.seed)
-        model = Autoencoder(self.widths, nn.Sigmoid)
-        initialise_sparsely(model)
+        model = Autoencoder(self.widths, nn.Tanh)
+        initialise_sparsely(model, scale=_SCALE)
         readings: list[Reading] = []
 
         def observe(history: History) -> None:

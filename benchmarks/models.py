@@ -40,18 +40,17 @@ class Autoencoder(nn.Module):
 
 
 @torch.no_grad()
-def initialise_sparsely(model: nn.Module, inputs: int = 15) -> None:
+def initialise_sparsely(model: nn.Module, inputs: int = 15, scale: float = 1.0) -> None:
     """Sparse initialisation (Martens 2010, section 5): each unit of a linear layer gets ``inputs`` weights.
 
-    They are standard normal, at random places; all other weights and the biases are 0. However wide the layer below,
-    a unit's input then has the same spread, and units differ much in what they see. (For logistic units: those whose
-    outputs are centred at 0 want smaller weights.)
+    They are normal with standard deviation ``scale``, at random places; all other weights and the biases are 0. However
+    wide the layer below, what reaches a unit then has the same spread, and units differ much in what they see.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             kept = min(inputs, layer.in_features)
             places = torch.rand_like(layer.weight).topk(kept, dim=1).indices  # [out, kept]
-            layer.weight.zero_().scatter_(1, places, torch.randn(layer.out_features, kept))
+            layer.weight.zero_().scatter_(1, places, scale * torch.randn(layer.out_features, kept))
             layer.bias.zero_()
 
 
