@@ -2,6 +2,7 @@
 
     python -m benchmarks quickstart         does K-FAC beat a tuned SGD on real data?
     python -m benchmarks language           does it train a transformer and an LSTM, beside AdamW and SGD?
+    python -m benchmarks autoencoders       which estimate, inverse and damping train deep autoencoders?
     python -m benchmarks step-cost          what does a step cost, and how far is that from the arithmetic floor?
     python -m benchmarks preconditioning    does it precondition at all, and is the cold start safe?
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 try:
-    from benchmarks import estimates, language, preconditioning, quickstart, step_cost
+    from benchmarks import autoencoders, language, preconditioning, quickstart, step_cost
     from benchmarks.arguments import UsageError
     from benchmarks.data import DataError
 except ModuleNotFoundError as error:
@@ -21,7 +21,7 @@ _BENCHMARKS = {
     "language": language,
     "step-cost": step_cost,
     "preconditioning": preconditioning,
-    "estimates": estimates,
+    "autoencoders": autoencoders,
 }
 
 

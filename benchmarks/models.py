@@ -1,4 +1,4 @@
-"""The networks of the benchmarks, all with torch's default initialisation."""
+"""The networks of the benchmarks, with torch's default initialisation but where ``initialise_sparsely`` is called."""
 
 from __future__ import annotations
 
@@ -20,20 +20,38 @@ def mlp(widths: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
 
 
 class Autoencoder(nn.Module):
-    """Fully connected autoencoder of Hinton & Salakhutdinov (2006): ReLU units, a linear code, logits out.
+    """Fully connected autoencoder of Hinton & Salakhutdinov (2006): a linear code, logits out.
 
-    The decoder mirrors the encoder: ``widths`` runs from the pixels to the code.
+    The decoder mirrors the encoder: ``widths`` runs from the pixels to the code. Units are those of ``activation``;
+    in the paper they are logistic.
     """
 
-    def __init__(self, widths: Sequence[int] = (784, 1000, 500, 250, 30)) -> None:
+    def __init__(
+        self, widths: Sequence[int] = (784, 1000, 500, 250, 30), activation: type[nn.Module] = nn.ReLU
+    ) -> None:
         super().__init__()
-        self.encoder = mlp(widths, nn.ReLU)
-        self.decoder = mlp(widths[::-1], nn.ReLU)
+        self.encoder = mlp(widths, activation)
+        self.decoder = mlp(widths[::-1], activation)
 
     def forward(self, images: Tensor) -> Tensor:
         """``[batch, ...]`` pixels to ``[batch, widths[0]]`` logits of the pixels."""
         logits: Tensor = self.decoder(self.encoder(images))
         return logits
+
+
+@torch.no_grad()
+def initialise_sparsely(model: nn.Module, inputs: int = 15, scale: float = 1.0) -> None:
+    """Sparse initialisation (Martens 2010, section 5): each unit of a linear layer gets ``inputs`` weights.
+
+    They are normal with standard deviation ``scale``, at random places; all other weights and the biases are 0. However
+    wide the layer below, what reaches a unit then has the same spread, and units differ much in what they see.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            kept = min(inputs, layer.in_features)
+            places = torch.rand_like(layer.weight).topk(kept, dim=1).indices  # [out, kept]
+            layer.weight.zero_().scatter_(1, places, scale * torch.randn(layer.out_features, kept))
+            layer.bias.zero_()
 
 
 class _ResidualBlock(nn.Module):

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 def plot_training(report: Mapping[str, Any], path: Path) -> None:
     """Training loss of the best run of each optimizer against steps and against seconds; writes a PNG."""
     title = f"{report['dataset']}: {report['model']}, batch {report['batch_size']}"
-    figure, axes = _plot_best(report["best"], "checkpoints", "train_loss", title)
+    figure, axes = _plot_runs(_by_optimizer(report["best"], "checkpoints"), "train_loss", title)
     for each in axes:
         each.axhline(report["target"], color="grey", linestyle="--", label="SGD's best loss")
         each.set_yscale("log")
@@ -25,20 +25,39 @@ def plot_training(report: Mapping[str, Any], path: Path) -> None:
 
 def plot_validation(report: Mapping[str, Any], path: Path) -> None:
     """Bits per character of the best run of each optimizer against steps and against seconds; writes a PNG."""
-    figure, axes = _plot_best(report["best"], "readings", "bits", f"{report['model']}, {report['tokens']} characters")
+    title = f"{report['model']}, {report['tokens']} characters"
+    figure, axes = _plot_runs(_by_optimizer(report["best"], "readings"), "bits", title)
     axes[0].set_ylabel("bits per character, validation")
     axes[0].legend()
     figure.savefig(path, dpi=150)
 
 
-def _plot_best(best: Sequence[Mapping[str, Any]], points: str, value: str, title: str) -> tuple[Figure, list[Axes]]:
+def plot_reconstruction(report: Mapping[str, Any], path: Path) -> None:
+    """Training error of each method against steps and against seconds; writes a PNG."""
+    widths = "-".join(map(str, report["widths"]))
+    title = f"{report['dataset']}: autoencoder {widths} and mirrored, batch {report['batch_size']}"
+    figure, axes = _plot_runs({run["method"]: run["readings"] for run in report["runs"]}, "squared_error", title)
+    if report["equal_seconds"] is not None:
+        axes[1].axvline(report["equal_seconds"], color="grey", linestyle="--", label="equal seconds")
+    for each in axes:
+        each.set_yscale("log")
+    axes[0].set_ylabel("squared error on the training data")
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def _by_optimizer(best: Sequence[Mapping[str, Any]], points: str) -> dict[str, Sequence[Mapping[str, Any]]]:
+    return {f"{run['optimizer']}, lr {run['lr']:g}": run[points] for run in best}
+
+
+def _plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], value: str, title: str) -> tuple[Figure, list[Axes]]:
+    """``value`` of the points of each run, by its label, against their ``steps`` and against their ``seconds``."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)  # no display needed, and no global state as with pyplot
     axes = list(figure.subplots(1, 2, sharey=True))
     for each, quantity in zip(axes, ("steps", "seconds"), strict=True):
-        for run in best:
-            label = f"{run['optimizer']}, lr {run['lr']:g}"
-            each.plot([p[quantity] for p in run[points]], [p[value] for p in run[points]], label=label)
+        for label, points in runs.items():
+            each.plot([point[quantity] for point in points], [point[value] for point in points], label=label)
         each.set_xlabel(quantity)
         each.grid(alpha=0.3)
     figure.suptitle(title)

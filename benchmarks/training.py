@@ -71,11 +71,7 @@ def train(
     pending: list[Tensor] = []  # read back only when observed: no step waits for its own loss
     started = time.perf_counter()
     for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = loss_function(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        pending.append(loss.detach())
+        pending.append(_step(model, optimizer, inputs, targets, loss_function))
         if len(pending) == period:
             history.batch_losses += torch.stack(pending).tolist()
             history.seconds += time.perf_counter() - started
@@ -89,6 +85,20 @@ def train(
     history.seconds += time.perf_counter() - started
     history.diverged = not all(map(math.isfinite, history.batch_losses))
     return history
+
+
+def _step(
+    model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor, loss_function: LossFunction
+) -> Tensor:
+    """The loss of the batch before the step, ``[]``. Optimizers that measure their own step need the closure."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_function(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return optimizer.step(closure).detach()  # type: ignore[arg-type, attr-defined, no-any-return]
 
 
 @torch.no_grad()

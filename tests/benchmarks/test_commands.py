@@ -3,14 +3,16 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import estimates
+from benchmarks import autoencoders
 from benchmarks.__main__ import main
+from benchmarks.curves import curves
 from benchmarks.quickstart import Run, verdict
 from benchmarks.training import Checkpoint, train
 
@@ -80,17 +82,63 @@ def test_preconditioning_reads_the_cosine_and_the_rise(tmp_path: Path, monkeypat
     assert report["highest_rise"] == max(report["batch_losses"]) / report["batch_losses"][0]
 
 
-def test_estimates_compares_methods_from_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = torch.rand(1000, 1, 28, 28)
-    split = type("Split", (), {"inputs": images})
-    monkeypatch.setattr("benchmarks.data.mnist", lambda _: type("Data", (), {"train": split}))
-    methods = {name: estimates._METHODS[name] for name in ("Empirical, Cholesky", "MonteCarlo, EKFAC")}
-    monkeypatch.setattr(estimates, "_METHODS", methods)
-    run("estimates", "--steps", 10, "--out", tmp_path / "estimates.json")
-    first, second = json.loads((tmp_path / "estimates.json").read_text())["runs"]
-    assert first["batch_losses"][0] == second["batch_losses"][0]
-    assert first["batch_losses"][1] != second["batch_losses"][1]
-    assert not second["diverged"]
+def test_autoencoders_tunes_each_method_and_leaves_a_table_a_plot_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = curves(200, seed=0).inputs.flatten(1)
+    monkeypatch.setitem(autoencoders.PROBLEMS, "curves", autoencoders.Problem(lambda _: few, (784, 20, 6), 20))
+    methods = {
+        "SGD": replace(autoencoders.METHODS["SGD"], grid=({"lr": 1e30}, {"lr": 1e-3}, {"lr": 1e-9})),
+        "MonteCarlo+EKFAC": replace(autoencoders.METHODS["MonteCarlo+EKFAC"], grid=({"lr": 0.1, "damping": 10.0},)),
+    }
+    monkeypatch.setattr(autoencoders, "METHODS", methods)
+    run("autoencoders", "--batch-size", 100, "--tuning-steps", 3, "--out", tmp_path)
+    assert "Training error" in capsys.readouterr().out
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "curves.json").read_text())
+    sgd, ekfac = report["runs"]
+    assert [trial["cross_entropy"] is None for trial in sgd["tuning"]] == [True, False, False]
+    assert sgd["setting"] == {"lr": 1e-3}, "the best of its grid"
+    assert ekfac["tuning"] == [], "there was no choice"
+    for each in (sgd, ekfac):
+        assert [reading["steps"] for reading in each["readings"]] == [10, 20]
+        assert each["readings"][1]["squared_error"] < each["readings"][0]["squared_error"]
+    assert report["equal_seconds"] == min(each["readings"][-1]["seconds"] for each in (sgd, ekfac))
+
+
+@pytest.mark.parametrize("method", autoencoders.METHODS)
+def test_every_method_starts_from_the_same_weights(method: str) -> None:
+    course = autoencoders.Course((784, 20, 6), curves(60, seed=0).inputs.flatten(1), batch_size=20, seed=0)
+    make = autoencoders.METHODS[method].make
+    still = course.train(make, {"lr": 1e-12}, steps=4, period=2, advance=lambda _: None)
+    expected = course.train(autoencoders.METHODS["SGD"].make, {"lr": 1e-12}, 4, 2, lambda _: None)
+    assert not still[0]
+    for reading, same in zip(still[1], expected[1], strict=True):
+        assert reading.cross_entropy == pytest.approx(same.cross_entropy, rel=1e-5)
+
+
+def test_reconstruction_errors_are_sums_over_pixels_and_means_over_images() -> None:
+    logits = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
+    images = torch.tensor([[1.0, 0.0], [1.0, 0.5]])
+    network = nn.Linear(2, 2)
+    network.forward = lambda _: logits  # type: ignore[method-assign]
+    cross_entropy, squared_error = autoencoders.errors(network, images)
+    assert cross_entropy == pytest.approx((3 * math.log(2) + math.log(4 / 3)) / 2)
+    assert squared_error == pytest.approx((0.25 + 0.25 + 0.0625 + 0) / 2)
+
+
+def test_equal_seconds_are_those_of_the_first_to_finish_without_diverging() -> None:
+    def made(method: str, seconds: list[float], diverged: bool = False) -> autoencoders.Run:
+        readings = [autoencoders.Reading(10 * i, spent, 1.0, 1.0) for i, spent in enumerate(seconds, start=1)]
+        return autoencoders.Run(method, {}, [], diverged, readings)
+
+    slow, fast, lost = made("slow", [2.0, 5.0, 8.0]), made("fast", [2.0, 4.0, 6.0]), made("lost", [1.0], diverged=True)
+    assert autoencoders.equal_seconds([slow, fast, lost]) == 6.0
+    assert autoencoders.equal_seconds([lost]) is None
+    reading = slow.by(6.0)
+    assert reading is not None
+    assert reading.steps == 20
+    assert slow.by(1.0) is None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +149,10 @@ def test_estimates_compares_methods_from_one_start(tmp_path: Path, monkeypatch: 
         (["quickstart", "--data-dir", "x"], "--data-dir: digits comes with scikit-learn.*pass --dataset mnist"),
         (["step-cost", "--periods", "1;2"], "--periods: expected FACTOR,INVERSE.*got '1;2'"),
         (["step-cost", "--device", "tpu"], "--device: expected cpu, cuda or cuda:N, got 'tpu'"),
-        (["estimates", "--steps", "3"], "--steps: expected at least 10.*got 3"),
+        (["autoencoders", "--steps", "13"], "--steps: expected a multiple of 10.*got 13"),
+        (["autoencoders", "--methods", "SGD", "Newton"], "--methods: invalid choice: 'Newton'"),
+        (["autoencoders", "--data-dir", "x"], "--data-dir: curves are drawn.*pass --dataset mnist"),
+        (["autoencoders", "--batch-size", "20001"], "--batch-size: expected at most 20000.*got 20001"),
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
         (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),
         (["quickstart", "--dataset", "mnist", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere'"),
@@ -124,7 +175,7 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("quickstart", "step-cost", "preconditioning", "estimates"))
+    assert all(name in printed for name in ("quickstart", "step-cost", "preconditioning", "autoencoders"))
 
 
 def checkpoint(steps: int, loss: float) -> Checkpoint:

@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks import floor
 from benchmarks.arguments import Periods
 from benchmarks.floor import LayerWork
-from benchmarks.models import Autoencoder, ResNet20, Transformer, mlp
+from benchmarks.models import Autoencoder, ResNet20, Transformer, initialise_sparsely, mlp
 
 
 def test_the_operations_of_a_layer_are_those_of_the_formulas() -> None:
@@ -58,3 +58,19 @@ def test_the_transformer_does_not_look_ahead() -> None:
     changed = text.clone()
     changed[0, 64:] = (changed[0, 64:] + 1) % 65
     torch.testing.assert_close(model(text)[:, :64], model(changed)[:, :64])
+
+
+def test_sparse_initialisation_gives_each_unit_as_many_normal_weights() -> None:
+    model = mlp((400, 300, 6, 20), nn.Tanh)
+    initialise_sparsely(model, scale=0.5)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    for layer, inputs in zip(layers, (15, 15, 6), strict=True):
+        assert torch.equal(layer.weight.count_nonzero(dim=1), torch.full((layer.out_features,), inputs))
+        assert layer.bias.count_nonzero() == 0
+    weight = layers[0].weight.detach()
+    weights = weight[weight != 0]  # 4,500
+    assert weights.std() == pytest.approx(0.5, rel=0.05)
+    assert weights.mean() == pytest.approx(0, abs=0.03)
+    used = weight.count_nonzero(dim=0)  # 4,500 weights spread over 400 inputs: 11.25 each
+    assert used.min() >= 1
+    assert used.max() <= 30

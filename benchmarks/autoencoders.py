@@ -1,0 +1,344 @@
+"""Which K-FAC trains the deep autoencoders of Martens & Grosse (2015), beside SGD and Adam?
+
+Two problems, known to be hard for first-order methods: MNIST (784-1000-500-250-30 and mirrored) and CURVES
+(784-400-200-100-50-25-6 and mirrored), a linear code, sparse initialisation, cross-entropy summed over the pixels, L2
+penalty of 1e-5, large batches. Units are tanh: with logistic ones no method of constant damping left the error of the
+mean image, on CURVES, within 150 steps. Every method starts from the same weights and sees the same batches.
+
+Each method has a grid of settings. Its setting is the one with the lowest training cross-entropy after a short run of
+its own (`--tuning-steps`); the run that counts starts anew. The training error is that of the paper, the squared error
+of the reconstruction summed over the pixels and averaged over images, without a factor of 1/2; it is read off on the
+first 10,000 training images, outside the time that is measured. Equal seconds are those in which the fastest of the
+methods has done all its steps: of each method the last reading by then counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from benchmarks import arguments, data
+from benchmarks.curves import curves
+from benchmarks.harness import pin_threads, write_json
+from benchmarks.models import Autoencoder, initialise_sparsely
+from benchmarks.plots import plot_reconstruction
+from benchmarks.training import History, train
+from benchmarks.workloads import reconstruction_loss
+from kfac_optim import EKFAC, Cholesky, Empirical, Estimate, Inverse, KFACOptimizer, LossTerms, MonteCarlo, NewtonSchulz
+
+HELP = "which estimate, inverse and damping train deep autoencoders?"
+
+_L2 = 1e-5  # of Martens & Grosse
+_MOMENTUM = 0.9
+_SCALE = 0.5  # of the initial weights, for tanh units: tanh(x) = 2σ(2x) - 1
+_READ = 10_000  # training images on which the error is read off
+_CURVES = 20_000  # training images, as in the original
+_PERIOD = 10  # steps between two readings
+
+Setting = Mapping[str, float]
+"""Arguments of an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Images, and the autoencoder for them.
+
+    Attributes:
+        images: ``(data folder or None) → [examples, 784]``.
+        widths: from the pixels to the code.
+        steps: of a full run, unless told otherwise.
+    """
+
+    images: Callable[[Path | None], Tensor]
+    widths: tuple[int, ...]
+    steps: int
+
+
+PROBLEMS = {
+    "mnist": Problem(
+        lambda folder: data.mnist(folder).train.inputs.flatten(1), widths=(784, 1000, 500, 250, 30), steps=200
+    ),
+    "curves": Problem(
+        lambda _: curves(_CURVES, seed=0).inputs.flatten(1), widths=(784, 400, 200, 100, 50, 25, 6), steps=400
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """``make(model, **setting)`` gives the optimizer; the settings to try are in ``grid``."""
+
+    make: Callable[..., Optimizer]
+    grid: tuple[Setting, ...]
+
+
+def _sgd(model: nn.Module, lr: float) -> Optimizer:
+    return optim.SGD(model.parameters(), lr, momentum=_MOMENTUM, nesterov=True, weight_decay=_L2)
+
+
+def _adam(model: nn.Module, lr: float) -> Optimizer:
+    return optim.Adam(model.parameters(), lr, weight_decay=_L2)
+
+
+def _kfac(estimate: Estimate, inverse: Inverse[Any]) -> Callable[..., Optimizer]:
+    def make(model: nn.Module, **setting: Any) -> Optimizer:
+        return KFACOptimizer(
+            model,
+            momentum=_MOMENTUM,
+            weight_decay=_L2,
+            factor_update_period=5,
+            inverse_update_period=20,
+            estimate=estimate,
+            inverse=inverse,
+            **setting,
+        )
+
+    return make
+
+
+_MONTE_CARLO = MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES)
+
+_JOINT: tuple[Setting, ...] = (
+    {"lr": 0.1, "damping": 3.0, "kl_clip": 100.0},
+    {"lr": 0.3, "damping": 10.0, "kl_clip": 100.0},
+)
+
+METHODS = {
+    "SGD": Method(_sgd, tuple({"lr": lr} for lr in (0.001, 0.003, 0.01, 0.03))),
+    "Adam": Method(_adam, tuple({"lr": lr} for lr in (0.001, 0.003, 0.01))),
+    "Empirical+Cholesky": Method(_kfac(Empirical(), Cholesky()), _JOINT),
+    "MonteCarlo+Cholesky": Method(_kfac(_MONTE_CARLO, Cholesky()), _JOINT),
+    "MonteCarlo+NewtonSchulz": Method(_kfac(_MONTE_CARLO, NewtonSchulz()), _JOINT),
+    "MonteCarlo+EKFAC": Method(_kfac(_MONTE_CARLO, EKFAC()), _JOINT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Cross-entropy in nats and squared error, both summed over the pixels and averaged over images."""
+
+    steps: int
+    seconds: float
+    cross_entropy: float
+    squared_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting of a grid; without a cross-entropy where it diverged."""
+
+    setting: Setting
+    cross_entropy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A method with the best setting of its grid.
+
+    Attributes:
+        tuning: what was tried; empty where there was no choice.
+    """
+
+    method: str
+    setting: Setting
+    tuning: list[Trial]
+    diverged: bool
+    readings: list[Reading]
+
+    def by(self, seconds: float) -> Reading | None:
+        """The last reading after at most so many seconds."""
+        return next((reading for reading in reversed(self.readings) if reading.seconds <= seconds), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What all methods of a comparison have in common: the network, its first weights and its batches.
+
+    Attributes:
+        images: ``[examples, 784]``.
+    """
+
+    widths: tuple[int, ...]
+    images: Tensor
+    batch_size: int
+    seed: int
+
+    def train(
+        self,
+        make: Callable[..., Optimizer],
+        setting: Setting,
+        steps: int,
+        period: int,
+        advance: Callable[[int], object],
+    ) -> tuple[bool, list[Reading]]:
+        """Whether training diverged, and a reading after every ``period`` steps; ``advance(period)`` is told then."""
+        torch.manual_seed(self.seed)
+        model = Autoencoder(self.widths, nn.Tanh)
+        initialise_sparsely(model, scale=_SCALE)
+        readings: list[Reading] = []
+
+        def observe(history: History) -> None:
+            readings.append(Reading(history.steps, history.seconds, *errors(model, self.images[:_READ])))
+            advance(period)
+
+        epochs = -(-steps // (len(self.images) // self.batch_size))
+        pixels = data.Split(inputs=self.images, targets=self.images)
+        batches = itertools.islice(data.batches(pixels, self.batch_size, epochs, self.seed), steps)
+        history = train(model, make(model, **setting), batches, reconstruction_loss, period=period, observe=observe)
+        finite = [reading for reading in readings if math.isfinite(reading.cross_entropy)]
+        return history.diverged or len(finite) < len(readings), finite
+
+    def try_out(self, method: Method, setting: Setting, steps: int, advance: Callable[[int], object]) -> Trial:
+        diverged, readings = self.train(method.make, setting, steps, steps, advance)
+        return Trial(setting, None if diverged else readings[-1].cross_entropy)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dataset", choices=list(PROBLEMS), default="curves", help="default: curves, no download")
+    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=list(METHODS),
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"some of {', '.join(METHODS)} (default: all)",
+    )
+    parser.add_argument("--steps", type=arguments.positive_int, metavar="N", help="default: 200 (mnist), 400 (curves)")
+    parser.add_argument(
+        "--tuning-steps", type=arguments.positive_int, default=60, metavar="N", help="for each setting (default: 60)"
+    )
+    parser.add_argument("--batch-size", type=arguments.positive_int, default=2000, metavar="N", help="default: 2000")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("autoencoders-results"), help="folder for PNG and JSON (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    problem = PROBLEMS[args.dataset]
+    steps = problem.steps if args.steps is None else args.steps
+    if steps % _PERIOD:
+        raise arguments.UsageError(
+            f"argument --steps: expected a multiple of {_PERIOD}, the steps between two readings, got {steps}"
+        )
+    if args.dataset == "curves" and args.data_dir is not None:
+        raise arguments.UsageError(
+            f"argument --data-dir: curves are drawn and read from no folder, got {str(args.data_dir)!r}; "
+            f"leave it out, or pass --dataset mnist"
+        )
+    console = Console()
+    pin_threads(args.threads)
+    images = problem.images(args.data_dir)
+    if args.batch_size > len(images):
+        raise arguments.UsageError(
+            f"argument --batch-size: expected at most {len(images)}, all training images, got {args.batch_size}"
+        )
+    runs = run_all(
+        Course(problem.widths, images, args.batch_size, args.seed), args.methods, steps, args.tuning_steps, console
+    )
+    seconds = equal_seconds(runs)
+    console.print(tuning_table(runs, args.tuning_steps), result_table(runs, steps, seconds))
+    report = {
+        "benchmark": "autoencoders",
+        "dataset": args.dataset,
+        "widths": problem.widths,
+        "batch_size": args.batch_size,
+        "steps": steps,
+        "tuning_steps": args.tuning_steps,
+        "seed": args.seed,
+        "equal_seconds": seconds,
+        "runs": [asdict(run) for run in runs],
+    }
+    json_path, plot_path = (args.out / f"{args.dataset}.{suffix}" for suffix in ("json", "png"))
+    write_json(json_path, report, torch.device("cpu"))
+    plot_reconstruction(report, plot_path)
+    console.print(f"Plot: {plot_path}. Figures: {json_path}")
+
+
+def run_all(course: Course, methods: Sequence[str], steps: int, tuning_steps: int, console: Console) -> list[Run]:
+    """Tune each method, then train it anew with its best setting."""
+    runs = []
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        for name in methods:
+            method = METHODS[name]
+            candidates = method.grid if len(method.grid) > 1 else ()
+            task = progress.add_task(name, total=len(candidates) * tuning_steps + steps)
+            advance = functools.partial(progress.advance, task)
+            tuning = [course.try_out(method, setting, tuning_steps, advance) for setting in candidates]
+            best = min(tuning, key=_rank).setting if tuning else method.grid[0]
+            diverged, readings = course.train(method.make, best, steps, _PERIOD, advance)
+            runs.append(Run(name, best, tuning, diverged, readings))
+    return runs
+
+
+@torch.no_grad()
+def errors(model: nn.Module, images: Tensor) -> tuple[float, float]:
+    """Cross-entropy in nats and squared error of the reconstruction, summed over pixels, mean over ``[n, 784]``."""
+    logits = model(images)
+    squares = (logits.sigmoid() - images).square().sum() / len(images)
+    return reconstruction_loss(logits, images).item(), squares.item()
+
+
+def equal_seconds(runs: Sequence[Run]) -> float | None:
+    """Training time after which the first of the methods had done all its steps; None where all diverged."""
+    return min((run.readings[-1].seconds for run in runs if not run.diverged), default=None)
+
+
+def _rank(trial: Trial) -> float:
+    return math.inf if trial.cross_entropy is None else trial.cross_entropy
+
+
+def _words(setting: Setting) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in setting.items())
+
+
+def tuning_table(runs: Sequence[Run], steps: int) -> Table:
+    table = Table(title=f"Training cross-entropy of the settings tried, after {steps} steps", box=box.SIMPLE)
+    for heading in ("method", "setting", "nats"):
+        table.add_column(heading, justify="right" if heading == "nats" else "left", no_wrap=True)
+    for run in runs:
+        for trial in run.tuning:
+            nats = "diverged" if trial.cross_entropy is None else f"{trial.cross_entropy:.1f}"
+            table.add_row(run.method, _words(trial.setting), nats)
+        table.add_section()
+    return table
+
+
+def result_table(runs: Sequence[Run], steps: int, seconds: float | None) -> Table:
+    """Training errors after equal steps, and after equal seconds."""
+    table = Table(title="Training error: squared error, and cross-entropy in nats", box=box.SIMPLE)
+    table.add_column("method")
+    table.add_column("setting")
+    by_then = "" if seconds is None else f"by {seconds:.0f} s"
+    for heading in (f"after {steps} steps", "nats", "seconds", by_then, "steps"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        if run.diverged or seconds is None:
+            table.add_row(run.method, _words(run.setting), "diverged")
+            continue
+        last, then = run.readings[-1], run.by(seconds)
+        table.add_row(
+            run.method,
+            _words(run.setting),
+            f"{last.squared_error:.2f}",
+            f"{last.cross_entropy:.1f}",
+            f"{last.seconds:.0f}",
+            *(("—", "") if then is None else (f"{then.squared_error:.2f}", str(then.steps))),
+        )
+    return table
