@@ -38,7 +38,19 @@ from benchmarks.models import Autoencoder, initialise_sparsely
 from benchmarks.plots import plot_reconstruction
 from benchmarks.training import History, train
 from benchmarks.workloads import reconstruction_loss
-from kfac_optim import EKFAC, Cholesky, Empirical, Estimate, Inverse, KFACOptimizer, LossTerms, MonteCarlo, NewtonSchulz
+from kfac_optim import (
+    EKFAC,
+    Cholesky,
+    Empirical,
+    Estimate,
+    Inverse,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    LossTerms,
+    MonteCarlo,
+    NewtonSchulz,
+    QuadraticModel,
+)
 
 HELP = "which estimate, inverse and damping train deep autoencoders?"
 
@@ -117,6 +129,28 @@ _JOINT: tuple[Setting, ...] = (
     {"lr": 0.3, "damping": 10.0, "kl_clip": 100.0},
 )
 
+# As Martens & Grosse adapt it: rate and momentum by the exact model, damping every 5 steps, L2 in the curvature.
+_ADAPTIVE: tuple[Setting, ...] = ({"damping": 150.0}, {"damping": 10.0})
+
+
+def _adaptive(estimate: Estimate) -> Callable[..., Optimizer]:
+    def make(model: nn.Module, **setting: Any) -> Optimizer:
+        return KFACOptimizer(
+            model,
+            momentum=_MOMENTUM,
+            weight_decay=_L2,
+            l2_in_curvature=True,
+            factor_update_period=5,
+            inverse_update_period=20,
+            estimate=estimate,
+            step_size=QuadraticModel(),
+            adapt_damping=LevenbergMarquardt(interval=5),
+            **setting,
+        )
+
+    return make
+
+
 METHODS = {
     "SGD": Method(_sgd, tuple({"lr": lr} for lr in (0.001, 0.003, 0.01, 0.03))),
     "Adam": Method(_adam, tuple({"lr": lr} for lr in (0.001, 0.003, 0.01))),
@@ -124,6 +158,7 @@ METHODS = {
     "MonteCarlo+Cholesky": Method(_kfac(_MONTE_CARLO, Cholesky()), _JOINT),
     "MonteCarlo+NewtonSchulz": Method(_kfac(_MONTE_CARLO, NewtonSchulz()), _JOINT),
     "MonteCarlo+EKFAC": Method(_kfac(_MONTE_CARLO, EKFAC()), _JOINT),
+    "MonteCarlo+adaptive": Method(_adaptive(_MONTE_CARLO), _ADAPTIVE),
 }
 
 
