@@ -26,7 +26,7 @@ from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
-from kfac_optim.replay import ForwardRecorder, Objective, RandomState, random_state
+from kfac_optim.replay import BatchWatch, ForwardRecorder, Objective, RandomState, random_state
 from kfac_optim.selection import Pattern
 from kfac_optim.specs import LossTerms, Structure, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
@@ -233,6 +233,7 @@ class KFACOptimizer(Optimizer):
             self._recorder = ForwardRecorder(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms)
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
+        self._batches = BatchWatch()
         self._binding.start(self._group_of())
         if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
@@ -457,6 +458,7 @@ class KFACOptimizer(Optimizer):
         )
         self._binding.end_step()
         self._warn_of_unseen_layers(self._record.unpreconditioned)
+        self._warn_of_few_examples()
         return True
 
     def _evaluate_again(self, closure: Callable[[], Any], random: RandomState) -> float:
@@ -529,6 +531,16 @@ class KFACOptimizer(Optimizer):
                 "forward of its own that multiplies by something else than its weight, or, with an estimate that names "
                 "the loss, torch.compile or an output that is not found. Later such steps are counted in "
                 "metrics()['unpreconditioned_blocks'].",
+                stacklevel=7,
+            )
+
+    def _warn_of_few_examples(self) -> None:
+        if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
+            rules = [rule for rule in (self._step_size, self._damping_rule) if not isinstance(rule, TrustRegion | None)]
+            warnings.warn(
+                f"kfac_optim: the examples by which {' and '.join(map(repr, rules))} will judge steps are few, and others "
+                "at each step: steps will fit them, not the data. Use batches of thousands, or TrustRegion() and a fixed "
+                "damping.",
                 stacklevel=7,
             )
 

@@ -92,7 +92,7 @@ class StepSize(ABC):
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
 
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
-        """Raise ValueError where the numbers of the param groups do not go with it."""
+        """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:
@@ -192,6 +192,12 @@ class QuadraticModel(StepSize):
                     raise ValueError(
                         f"kfac_optim: QuadraticModel decides on momentum itself and descends: {name} of param group "
                         f"{i} must be {wanted}, got {group[name]!r}."
+                    )
+            for param in group["params"]:
+                if param.grad is not None and param.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"kfac_optim: a parameter {list(param.shape)} of param group {i} has a {param.grad.layout} "
+                        "gradient; QuadraticModel needs dense ones. Pass sparse=False to the layer."
                     )
             if _nonzero(group["weight_decay"]) and not group["l2_in_curvature"]:
                 raise ValueError(

@@ -1,6 +1,7 @@
 """How far a step goes: the exact quadratic model and the trust region after momentum, against dense mathematics."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +231,36 @@ def test_numbers_that_do_not_go_with_the_model_are_refused_before_anything_chang
         optimizer.step()
     assert torch.equal(before, flat(model.parameters()))
     assert optimizer.metrics()["blocks_without_statistics"] == 1
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
+    optimizer = build(model)
+    before = flat(model.parameters())
+    F.mse_loss(model(torch.arange(4).view(2, 2)), torch.ones(2, 3)).backward()
+    with pytest.raises(RuntimeError, match=r"parameter \[5, 3\] of param group 0 has a torch.sparse_coo gradient"):
+        optimizer.step()
+    assert torch.equal(before, flat(model.parameters()))
+
+
+@pytest.mark.parametrize(("size", "changes", "warns"), [(20, True, True), (20, False, False), (1000, True, False)])
+def test_few_examples_that_change_from_step_to_step_are_warned_of_once(size: int, changes: bool, warns: bool) -> None:
+    model, _, _ = regression()
+    optimizer = build(model)
+    told = []
+    for i in range(4):
+        torch.manual_seed(i if changes else 0)
+        x, y = torch.randn(size, 4), torch.randn(size, 3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            backward(model, optimizer, x, y)
+            optimizer.step()
+        told += [(i, str(warning.message), warning.filename) for warning in caught]
+    assert len(told) == warns
+    if warns:
+        assert told[0][0] == 1
+        assert "the examples by which QuadraticModel() will judge steps are few" in told[0][1]
+        assert told[0][2] == __file__
 
 
 def test_gradients_and_random_numbers_are_left_alone() -> None:
