@@ -16,6 +16,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     trust_region                L1  the KL bound on a step
     finder                      L1  the model, where the optimizer was given parameters alone
     selection                   L1  module names; layers by name glob or class
+    refresh                     L1  when inverses are refreshed
     calls                       L2  when a forward and a backward of a layer become statistics
     roots                       L3  the forward of the model that a layer runs in
     estimation                  L3  gradients of an estimate's own, through the graph of the training loop
@@ -33,6 +34,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     execution                   L10  who does the work: one device, later many
     checkpoint                  L10  block state in and out of state_dict
     discovery                   L11  the blocks of a model
+    background                  L11  refreshes beside the training, around any executor
     engine                      L11  one step as a pipeline
     schedulers                  L11  schedules for any param-group number
     diagnostics                 L12  summary, metrics, factors
@@ -45,6 +47,7 @@ from kfac_optim.estimates import CurvaturePropagation, Empirical, Estimate, Exac
 from kfac_optim.inverses import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.optimizer import KFACOptimizer
+from kfac_optim.refresh import Background, Schedule, Staggered, Together
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
 
@@ -53,6 +56,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_ADAPTERS",
     "EKFAC",
+    "Background",
     "Cholesky",
     "CurvaturePropagation",
     "DoublyFactored",
@@ -72,8 +76,11 @@ __all__ = [
     "NewtonSchulz",
     "OnlineEigen",
     "RowStatistics",
+    "Schedule",
+    "Staggered",
     "Structure",
     "Summary",
+    "Together",
     "WeightBiasAdapter",
     "WeightSharing",
 ]

@@ -12,7 +12,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
+from kfac_optim.background import BackgroundExecutor
 from kfac_optim.binding import ModelBinding
+from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import Empirical, Estimate
@@ -24,8 +26,9 @@ from kfac_optim.layers.base import Adapters
 from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
+from kfac_optim.refresh import Background, Refresh, Together, check_refresh
 from kfac_optim.selection import Pattern
-from kfac_optim.specs import LossTerms, Structure, WeightSharing
+from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -63,6 +66,8 @@ class KFACOptimizer(Optimizer):
         inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
             refresh comes at the first step with statistics, more of them while the averages are young (at the 2nd,
             3rd, 5th, 8th, … statistics).
+        refresh: when the inverses are refreshed: `Together()`, all blocks at the same steps; `Staggered()`, spread over
+            the period; or `Background(...)`, beside the training on a thread of their own.
         kl_clip: `κ` of the trust region (group; the same in all), in nats: bounds the squared length of a step in the
             Fisher metric, and the rise that momentum may cause (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
             None turns it off.
@@ -111,6 +116,7 @@ class KFACOptimizer(Optimizer):
         factor_decay: float = 0.95,
         factor_update_period: int = 1,
         inverse_update_period: int = 10,
+        refresh: Refresh = Together(),  # noqa: B008 (immutable)
         kl_clip: float | None = 1e-3,
         inverse: Inverse[Any] | Mapping[Pattern, Inverse[Any]] = Cholesky(),  # noqa: B008 (immutable)
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
@@ -133,6 +139,7 @@ class KFACOptimizer(Optimizer):
         given = _given_model(params, model)
         self._choices: dict[str, Any] = {
             "estimate": estimate,
+            "refresh": refresh,
             "loss_terms": loss_terms,
             "inverse": inverse,
             "weight_sharing": weight_sharing,
@@ -165,6 +172,9 @@ class KFACOptimizer(Optimizer):
         check_group(defaults)
         self._group_keys = tuple(defaults)  # torch adds keys of its own to `defaults`
         check_kind("estimate", estimate, Estimate)
+        check_refresh(refresh)
+        self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
+        self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
         check_kind("loss_terms", loss_terms, LossTerms)
         check_flag("include_factors", include_factors, optional=False)
         self._include_factors = include_factors
@@ -186,7 +196,7 @@ class KFACOptimizer(Optimizer):
         )
         if given is not None:
             options.check_patterns(given)
-        self._executor: Executor = _choose_executor(distributed)
+        self._executor = _choose_executor(distributed, refresh)
         self._window = CaptureWindow(loss_terms)
         self._record: engine.StepRecord | None = None
         self._warned = False
@@ -221,7 +231,7 @@ class KFACOptimizer(Optimizer):
         Raises:
             RuntimeError: a layer ran outside the model's forward and `set_loss_terms` was not called; a covered
                 parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_` was called and
-                no `grad_scaler` named.
+                no `grad_scaler` named; a refresh in the background raised.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         loss = None
@@ -321,7 +331,10 @@ class KFACOptimizer(Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it."""
+        """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it.
+
+        Refreshes under way are waited for, and held beside the inverses that they are to replace.
+        """
         self._publish_blocks()
         return super().state_dict()
 
@@ -379,6 +392,7 @@ class KFACOptimizer(Optimizer):
             self._skip(gradients)
             return
         self._skipped_in_a_row = 0
+        self._spread_refreshes()
         self._record = engine.step(
             self.param_groups,
             self.state,
@@ -390,6 +404,16 @@ class KFACOptimizer(Optimizer):
         )
         self._binding.end_step()
         self._warn_of_unseen_layers(self._record.unpreconditioned)
+
+    def _spread_refreshes(self) -> None:
+        """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
+        blocks = self._binding.coverage.blocks
+        specs = [(block, block.spec) for block in blocks]
+        if specs != self._scheduled:
+            costs = [block.inverse.flops(block.spec).refresh for block in blocks]
+            for block, phase in zip(blocks, self._schedule.phases(costs), strict=True):
+                block.phase = phase
+            self._scheduled = specs
 
     def _skip(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Take no step, forget the statistics of these gradients, and raise where that has become a habit."""
@@ -528,7 +552,7 @@ def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:
     return model
 
 
-def _choose_executor(distributed: bool | None) -> Executor:
+def _choose_executor(distributed: bool | None, refresh: Refresh) -> Executor:
     if distributed is not None and distributed is not False:
         raise TypeError(f"kfac_optim: distributed must be None or False, got {distributed!r}.")
     if distributed is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -537,4 +561,4 @@ def _choose_executor(distributed: bool | None) -> Executor:
             "so that their parameters drift apart. Sharing factors is not supported yet; train on one process, or "
             "pass distributed=False where every rank trains a model of its own."
         )
-    return SingleDevice()
+    return BackgroundExecutor(SingleDevice(), refresh) if isinstance(refresh, Background) else SingleDevice()

@@ -66,6 +66,13 @@ class Inverse(ABC, Generic[S]):
         """
 
     @abstractmethod
+    def adopt(self, state: S, shadow: S) -> None:
+        """Take over what `refresh` computed, counted and measured in `shadow`, a copy of `state` as it was then.
+
+        What was folded into `state` since stays. It was not itself refreshed meanwhile, so that no event counts twice.
+        """
+
+    @abstractmethod
     def apply(self, state: S, grad: Tensor, damping: float) -> Tensor:
         """Precondition `[groups, out, in]`; `damping` is for representations that can change it without a refresh."""
 
@@ -120,7 +127,7 @@ class PairState(ABC):
         """What `refresh` computed, by its name in checkpoints; no copies."""
 
     def measures(self) -> dict[str, Tensor]:
-        """What was counted and measured, likewise."""
+        """What it counted and measured, likewise."""
         return {
             "retried": self.retried,
             "failed": self.failed,
@@ -149,6 +156,11 @@ class PairInverse(Inverse[P]):
 
     def fold(self, state: P, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
         state.pair.fold(loss_terms, decay, loss_scale)
+
+    def adopt(self, state: P, shadow: P) -> None:
+        theirs = shadow.measures() | shadow.results()
+        for name, tensor in (state.measures() | state.results()).items():
+            tensor.copy_(theirs[name])
 
     def factors(self, state: P) -> tuple[Tensor | None, Tensor | None]:
         a, g = state.pair.a, state.pair.g
@@ -281,9 +293,6 @@ class EigenState(PairState):
             None if self.g is None else self.g.values, None if self.a is None else self.a.values, like=self.condition
         )
 
-    def turned(self, side: int, basis: Tensor) -> None:
-        """Told that the basis of side 0 (A) or 1 (G) is about to become `basis` `[groups, d, d]`."""
-
 
 E = TypeVar("E", bound=EigenState)
 
@@ -353,9 +362,7 @@ class EigenJob(FactorJob):
         old_values, old_basis = self.spectrum
         old_values.copy_(torch.where(usable[:, None], values.clamp(min=0), old_values))
         if basis is not None and old_basis is not None:
-            basis = torch.where(usable[:, None, None], basis, old_basis)
-            self.state.turned(self.side, basis)
-            old_basis.copy_(basis)
+            old_basis.copy_(torch.where(usable[:, None, None], basis, old_basis))
         self.state.solved.logical_or_(usable)
         return usable
 
