@@ -22,8 +22,8 @@ class BackgroundExecutor:
     [Note: who owns what] A shadow, the copy of a block, belongs to the worker from when its refresh is begun until
     that is done; then to the block, until its result is taken over; then to this object, for the next time. A block
     that gives a refresh up (restarted, moved, restored from a checkpoint) lets go of the shadow, which the worker alone
-    then holds: so nothing writes to what another thread reads, and nothing has to be waited for or cancelled. What the
-    worker holds never leads back to this object or the optimizer, which may go at any time.
+    then holds: so nothing writes to what another thread reads, and nothing has to be waited for or cancelled. As the
+    worker holds shadows and `inner` alone, the optimizer may go at any time.
     """
 
     def __init__(self, inner: Executor, choice: Background) -> None:

@@ -185,12 +185,9 @@ class KFACBlock:
             self.clock.folds_at_refresh = self.clock.folds
 
     def shadow(self, spare: "KFACBlock | None" = None) -> "KFACBlock":
-        """A copy of state, clock and group numbers as they are now, made in `spare` where that fits.
-
-        It has no `uses`: modules lead by their hooks to all else, which whoever holds a copy is not to keep alive.
-        """
+        """A copy of state, clock and numbers of the groups as they are now, made in `spare` where that fits."""
         fits = spare is not None and (spare.spec, spare._home) == (self.spec, self._home)
-        copy = spare if spare is not None and fits else replace(self, uses=())
+        copy = spare if spare is not None and fits else replace(self)
         copy.clock = replace(self.clock)
         copy.groups = tuple(dict(group) for group in self.groups)
         copy.inverse.load(copy.state, self.inverse.tensors(self.state))
