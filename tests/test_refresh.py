@@ -610,18 +610,21 @@ def at_rest(gate: Gate, optimizer: KFACOptimizer) -> None:
 
 def test_loading_gives_up_what_is_under_way_without_waiting(gate: Gate) -> None:
     start = mlp(sizes=SIZES)
-    saved = copy.deepcopy(KFACOptimizer(start, lr=0.1, inverse=gate).state_dict())
+    train(start, before := KFACOptimizer(start, lr=0.1), 1, start=20)
+    saved = copy.deepcopy(before.state_dict())
+    saved["param_groups"][0]["inverse_update_period"] = 100
     model, optimizer = gated(gate, max_staleness=3, deterministic=True)
     dropped = [each.under_way for each in blocks(optimizer)]
     model.load_state_dict(start.state_dict())
     optimizer.load_state_dict(saved)
-    train(model, optimizer, 2)
+    train(model, optimizer, 1, start=1)
     assert all(each.under_way.shadow is not old.shadow for each, old in zip(blocks(optimizer), dropped, strict=True))
     at_rest(gate, optimizer)
     train(model, optimizer, 6, start=2)
-    twin = mlp(sizes=SIZES)
-    reference = KFACOptimizer(twin, lr=0.1, refresh=Background(max_staleness=3, deterministic=True))
-    train(twin, reference, 8)
+    twin = copy.deepcopy(start)
+    reference = KFACOptimizer(twin, refresh=Background(max_staleness=3, deterministic=True))
+    reference.load_state_dict(saved)
+    train(twin, reference, 7, start=1)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
