@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 try:
-    from benchmarks import autoencoders, language, preconditioning, quickstart, step_cost
+    from benchmarks import autoencoders, language, preconditioning, quickstart, refresh, step_cost
     from benchmarks.arguments import UsageError
     from benchmarks.data import DataError
 except ModuleNotFoundError as error:
@@ -22,6 +22,7 @@ _BENCHMARKS = {
     "step-cost": step_cost,
     "preconditioning": preconditioning,
     "autoencoders": autoencoders,
+    "refresh": refresh,
 }
 
 

@@ -73,11 +73,11 @@ def time_interleaved(
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
-            _synchronize(device)
+            synchronize(device)
             started = time.perf_counter()
             for _ in range(contender.block):
                 contender.step()
-            _synchronize(device)
+            synchronize(device)
             seconds[contender.name].append((time.perf_counter() - started) / contender.block)
             advance(contender.block)
     return seconds
@@ -97,7 +97,8 @@ def matmul_rate(device: torch.device, repeats: int = 5) -> float:
     return 2.0 * size**3 / statistics.median(timed["matmul"])
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what was queued on an accelerator."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -32,6 +32,24 @@ def plot_validation(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_steps(report: Mapping[str, Any], path: Path) -> None:
+    """Milliseconds of every step, one panel for each variant; writes a PNG."""
+    variants = report["variants"]
+    figure = Figure(figsize=(10, 1.6 * len(variants)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(variants), 1, sharex=True, sharey=True)
+    for panel, variant in zip(panels, variants, strict=True):
+        milliseconds = [1e3 * second for repeat in variant["seconds"] for second in repeat]
+        panel.plot(range(len(milliseconds)), milliseconds, linewidth=0.8)
+        panel.axhline(1e3 * variant["median"] * report["target"], color="grey", linestyle="--", linewidth=0.8)
+        panel.set_title(variant["name"], fontsize="small", loc="left")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[-1].set_xlabel(f"steps; the dashed line is {report['target']:g} times the median")
+    figure.supylabel("milliseconds")
+    figure.savefig(path, dpi=150)
+
+
 def plot_reconstruction(report: Mapping[str, Any], path: Path) -> None:
     """Training error of each method against steps and against seconds; writes a PNG."""
     widths = "-".join(map(str, report["widths"]))

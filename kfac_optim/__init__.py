@@ -19,6 +19,7 @@ to that of a folder around it):
     levenberg_marquardt         L1  damping that follows the quadratic model's word
     finder                      L1  the model, where the optimizer was given parameters alone
     selection                   L1  module names; layers by name glob or class
+    refresh                     L1  when inverses are refreshed
     calls                       L2  when a forward and a backward of a layer become statistics
     roots                       L3  the forward of the model that a layer runs in
     estimation                  L3  gradients of an estimate's own, through the graph of the training loop
@@ -38,6 +39,7 @@ to that of a folder around it):
     execution                   L10  who does the work: one device, later many
     checkpoint                  L10  block state in and out of state_dict
     discovery                   L11  the blocks of a model
+    background                  L11  refreshes beside the training, around any executor
     step_size                   L11  how far a step goes
     trial                       L11  a step judged after it was taken
     engine                      L12  one step as a pipeline
@@ -62,6 +64,7 @@ from kfac_optim.inverses import (
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.optimizer import KFACOptimizer
+from kfac_optim.refresh import Background, Schedule, Staggered, Together
 from kfac_optim.rules import AutoInverse
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
@@ -73,6 +76,7 @@ __all__ = [
     "DEFAULT_ADAPTERS",
     "EKFAC",
     "AutoInverse",
+    "Background",
     "Cholesky",
     "CurvaturePropagation",
     "DoublyFactored",
@@ -95,9 +99,12 @@ __all__ = [
     "OnlineEigen",
     "QuadraticModel",
     "RowStatistics",
+    "Schedule",
+    "Staggered",
     "StepSize",
     "Structure",
     "Summary",
+    "Together",
     "TrustRegion",
     "WeightBiasAdapter",
     "WeightSharing",

@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,15 @@ class LayerUse:
     opposed: bool = False
 
 
+class RefreshUnderWay(NamedTuple):
+    """A refresh that was begun at one step and is taken over at a later one."""
+
+    shadow: "KFACBlock"
+    """A copy of the block as it was at the first step, which is refreshed in its place."""
+    done: Future[None]
+    """Done when the shadow is refreshed; one for all blocks that were begun together."""
+
+
 @dataclass(eq=False)
 class KFACBlock:
     """One gradient matrix `[groups, out, in]` of one module, or of several that share its parameters.
@@ -70,7 +81,9 @@ class KFACBlock:
         factor_dtype: of the factors; None is the parameter's, but at least float32.
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
+        phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
+        under_way: the refresh that is, if any; a new state has none.
     """
 
     name: str
@@ -83,7 +96,9 @@ class KFACBlock:
     groups: tuple[dict[str, Any], ...]
     notes: tuple[str, ...] = ()
     clock: Clock = field(default_factory=Clock)
+    phase: Fraction = Fraction(0)
     state: Any = field(init=False)
+    under_way: RefreshUnderWay | None = field(init=False)
     _home: tuple[torch.dtype, torch.device] = field(init=False)
     """Where the state was made, to be compared with where the model is."""
 
@@ -169,14 +184,33 @@ class KFACBlock:
             return True
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
-        return (fresh and outgrown) or clock.step % self.group["inverse_update_period"] == 0
+        period = self.group["inverse_update_period"]
+        return (fresh and outgrown) or clock.step % period == int(self.phase * period)
 
     def mark_refreshed(self) -> None:
         """Note the refresh; until a sample was accepted there is nothing behind it, and it does not count."""
+        self.under_way = None  # by now that would be older
         if self.is_ready or self.inverse.has_statistics(self.state):
             self.clock.refreshed_at = self.clock.step
             self.clock.folds_at_refresh = self.clock.folds
             self.clock.outdated = False
+
+    def shadow(self, spare: "KFACBlock | None" = None) -> "KFACBlock":
+        """A copy of state, clock and numbers of the groups as they are now, made in `spare` where that fits."""
+        fits = spare is not None and (spare.spec, spare._home) == (self.spec, self._home)
+        copy = spare if spare is not None and fits else replace(self)
+        copy.clock = replace(self.clock)
+        copy.groups = tuple(dict(group) for group in self.groups)
+        copy.inverse.load(copy.state, self.inverse.tensors(self.state))
+        self.clock.outdated = False  # what comes of the copy is of the numbers as they are now
+        return copy
+
+    def adopt(self, shadow: "KFACBlock") -> None:
+        """Take over the inverse that `shadow`, a copy of this block at an earlier step, was given since."""
+        self.inverse.adopt(self.state, shadow.state)
+        self.under_way = None
+        self.clock.refreshed_at = shadow.clock.step
+        self.clock.folds_at_refresh = shadow.clock.folds
 
     def gradient(self) -> Tensor | None:
         """`∇h` `[groups, out, in]` in at least float32, missing parts zero; None when no parameter has a gradient."""
@@ -209,6 +243,7 @@ class KFACBlock:
 
     def _new_state(self) -> Any:
         self._home = self.dtype, self.params[0].device
+        self.under_way = None
         return self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
 
 

@@ -1,13 +1,14 @@
 """Block state in and out of `Optimizer.state_dict()`: tensors and numbers only, and refused when it does not fit."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_optim.blocks import Clock, KFACBlock
+from kfac_optim.blocks import Clock, KFACBlock, RefreshUnderWay
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.specs import LayerSpec
 
@@ -16,7 +17,7 @@ KEY = "kfac"
 
 
 def dump(block: KFACBlock, *, include_factors: bool) -> dict[str, Any]:
-    """The state of `block`. Its name is kept as UTF-8 bytes, so that a checkpoint can name its layers."""
+    """The state of `block`; a refresh under way is waited for. The name is UTF-8 bytes, to name layers by."""
     state: dict[str, Any] = {
         "name": torch.tensor(list(block.name.encode()), dtype=torch.uint8),
         "clock": asdict(block.clock),
@@ -25,6 +26,10 @@ def dump(block: KFACBlock, *, include_factors: bool) -> dict[str, Any]:
     }
     if include_factors:
         state["inverse"] = block.inverse.tensors(block.state)
+        # One that fails says so when it is to be taken over.
+        if block.under_way is not None and block.under_way.done.exception() is None:
+            shadow = block.under_way.shadow
+            state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.inverse.tensors(shadow.state)}
     return state
 
 
@@ -38,6 +43,9 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None) -> None:
         block.revise(_spec(block, state))
         block.clock = Clock(**state["clock"])
         block.inverse.load(block.state, state["inverse"])
+        block.under_way = None
+        if "under_way" in state:
+            block.under_way = _finished(block, state["under_way"])
     else:
         block.clock.step = state["clock"]["step"]
         block.restart()
@@ -67,7 +75,11 @@ def check(
         elif not _same_name(layer_name(state), block.name, any_prefix):
             problems.append(f"it has {layer_name(state)!r} in the place of {block.name!r}")
         elif "inverse" in state:
-            ours, theirs = _shapes(_tensors_like(block, state)), _shapes(state["inverse"])
+            tensors = _tensors_like(block, state)
+            ours, theirs = _shapes(tensors), _shapes(state["inverse"])
+            if "under_way" in state:
+                ours |= _shapes(tensors, "under_way.")
+                theirs |= _shapes(state["under_way"]["inverse"], "under_way.")
             for key in sorted(ours.keys() | theirs.keys()):
                 if ours.get(key) != theirs.get(key):
                     problems.append(
@@ -91,6 +103,16 @@ def without_blocks(states: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def layer_name(state: Mapping[str, Any]) -> str:
     return bytes(state["name"].to(torch.uint8).tolist()).decode()
+
+
+def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
+    """What was under way, to be taken over when it would have been."""
+    shadow = block.shadow()
+    shadow.clock = Clock(**state["clock"])
+    shadow.inverse.load(shadow.state, state["inverse"])
+    done: Future[None] = Future()
+    done.set_result(None)
+    return RefreshUnderWay(shadow, done)
 
 
 def _same_name(one: str, other: str, any_prefix: bool) -> bool:

@@ -79,12 +79,12 @@ def step(
         for block in blocks:
             block.fold(count, scale)
     with record_function("kfac.refresh"):
-        due = [block for block in blocks if block.refresh_due()]
-        executor.refresh(due)
-        for block in due:
+        collected = executor.collect(blocks)
+        refreshed = executor.refresh([block for block in blocks if block.refresh_due()])
+        for block in refreshed:
             block.mark_refreshed()
         if nonfinite_limit is not None:
-            _check_setbacks(due, nonfinite_limit)
+            _check_setbacks([*collected, *refreshed], nonfinite_limit)
     proposal, measures, unpreconditioned = _precondition(groups, blocks, state, executor, kl_clip, count, objective)
     sized = _AS_IT_IS
     if proposal.blocks or (objective is not None and trained):

@@ -19,8 +19,14 @@ class Executor(Protocol):
     def wait(self) -> None:
         """Finish what `reduce` started; after it the pending sums are those of all workers."""
 
-    def refresh(self, blocks: Sequence[KFACBlock]) -> None:
-        """Recompute the inverses of `blocks`."""
+    def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
+        """Take over refreshes of earlier steps that are finished, or waited for now; the blocks that got an inverse."""
+
+    def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
+        """Recompute the inverses of `blocks`, those that are due; the ones that have theirs now, not at a later step.
+
+        Touches nothing but the blocks it is given: they may be copies, on another thread.
+        """
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
         """The preconditioned gradient `[groups, out, in]` of each block."""
@@ -44,12 +50,16 @@ class SingleDevice:
     def wait(self) -> None:
         pass
 
-    def refresh(self, blocks: Sequence[KFACBlock]) -> None:
+    def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
+        return ()
+
+    def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
         by_inverse: defaultdict[Inverse[Any], list[KFACBlock]] = defaultdict(list)
         for block in blocks:
             by_inverse[block.inverse].append(block)
         for inverse, alike in by_inverse.items():
             inverse.refresh([b.state for b in alike], [b.damping for b in alike])
+        return blocks
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
         return [

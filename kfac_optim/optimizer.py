@@ -13,7 +13,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
+from kfac_optim.background import BackgroundExecutor
 from kfac_optim.binding import ModelBinding
+from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import Empirical, Estimate, NamedLoss
@@ -26,9 +28,10 @@ from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
+from kfac_optim.refresh import Background, Refresh, Together, check_refresh
 from kfac_optim.replay import BatchWatch, ForwardRecorder, Objective, RandomState, random_state
 from kfac_optim.selection import Pattern
-from kfac_optim.specs import LossTerms, Structure, WeightSharing
+from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
 from kfac_optim.trial import Trial, evaluate_again
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
@@ -68,6 +71,8 @@ class KFACOptimizer(Optimizer):
         inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
             refresh comes at the first step with statistics, more of them while the averages are young (at the 2nd,
             3rd, 5th, 8th, … statistics).
+        refresh: when the inverses are refreshed: `Together()`, all blocks at the same steps; `Staggered()`, spread over
+            the period; or `Background(...)`, beside the training on a thread of their own.
         preconditioner_damping: `λ` of the inverses (group), where it is to be another than `damping`, which is then
             that of `QuadraticModel` alone, and what `adapt_damping` adapts. None is the same.
         l2_in_curvature: whether weight decay is part of the loss and its curvature (group): its gradient is
@@ -124,6 +129,7 @@ class KFACOptimizer(Optimizer):
         factor_decay: float = 0.95,
         factor_update_period: int = 1,
         inverse_update_period: int = 10,
+        refresh: Refresh = Together(),  # noqa: B008 (immutable)
         preconditioner_damping: float | None = None,
         l2_in_curvature: bool = False,
         kl_clip: float | None = 1e-3,
@@ -152,6 +158,7 @@ class KFACOptimizer(Optimizer):
             "step_size": step_size,
             "adapt_damping": adapt_damping,
             "estimate": estimate,
+            "refresh": refresh,
             "loss_terms": loss_terms,
             "inverse": inverse,
             "weight_sharing": weight_sharing,
@@ -195,6 +202,9 @@ class KFACOptimizer(Optimizer):
                     f"kfac_optim: {rule} needs the curvature of the loss, and estimate={estimate!r} does not name it. "
                     "Pass an estimate that does: estimate=MonteCarlo(criterion)."
                 )
+        check_refresh(refresh)
+        self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
+        self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
         check_kind("loss_terms", loss_terms, LossTerms)
         check_flag("include_factors", include_factors, optional=False)
         self._include_factors = include_factors
@@ -216,7 +226,7 @@ class KFACOptimizer(Optimizer):
         )
         if given is not None:
             options.check_patterns(given)
-        self._executor: Executor = _choose_executor(distributed)
+        self._executor = _choose_executor(distributed, refresh)
         self._window = CaptureWindow(loss_terms)
         self._step_size, self._damping_rule = step_size, adapt_damping
         self._rejected_steps = 0
@@ -262,7 +272,7 @@ class KFACOptimizer(Optimizer):
             RuntimeError: a layer ran outside the model's forward and `set_loss_terms` was not called; a covered
                 parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_` was called and no
                 `grad_scaler` named; `adapt_damping` has no closure, or one that draws other examples at each call; the
-                curvature of the loss cannot be had.
+                curvature of the loss cannot be had; a refresh in the background raised.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         rule, number = self._damping_rule, self._window.step
@@ -385,7 +395,10 @@ class KFACOptimizer(Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it."""
+        """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it.
+
+        Refreshes under way are waited for, and held beside the inverses that they are to replace.
+        """
         self._publish_blocks()
         return super().state_dict()
 
@@ -445,6 +458,7 @@ class KFACOptimizer(Optimizer):
             self._skip(gradients)
             return False
         self._skipped_in_a_row = 0
+        self._spread_refreshes()
         self._record = engine.step(
             self.param_groups,
             self.state,
@@ -488,6 +502,16 @@ class KFACOptimizer(Optimizer):
             return
         for group in self.param_groups:
             group["damping"] = rule.adapted(group["damping"], self._ratio)
+
+    def _spread_refreshes(self) -> None:
+        """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
+        blocks = self._binding.coverage.blocks
+        specs = [(block, block.spec) for block in blocks]
+        if specs != self._scheduled:
+            costs = [block.inverse.flops(block.spec).refresh for block in blocks]
+            for block, phase in zip(blocks, self._schedule.phases(costs), strict=True):
+                block.phase = phase
+            self._scheduled = specs
 
     def _skip(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Take no step, forget the statistics of these gradients, and raise where that has become a habit."""
@@ -538,9 +562,9 @@ class KFACOptimizer(Optimizer):
         if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
             rules = [rule for rule in (self._step_size, self._damping_rule) if not isinstance(rule, TrustRegion | None)]
             warnings.warn(
-                f"kfac_optim: the examples by which {' and '.join(map(repr, rules))} will judge steps are few, and others "
-                "at each step: steps will fit them, not the data. Use batches of thousands, or TrustRegion() and a fixed "
-                "damping.",
+                f"kfac_optim: the examples by which {' and '.join(map(repr, rules))} will judge steps are few, and "
+                "others at each step: steps will fit them, not the data. Use batches of thousands, or TrustRegion() "
+                "and a fixed damping.",
                 stacklevel=7,
             )
 
@@ -646,7 +670,7 @@ def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:
     return model
 
 
-def _choose_executor(distributed: bool | None) -> Executor:
+def _choose_executor(distributed: bool | None, refresh: Refresh) -> Executor:
     if distributed is not None and distributed is not False:
         raise TypeError(f"kfac_optim: distributed must be None or False, got {distributed!r}.")
     if distributed is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -655,4 +679,4 @@ def _choose_executor(distributed: bool | None) -> Executor:
             "so that their parameters drift apart. Sharing factors is not supported yet; train on one process, or "
             "pass distributed=False where every rank trains a model of its own."
         )
-    return SingleDevice()
+    return BackgroundExecutor(SingleDevice(), refresh) if isinstance(refresh, Background) else SingleDevice()

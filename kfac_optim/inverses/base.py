@@ -65,6 +65,13 @@ class Inverse(ABC, Generic[S]):
         """
 
     @abstractmethod
+    def adopt(self, state: S, shadow: S) -> None:
+        """Take over what `refresh` computed, counted and measured in `shadow`, a copy of `state` as it was then.
+
+        What was folded into `state` since stays. It was not itself refreshed meanwhile, so that no event counts twice.
+        """
+
+    @abstractmethod
     def apply(self, state: S, grad: Tensor, damping: float) -> Tensor:
         """Precondition `[groups, out, in]`; `damping` is for representations that can change it without a refresh."""
 
@@ -140,7 +147,7 @@ class PairState(ABC):
         """What `refresh` computed, by its name in checkpoints; no copies."""
 
     def measures(self) -> dict[str, Tensor]:
-        """What was counted and measured, likewise."""
+        """What it counted and measured, likewise."""
         return {
             "retried": self.retried,
             "failed": self.failed,
@@ -169,6 +176,11 @@ class PairInverse(Inverse[P]):
 
     def fold(self, state: P, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
         state.pair.fold(loss_terms, decay, loss_scale)
+
+    def adopt(self, state: P, shadow: P) -> None:
+        theirs = shadow.measures() | shadow.results()
+        for name, tensor in (state.measures() | state.results()).items():
+            tensor.copy_(theirs[name])
 
     def factors(self, state: P) -> tuple[Tensor | None, Tensor | None]:
         a, g = state.pair.a, state.pair.g

@@ -161,6 +161,12 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         for equal in alike.values():
             _invert(equal)
 
+    def adopt(self, state: DoublyFactoredState, shadow: DoublyFactoredState) -> None:
+        for name, inverse in state.inverses.items():
+            inverse.copy_(shadow.inverses[name])
+        for name in ("retried", "failed", "failed_in_a_row", "conditions"):
+            getattr(state, name).copy_(getattr(shadow, name))
+
     def apply(self, state: DoublyFactoredState, grad: Tensor, damping: float) -> Tensor:
         inverses = state.inverses
         grad = grad.to(state.conditions.dtype)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import autoencoders
+from benchmarks import autoencoders, refresh
 from benchmarks.__main__ import main
 from benchmarks.curves import curves
+from benchmarks.models import Autoencoder
 from benchmarks.quickstart import Run, verdict
 from benchmarks.training import Checkpoint, train
 
@@ -141,6 +142,26 @@ def test_equal_seconds_are_those_of_the_first_to_finish_without_diverging() -> N
     assert slow.by(1.0) is None
 
 
+def test_refresh_times_every_step_of_every_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(refresh, "Autoencoder", lambda: Autoencoder((784, 8, 3)))
+    run("refresh", "--batch-size", 16, "--period", 3, "--repeats", 2, "--out", tmp_path)
+    assert "background, staggered" in capsys.readouterr().out
+    assert (tmp_path / "refresh.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "refresh.json").read_text())
+    names = ["SGD", "together", "staggered", "background", "background, staggered"]
+    assert [variant["name"] for variant in report["variants"]] == names
+    for variant in report["variants"]:
+        first, second = variant["seconds"]
+        assert len(first) == len(second) == 3
+        middle = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
+        assert math.isclose(variant["longest"], max(middle) / variant["median"])
+        assert math.isclose(variant["longest_single"], max(first + second) / variant["median"])
+        assert variant["median"] <= variant["percentile_95"] <= max(first + second)
+    assert report["variants"][1]["loss"] < report["variants"][0]["loss"], "K-FAC is ahead of SGD"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -153,6 +174,7 @@ def test_equal_seconds_are_those_of_the_first_to_finish_without_diverging() -> N
         (["autoencoders", "--methods", "SGD", "Newton"], "--methods: invalid choice: 'Newton'"),
         (["autoencoders", "--data-dir", "x"], "--data-dir: curves are drawn.*pass --dataset mnist"),
         (["autoencoders", "--batch-size", "20001"], "--batch-size: expected at most 20000.*got 20001"),
+        (["refresh", "--period", "0"], "--period: expected a whole number of at least 1, got '0'"),
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
         (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),
         (["quickstart", "--dataset", "mnist", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere'"),
@@ -175,7 +197,8 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("quickstart", "step-cost", "preconditioning", "autoencoders"))
+    names = ("quickstart", "step-cost", "preconditioning", "autoencoders", "refresh")
+    assert all(name in printed for name in names)
 
 
 def checkpoint(steps: int, loss: float) -> Checkpoint:

@@ -63,9 +63,6 @@ class EigenState(PairState):
             None if self.g is None else self.g.values, None if self.a is None else self.a.values, like=self.condition
         )
 
-    def turned(self, side: int, basis: Tensor) -> None:
-        """Told that the basis of side 0 (A) or 1 (G) is about to become `basis` `[groups, d, d]`."""
-
 
 E = TypeVar("E", bound=EigenState)
 
@@ -135,9 +132,7 @@ class EigenJob(FactorJob):
         old_values, old_basis = self.spectrum
         old_values.copy_(torch.where(usable[:, None], values.clamp(min=0), old_values))
         if basis is not None and old_basis is not None:
-            basis = torch.where(usable[:, None, None], basis, old_basis)
-            self.state.turned(self.side, basis)
-            old_basis.copy_(basis)
+            old_basis.copy_(torch.where(usable[:, None, None], basis, old_basis))
         self.state.solved.logical_or_(usable)
         return usable
 

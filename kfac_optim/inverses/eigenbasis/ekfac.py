@@ -7,7 +7,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,29 +56,35 @@ class EKFACState(EigenState):
         """`S`, `[groups, out, in]`; a view."""
         return self.scales.average.view(self.shape)
 
-    def results(self) -> dict[str, Tensor]:
-        return {**super().results(), "S": self.second_moments, "S_mass": self.scales.mass}
-
-    def measures(self) -> dict[str, Tensor]:
+    def sampled(self) -> dict[str, Tensor]:
+        """What folds made of the samples, by its name in checkpoints; no copies."""
         return {
-            **super().measures(),
+            "S": self.second_moments,
+            "S_mass": self.scales.mass,
             "S_substituted": self.substituted,
             "S_refused": self.refused,
             "S_refused_in_a_row": self.refused_in_a_row,
         }
 
-    def turned(self, side: int, basis: Tensor) -> None:
-        """Carry `S` over: of `U diag(S) Uᵀ` take the diagonal in the new basis.
+    def standing(self) -> "_Standing":
+        """The bases that `S` stands in, to be kept while others take their place."""
+        a, g = (None if basis is None else basis.clone() for basis in (_basis(self.a), _basis(self.g)))
+        return _Standing(a, g, self.solved.all())
+
+    def carry_over(self, old: "_Standing") -> None:
+        """Bring `S` from the bases before to the present ones: of `U diag(S) Uᵀ` take the diagonal in the new basis.
 
         Entry i is `Σ_j S_j (u_j · u'_i)²`: none is negative, their sum stays, and eigenvectors that change sign or
-        place keep theirs.
+        place keep theirs. What was sampled before there was a basis is nothing to carry over.
         """
-        old = (self.a, self.g)[side]
-        assert old is not None
-        assert old.basis is not None
-        overlap = (old.basis.mT @ basis).square()
         moments = self.second_moments
-        moments.copy_(moments @ overlap if side == 0 else overlap.mT @ moments)
+        a, g = _basis(self.a), _basis(self.g)
+        if old.a is not None and a is not None:
+            moments.copy_(moments @ (old.a.mT @ a).square())
+        if old.g is not None and g is not None:
+            moments.copy_((old.g.mT @ g).square().mT @ moments)
+        self.scales.mass.mul_(old.ready)
+        moments.copy_(torch.where(self.scales.mass > 0, moments, self.eigenvalues()))
 
     def expected(self) -> Tensor:
         """`S` as the factors' present averages would have it, `[groups, out, in]` or of size 1 along an axis.
@@ -91,6 +97,17 @@ class EKFACState(EigenState):
     def forget_pending(self) -> None:
         self.scales.pending = None
         self.expressed = True
+
+
+class _Standing(NamedTuple):
+    """Bases of `A` and `G`, `[groups, d, d]`; None for a side that has none.
+
+    `ready`: whether there was one for every group, `[]` bool.
+    """
+
+    a: Tensor | None
+    g: Tensor | None
+    ready: Tensor
 
 
 @dataclass(frozen=True)
@@ -173,13 +190,15 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         state.forget_pending()
 
     def refresh(self, states: Sequence[EKFACState], dampings: Sequence[float]) -> None:
-        ready = [state.solved.all() for state in states]
+        before = [state.standing() for state in states]
         super().refresh(states, dampings)
-        for state, before in zip(states, ready, strict=True):
-            # What was sampled before there was a basis is nothing to carry over.
-            state.scales.mass.mul_(before)
-            moments = state.second_moments
-            moments.copy_(torch.where(state.scales.mass > 0, moments, state.eigenvalues()))
+        for state, old in zip(states, before, strict=True):
+            state.carry_over(old)
+
+    def adopt(self, state: EKFACState, shadow: EKFACState) -> None:
+        old = state.standing()
+        super().adopt(state, shadow)
+        state.carry_over(old)
 
     def damped(self, state: EKFACState, damping: float) -> Tensor:
         return torch.where(state.solved[:, None, None], state.second_moments + damping, 1.0)
@@ -193,8 +212,13 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         counted["refused_statistics"] = counted["refused_statistics"] + state.refused
         return {**counted, "substituted_statistics": state.substituted}
 
+    def tensors(self, state: EKFACState) -> dict[str, Any]:
+        return {**super().tensors(state), **state.sampled()}
+
     def load(self, state: EKFACState, tensors: Mapping[str, Any]) -> None:
         super().load(state, tensors)
+        for name, tensor in state.sampled().items():
+            tensor.copy_(tensors[name])
         state.forget_pending()
 
     def flops(self, spec: LayerSpec) -> Cost:
