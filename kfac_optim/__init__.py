@@ -12,6 +12,8 @@ The house, from the ground up; imports go only to a lower storey (within a folde
     loss_terms                  L1  how many terms the loss of a step has
     likelihoods                 L1  losses as likelihoods, for estimates that do not look at targets
     rows                        L1  canonical rows and their second moments
+    partition                   L1  wide factors in blocks along their diagonal
+    sampling                    L1  which rows make the statistics, where not all do
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
     finder                      L1  the model, where the optimizer was given parameters alone
@@ -45,14 +47,16 @@ from kfac_optim.estimates import CurvaturePropagation, Empirical, Estimate, Exac
 from kfac_optim.inverses import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.optimizer import KFACOptimizer
+from kfac_optim.sampling import Subsample
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
-from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
+from kfac_optim.specs import BlockDiagonal, LayerSpec, LossTerms, Structure, WeightSharing
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT_ADAPTERS",
     "EKFAC",
+    "BlockDiagonal",
     "Cholesky",
     "CurvaturePropagation",
     "DoublyFactored",
@@ -73,6 +77,7 @@ __all__ = [
     "OnlineEigen",
     "RowStatistics",
     "Structure",
+    "Subsample",
     "Summary",
     "WeightBiasAdapter",
     "WeightSharing",

@@ -222,7 +222,7 @@ def _inner_products(
     pairs: list[_GroupPair] = []
     for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
         whole = all(group is block.group for group in block.groups)
-        parts = ((matrix,), (grad,)) if whole else tuple(block.adapter.unpack(block.spec, m) for m in (matrix, grad))
+        parts = ((matrix,), (grad,)) if whole else tuple(block.unpack(m) for m in (matrix, grad))
         pairs += zip(block.groups, *parts, strict=False)
     inner = torch.zeros((), device=device)
     decrease = torch.zeros((), device=device)

@@ -56,7 +56,7 @@ class DoublyFactoredState:
         if spec.has_bias:
             dims["bias"] = spec.out_dim
         self.inverses = {name: torch.eye(dim, dtype=compute, device=device)[None] for name, dim in dims.items()}
-        self.rows: int | Tensor = 0
+        self.rows: float | Tensor = 0
         self.refused, self.refused_in_a_row, self.retried, self.failed = (
             torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)
         )
@@ -92,9 +92,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     Refreshing costs about `C³ + T³ + 2 out³` operations, applying `2 C T out (C + T + out)`, and a step with
     statistics, besides the sums, `20 m³` for each example with `m = min(C, T)`.
 
-    It is for `nn.Linear` with one position per example, and refuses others with a ValueError. `max_factor_dim`
-    must not be below the number of inputs, though no factor has that size. `factors()` gives for `A` its diagonal
-    `[1, in]`, as the whole is what is too large to hold.
+    It is for `nn.Linear` with one position per example, and refuses others with a ValueError. `max_factor_dim` bounds
+    C, T and out, not the number of inputs. `factors()` gives for `A` its diagonal `[1, in]`, as the whole is what is
+    too large to hold.
 
     Args:
         channels: C; the inputs without the bias must be a multiple of it.
@@ -107,6 +107,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     def __repr__(self) -> str:
         return f"DoublyFactored(channels={self.channels})"
 
+    def factor_dims(self, spec: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.channels, -(-_weight_columns(spec) // self.channels)), (spec.out_dim,)
+
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> DoublyFactoredState:
         self._check(spec)
         return DoublyFactoredState(spec, self.channels, dtype=dtype, device=device)
@@ -118,8 +121,8 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             for name, vectors in (("channels", psi), ("positions", k)):
                 factor = state.factors[name]
                 scaled = (vectors * sigma.sqrt().unsqueeze(-1)).to(factor.average.dtype)
-                factor.add((scaled.mT @ scaled)[None])
-            state.rows = state.rows + count
+                factor.add((scaled.mT @ scaled)[None] * stats.weight)
+            state.rows = state.rows + count * stats.weight
         state.factors["G"].add(stats.output_moment(Structure.DENSE))
 
     def has_pending(self, state: DoublyFactoredState) -> bool:
@@ -230,9 +233,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
                 f"weight_sharing=WeightSharing.REDUCE, which averages them."
             )
         added = active_rows(g)[:, 0]
-        if isinstance(stats, RowStatistics) and stats.call.earlier is not None:
+        if isinstance(stats, RowStatistics) and stats.active_before is not None:
             # What earlier backwards through the call reached was added then.
-            added = added & ~active_rows(stats.gradient_rows(stats.call.earlier)).any(1)
+            added = added & ~stats.active_before.any(1)
         rows = a[0, :, 0, :columns].to(state.conditions.dtype)
         rows = rows[added] if on_host(added) else torch.where(added.unsqueeze(-1), rows, 0)
         return rows.reshape(-1, self.channels, columns // self.channels), total(added)
@@ -242,11 +245,11 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         columns = _weight_columns(spec)
         size = f"{columns} inputs{' and a bias' if spec.has_bias else ''}, {spec.out_dim} outputs"
         if spec.groups > 1:
-            reason = f"it has {spec.groups} groups"
+            reason = f"it has {spec.groups} groups, or a factor in as many blocks"
         elif spec.opposed:
             reason = "other layers multiply by the transpose of its weight"
-        elif spec.structure != (Structure.DENSE, Structure.DENSE):
-            kinds = " and ".join(kind.value for kind in spec.structure)
+        elif any(factor.structure is not Structure.DENSE for factor in spec.factors()):
+            kinds = " and ".join(factor.structure.value for factor in spec.factors())
             reason = f"its A and G are {kinds}, not dense (raise max_factor_dim if that made them so)"
         elif columns == 0 or columns % self.channels:
             reason = f"the inputs are no multiple of {self.channels} channels"

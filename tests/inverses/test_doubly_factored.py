@@ -326,7 +326,11 @@ def test_a_model_moved_to_another_dtype_takes_its_statistics_along() -> None:
     [
         (nn.Linear(7, 3), {}, r"\(7 inputs and a bias, 3 outputs\): the inputs are no multiple of 2 channels"),
         (nn.Linear(5, 3, bias=False), {}, r"\(5 inputs, 3 outputs\): the inputs are no multiple"),
-        (nn.Linear(6, 3), {"max_factor_dim": 6}, r"A and G are diagonal and dense, not dense \(raise max_factor_dim"),
+        (
+            nn.Linear(6, 3),
+            {"max_factor_dim": 2},
+            r"A and G are diagonal and diagonal, not dense \(raise max",
+        ),
         (nn.Linear(6, 3), {"structure": (DENSE, IDENTITY)}, "A and G are dense and identity, not dense"),
         (nn.Embedding(6, 3), {}, "A and G are diagonal and dense, not dense"),
         (nn.Conv1d(8, 4, 1, groups=2), {}, "it has 2 groups"),

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from kfac_optim import EKFAC, Eigen, KFACOptimizer, LayerSpec, LayerStatistics, OnlineEigen, Structure, WeightSharing
-from kfac_optim.inverses import ekfac
-from kfac_optim.inverses.ekfac import EKFACState, sum_of_squares
-from kfac_optim.rows import gram
+from kfac_optim import rows as row_functions
+from kfac_optim.inverses.ekfac import EKFACState
+from kfac_optim.rows import gram, sum_of_squares
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -295,7 +295,7 @@ def test_every_way_to_contract_gives_the_same_squares(
         for count, dim, turned in zip((len(a), groups), dims, turn, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ekfac, "_CHUNK", chunk)
+        patch.setattr(row_functions, "_CHUNK", chunk)
         found = sum_of_squares(a, g, a_basis, g_basis)
     whole = torch.einsum("knro,knri->knoi", g, a.expand(groups, *a.shape[1:]))
     if g_basis is not None:
@@ -310,11 +310,13 @@ def test_many_positions_are_contracted_before_anything_is_turned(
     monkeypatch: pytest.MonkeyPatch, positions: int, by_matrix: int
 ) -> None:
     turned: list[int] = []
-    plain = ekfac._turned
-    monkeypatch.setattr(ekfac, "_turned", lambda rows, basis: turned.append(rows.shape[-2]) or plain(rows, basis))
+    plain = row_functions.turned
+    monkeypatch.setattr(
+        row_functions, "turned", lambda rows, basis: turned.append(rows.shape[-2]) or plain(rows, basis)
+    )
     eye = torch.eye(3)[None], torch.eye(2)[None]
     sum_of_squares(torch.randn(1, 4, positions, 3), torch.randn(1, 4, positions, 2), *eye)
-    assert turned == ([2] if by_matrix else [positions, positions])
+    assert turned == ([3, 2] if by_matrix else [positions, positions])
 
 
 # -- closer to the Fisher than the product of the factors --------------------------------------------------------
