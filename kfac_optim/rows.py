@@ -153,4 +153,5 @@ def turned(rows: Tensor, basis: Tensor | None) -> Tensor:
     if basis is None:
         return rows
     # As one product for each group: a fourth dimension would have the basis copied for every example.
-    return (rows.flatten(1, 2) @ basis).unflatten(1, rows.shape[1:3])  # type: ignore[no-untyped-call]
+    product = rows.flatten(1, 2) @ basis
+    return product.view(len(product), *rows.shape[1:3], product.shape[-1])

@@ -19,6 +19,7 @@ from kfac_optim import (
     KFACOptimizer,
     LossTerms,
     Structure,
+    Subsample,
     WeightSharing,
 )
 from kfac_optim.layers import LinearAdapter
@@ -133,11 +134,16 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "structure": [
         ("dense", TypeError, r"structure must be .*, got 'dense'"),
         (DENSE, TypeError, r"structure must be .*, got <Structure\.DENSE"),
-        ((DENSE,), TypeError, r"structure must be a pair of Structure values for \(A, G\), got \(<Structure\.DENSE"),
-        ((DENSE, "diagonal"), TypeError, r"structure must be a pair of Structure values.*'diagonal'"),
+        ((DENSE,), TypeError, r"structure must be a pair of Structure or BlockDiagonal values for \(A, G\), got \(<S"),
+        ((DENSE, "diagonal"), TypeError, r"structure must be a pair of Structure or .*'diagonal'"),
         ((IDENTITY, IDENTITY), ValueError, r"structure with both factors the identity.*: use skip_layers"),
         ({"0": (IDENTITY, IDENTITY)}, ValueError, r"structure with both factors the identity.*: use skip_layers"),
         ({"encoder": (DENSE, DENSE)}, ValueError, rf"structure entry 'encoder' matches no module\. {MODULES}"),
+    ],
+    "subsample": [
+        (256, TypeError, r"subsample must be a Subsample or a mapping .*, got 256"),
+        ({"0": None}, TypeError, r"subsample must be a Subsample or a mapping .*, got None"),
+        ({"conv*": Subsample(256)}, ValueError, rf"subsample entry 'conv\*' matches no module\. {MODULES}"),
     ],
     "skip_layers": [
         ("0", TypeError, r"skip_layers must be a sequence of .*, got '0'; wrap a single one in a list"),
