@@ -25,7 +25,9 @@ class Subsample:
     Rows are drawn without replacement, each with the same probability p, and every one stands for 1/p of them: sums
     over what was drawn, times 1/p, are those over all rows in expectation. So `G`, and the second moments of `EKFAC`,
     are unbiased; `A` is a mean, over the active rows among those drawn, and calls of one step are weighed by the rows
-    they stand for. Padding is drawn as other positions are, and counts for as little.
+    they stand for. Padding is drawn as other positions are, and counts for as little. Where few positions have a
+    gradient at all (a loss at one token of a sequence) a draw may have none of them, which is then no sample: there
+    take examples only.
 
     Args:
         examples: the most examples of a call; None is all.

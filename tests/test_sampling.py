@@ -146,7 +146,7 @@ class Attentive(nn.Module):
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x[:, 1:], x[:, :-1])[0]
+        return self.attention(x, x[:, 1:], x[:, :-1])[0][:, 1:]  # of the first query nothing is used
 
 
 class Norms(nn.Module):

@@ -69,8 +69,11 @@ class LayerStatistics(ABC):
         return 1.0
 
     def subsample(self, draw: Draw) -> None:
-        """Make do with some of the rows. Asked first, and only of families that say `LayerAdapter.in_rows`."""
-        raise NotImplementedError
+        """Make do with some of the rows; asked before anything else, where the adapter says `in_rows`."""
+        raise NotImplementedError(
+            f"kfac_optim: {type(self).__name__} cannot take some of its rows; the adapter it comes from must not say "
+            "in_rows, or override subsample()."
+        )
 
     def squared_gradients(
         self, a_basis: Tensor | None, g_basis: Tensor | None, *, dtype: torch.dtype, per_example: bool
