@@ -13,6 +13,8 @@ to that of a folder around it):
     loss_terms                  L1  how many terms the loss of a step has
     likelihoods                 L1  losses as likelihoods, for estimates that do not look at targets
     rows                        L1  canonical rows and their second moments
+    partition                   L1  wide factors in blocks along their diagonal
+    sampling                    L1  which rows make the statistics, where not all do
     factors                     L1  running average of one Kronecker factor
     trust_region                L1  the KL bound on a step
     quadratic                   L1  a quadratic model along a few directions: its minimum, its judge
@@ -66,8 +68,9 @@ from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.refresh import Background, Schedule, Staggered, Together
 from kfac_optim.rules import AutoInverse
+from kfac_optim.sampling import Subsample
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
-from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
+from kfac_optim.specs import BlockDiagonal, LayerSpec, LossTerms, Structure, WeightSharing
 from kfac_optim.step_size import QuadraticModel, StepSize, TrustRegion
 
 __version__ = "0.1.0"
@@ -77,6 +80,7 @@ __all__ = [
     "EKFAC",
     "AutoInverse",
     "Background",
+    "BlockDiagonal",
     "Cholesky",
     "CurvaturePropagation",
     "DoublyFactored",
@@ -103,6 +107,7 @@ __all__ = [
     "Staggered",
     "StepSize",
     "Structure",
+    "Subsample",
     "Summary",
     "Together",
     "TrustRegion",

@@ -8,13 +8,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from kfac_optim.blocks import KFACBlock, LayerUse
-from kfac_optim.inverses.base import InverseRule
+from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.layers.feature_maps import flattened_channels
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.options import BlockOptions
+from kfac_optim.sampling import Subsample
 from kfac_optim.selection import ModuleNames
-from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.specs import BlockDiagonal, Kept, LayerSpec, Structure, WeightSharing
 
 
 @dataclass
@@ -148,25 +149,32 @@ def build(
         uses: of the matrix.
         specs: the matrix as each of `uses` sees it.
         opposed: whether each sees the transpose of what the first sees.
+
+    Raises:
+        ValueError: choices that do not go together, or not with this layer.
     """
     names, options = assembly.names, assembly.options
     first, spec = uses[0], specs[0]
     params = tuple(first.module.get_parameter(local) for local in spec.params)
-    structure = list(options.structure.of(names, first.path))
+    structure: list[Kept] = list(options.structure.of(names, first.path))
     for each, other in zip(specs, opposed, strict=True):
         kept = reversed(each.structure) if other else each.structure
         structure = [most.at_most(wish) for most, wish in zip(kept, structure, strict=True)]
-    inverse = options.inverse.of(names, first.path)
+    inverse, subsample = options.inverse.of(names, first.path), options.subsample.of(names, first.path)
     if isinstance(inverse, InverseRule):
-        wish = replace(spec, structure=(structure[0], structure[1]), opposed=any(opposed))
+        wished = replace(spec, structure=(structure[0], structure[1]), opposed=any(opposed))
         modules = [module for _, module in names.lineage(first.path)]
         channels = flattened_channels(modules) if len(uses) == 1 else None
-        inverse = inverse.choose(wish, options.max_factor_dim, channels)
+        inverse = inverse.choose(wished, options.max_factor_dim, channels)
     notes = []
-    for side, dim in enumerate(inverse.factor_dims(spec)):
-        if dim > options.max_factor_dim and structure[side] is Structure.DENSE:
+    for side, (dim, dims) in enumerate(zip((spec.in_dim, spec.out_dim), inverse.factor_dims(spec), strict=True)):
+        wish = structure[side]
+        width = wish.width(dim) if isinstance(wish, BlockDiagonal) else max(dims)
+        if width > options.max_factor_dim and wish not in (Structure.DIAGONAL, Structure.IDENTITY):
             structure[side] = Structure.DIAGONAL
-            notes.append(f"{'AG'[side]} is diagonal: {dim} > max_factor_dim {options.max_factor_dim}")
+            notes.append(f"{'AG'[side]} is diagonal: {width} > max_factor_dim {options.max_factor_dim}")
+        elif isinstance(wish, BlockDiagonal) and wish.blocks(dim) == 1:
+            structure[side] = Structure.DENSE
     if structure == [Structure.IDENTITY, Structure.IDENTITY]:
         return None
     if len(uses) > 1:
@@ -177,6 +185,7 @@ def build(
         weight_sharing=options.weight_sharing.of(names, first.path),
         opposed=any(opposed),
     )
+    _check(spec, [use.adapter for use in uses if use.adapter is not None], inverse, subsample)
     layer_uses = tuple(
         LayerUse(use.module, use.adapter, spec.transposed() if other else spec, other)
         for use, other in zip(uses, opposed, strict=True)
@@ -189,6 +198,7 @@ def build(
         if same_spec and block.inverse == inverse and [id(p) for p in block.params] == [id(p) for p in params]:
             rename(block, spec.name, first.name)
             block.notes = tuple(notes)
+            block.subsample = subsample
             known = {use.module: use for use in block.uses}  # kept, and with them their hooks
             block.uses = tuple(known.get(use.module, use) for use in layer_uses)
             block.revise(replace(block.spec, opposed=block.spec.opposed or spec.opposed))
@@ -202,8 +212,53 @@ def build(
         inverse=inverse,
         factor_dtype=options.factor_dtype,
         groups=tuple(assembly.group_of[param] for param in params),
+        subsample=subsample,
         notes=tuple(notes),
     )
+
+
+def _check(spec: LayerSpec, adapters: Sequence[LayerAdapter[Any]], inverse: Inverse[Any], subsample: Subsample) -> None:
+    """Raise ValueError, with the remedy, where the choices for a layer do not go together."""
+    foreign = next((adapter for adapter in adapters if not adapter.in_rows), None)
+    blocked = [side for side in (0, 1) if spec.blocks(side) > 1]
+    if blocked:
+        at = f"kfac_optim: structure of layer {spec.name!r} ({spec.in_dim} inputs, {spec.out_dim} outputs)"
+        kept = spec.structure[blocked[0]]
+        if len(blocked) > 1:
+            raise ValueError(
+                f"{at} cuts both factors into blocks, {spec.structure!r}; only one can be. Make the other "
+                "Structure.DENSE or Structure.DIAGONAL for this layer."
+            )
+        if spec.groups > 1:
+            raise ValueError(
+                f"{at} is {kept!r} for {'AG'[blocked[0]]}, but the layer has {spec.groups} groups, each of which has "
+                "factors of its own. Make it Structure.DENSE or Structure.DIAGONAL for this layer."
+            )
+        if foreign is not None:
+            raise ValueError(
+                f"{at} is {kept!r} for {'AG'[blocked[0]]}, but {type(foreign).__name__} does not say that its "
+                "statistics can be cut into blocks. Set in_rows = True on it if they are RowStatistics, or make the "
+                "factor Structure.DENSE or Structure.DIAGONAL for this layer."
+            )
+    if subsample.takes_all:
+        return
+    at = f"kfac_optim: subsample={subsample!r} does not fit layer {spec.name!r}"
+    if foreign is not None:
+        raise ValueError(
+            f"{at}: {type(foreign).__name__} does not say that its statistics can be of some rows only. Set in_rows = "
+            "True on it if they are RowStatistics, or leave the layer out: subsample takes a mapping from layer names."
+        )
+    if subsample.positions is not None:
+        if spec.weight_sharing is WeightSharing.REDUCE:
+            reason, remedy = "weight_sharing is REDUCE", "weight_sharing=WeightSharing.EXPAND"
+        elif inverse.squares_examples:
+            reason, remedy = f"its inverse is {inverse!r}", "EKFAC(per_example=False)"
+        else:
+            return
+        raise ValueError(
+            f"{at}: {reason}, which squares sums over all positions of an example, so that some of them would give "
+            f"another mean. Use Subsample(examples=...), or {remedy}, for this layer."
+        )
 
 
 def _parameters(use: Use) -> dict[str, int]:

@@ -16,6 +16,8 @@ from kfac_optim.hooks import Handle
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.layers.base import LayerAdapter, LayerStatistics
 from kfac_optim.loss_terms import LossCount
+from kfac_optim.partition import matrix_by_blocks, matrix_of_layer
+from kfac_optim.sampling import Draw, Subsample
 from kfac_optim.specs import LayerSpec
 
 # The averages change fastest while they are young: an inverse is out of date once they have grown by this factor.
@@ -79,6 +81,7 @@ class KFACBlock:
         groups: the optimizer's param group of each parameter; the first one's damping, decay and periods are
             the block's.
         factor_dtype: of the factors; None is the parameter's, but at least float32.
+        subsample: which rows make the statistics.
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
         phase: when refreshes are due, as a part of the period, in [0, 1).
@@ -94,6 +97,7 @@ class KFACBlock:
     inverse: Inverse[Any]
     factor_dtype: torch.dtype | None
     groups: tuple[dict[str, Any], ...]
+    subsample: Subsample = field(default_factory=Subsample)
     notes: tuple[str, ...] = ()
     clock: Clock = field(default_factory=Clock)
     phase: Fraction = Fraction(0)
@@ -140,6 +144,8 @@ class KFACBlock:
 
     def accumulate(self, stats: LayerStatistics) -> None:
         self.follow()
+        if not self.subsample.takes_all:
+            stats.subsample(Draw(self.subsample, self.clock.step, self.name))
         self.inverse.accumulate(self.state, stats)
 
     def discard(self) -> None:
@@ -213,7 +219,10 @@ class KFACBlock:
         self.clock.folds_at_refresh = shadow.clock.folds
 
     def gradient(self) -> Tensor | None:
-        """`∇h` `[groups, out, in]` in at least float32, missing parts zero; None when no parameter has a gradient."""
+        """`∇h` `[groups, out, in]` in at least float32, missing parts zero; None when no parameter has a gradient.
+
+        It is as inverses see it, `spec.by_blocks()`.
+        """
         if all(param.grad is None for param in self.params):
             return None
         dtype = torch.promote_types(self.dtype, torch.float32)
@@ -224,12 +233,12 @@ class KFACBlock:
         return self.pack([grad.to(dtype) for grad in grads])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors shaped like the parameters as one matrix `[groups, out, in]`."""
-        return self.adapter.pack(self.spec, tensors)
+        """Tensors shaped like the parameters as one matrix, laid out as `gradient()` is."""
+        return matrix_by_blocks(self.adapter.pack(self.spec, tensors), self.spec)
 
-    def parts(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """Those of `matrix` that belong to each parameter, in any shape."""
-        return self.adapter.unpack(self.spec, matrix)
+    def unpack(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The parts of `matrix`, laid out as `gradient()` is, that belong to each parameter, up to a final reshape."""
+        return self.adapter.unpack(self.spec, matrix_of_layer(matrix, self.spec))
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """The parts of `matrix` that belong to each parameter, in its shape, dtype and memory layout.
@@ -238,13 +247,13 @@ class KFACBlock:
         """
         return [
             torch.empty_like(param).copy_(part.reshape(param.shape))
-            for part, param in zip(self.parts(matrix), self.params, strict=True)
+            for part, param in zip(self.unpack(matrix), self.params, strict=True)
         ]
 
     def _new_state(self) -> Any:
         self._home = self.dtype, self.params[0].device
         self.under_way = None
-        return self.inverse.init(self.spec, dtype=self.dtype, device=self.params[0].device)
+        return self.inverse.init(self.spec.by_blocks(), dtype=self.dtype, device=self.params[0].device)
 
 
 def l2(group: Mapping[str, Any]) -> float:

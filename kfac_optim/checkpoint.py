@@ -135,7 +135,7 @@ def _tensors_like(block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, An
     spec = _spec(block, state)
     if spec == block.spec:
         return block.inverse.tensors(block.state)
-    return block.inverse.tensors(block.inverse.init(spec, dtype=block.dtype, device=torch.device("meta")))
+    return block.inverse.tensors(block.inverse.init(spec.by_blocks(), dtype=block.dtype, device=torch.device("meta")))
 
 
 def _shapes(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, list[int]]:

@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 from kfac_optim.assembly import Coverage
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.engine import StepRecord
-from kfac_optim.specs import BlockRecord, ParameterRecord, Structure, WeightSharing
+from kfac_optim.partition import clear_padding
+from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Structure, WeightSharing
 
 _UNSEEN = "no call of a module that holds it was seen yet"
 
@@ -38,10 +39,11 @@ class Summary:
                 rows.append((parameter.name, shape, parameter.block or "(model)", "", "", "", "", "", ""))
                 continue
             sides = [
-                _describe_factor(groups, dim, kept)
-                for groups, dim, kept in zip(
+                _describe_factor(groups, dim, dims, kept)
+                for groups, dim, dims, kept in zip(
                     (1 if block.shared_input else block.groups, block.groups),
                     (block.in_dim, block.out_dim),
+                    block.factor_dims,
                     block.structure,
                     strict=True,
                 )
@@ -135,8 +137,11 @@ def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tenso
     """`{layer name: (A, G)}`, copies; see `KFACOptimizer.factors`."""
     result: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     for block in blocks:
-        a, g = block.inverse.factors(block.state)
-        result[block.name] = (None if a is None else a.clone(), None if g is None else g.clone())
+        a, g = (None if factor is None else factor.clone() for factor in block.inverse.factors(block.state))
+        for side, (factor, dim) in enumerate(((a, block.spec.in_dim), (g, block.spec.out_dim))):
+            if factor is not None and block.spec.blocks(side) > 1:
+                clear_padding(factor, dim)
+        result[block.name] = (a, g)
     return result
 
 
@@ -164,6 +169,7 @@ def _record(block: KFACBlock) -> BlockRecord:
         in_dim=spec.in_dim,
         out_dim=spec.out_dim,
         structure=spec.structure,
+        factor_dims=block.inverse.factor_dims(spec),
         weight_sharing=spec.weight_sharing,
         inverse=repr(block.inverse),
         state_bytes=sum(t.numel() * t.element_size() for t in _tensors(block.inverse.tensors(block.state))),
@@ -186,10 +192,13 @@ def _describe_shape(shape: tuple[int, ...] | None) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def _describe_factor(groups: int, dim: int, structure: Structure) -> str:
-    if structure is Structure.IDENTITY:
+def _describe_factor(groups: int, dim: int, dims: Sequence[int], kept: Kept) -> str:
+    """As `2·3×3` for two groups, or two blocks of a factor that is cut, and `2×2 ⊗ 3×3` for a product of matrices."""
+    if kept is Structure.IDENTITY:
         return "identity"
-    size = f"{dim}×{dim}" if structure is Structure.DENSE else f"diag {dim}"
+    if isinstance(kept, BlockDiagonal):
+        groups, dims = kept.blocks(dim), (kept.width(dim),)
+    size = f"diag {dim}" if kept is Structure.DIAGONAL else " ⊗ ".join(f"{each}×{each}" for each in dims)
     return f"{groups}·{size}" if groups > 1 else size
 
 

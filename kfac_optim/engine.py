@@ -203,7 +203,7 @@ def _measure(
     pairs: list[tuple[Group, Tensor, Tensor]] = []
     for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
         whole = all(group is block.group for group in block.groups)
-        parts = ((matrix,), (grad,)) if whole else (block.parts(matrix), block.parts(grad))
+        parts = ((matrix,), (grad,)) if whole else (block.unpack(matrix), block.unpack(grad))
         pairs += zip(block.groups, *parts, strict=False)
     found = list(by_group(pairs))
     sums = [inner_product(lefts, rights, device) for _, lefts, rights in found]

@@ -30,8 +30,9 @@ from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
 from kfac_optim.refresh import Background, Refresh, Together, check_refresh
 from kfac_optim.replay import BatchWatch, ForwardRecorder, Objective, RandomState, random_state
+from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Pattern
-from kfac_optim.specs import LayerSpec, LossTerms, Structure, WeightSharing
+from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
 from kfac_optim.trial import Trial, evaluate_again
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
@@ -89,10 +90,13 @@ class KFACOptimizer(Optimizer):
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
         weight_sharing: expand or reduce over shared positions; one, or a mapping as for `inverse`.
-        structure: kept structure of `(A, G)`; one pair, or a mapping as for `inverse`; None is dense.
+        structure: kept structure of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a mapping as for
+            `inverse`; None is dense.
+        subsample: how many examples, and positions of each, make a layer's statistics; one `Subsample`, or a mapping as
+            for `inverse`; None is all of them.
         skip_layers: name globs or module classes to leave to plain SGD, with everything inside them.
         adapters: module class → adapter, `{**DEFAULT_ADAPTERS, MyLayer: MyAdapter()}` to add one's own.
-        max_factor_dim: a factor wider than this is kept diagonal.
+        max_factor_dim: a factor of which the inverse would make a matrix wider than this is kept diagonal.
         factor_dtype: dtype of the factors; None is the parameter's, but at least float32.
         nonfinite_limit: how often in a row a step may be skipped because a gradient is not finite, a layer's statistics
             refused, or its refresh fail, before `step()` raises; None is without end.
@@ -108,7 +112,7 @@ class KFACOptimizer(Optimizer):
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: a number out of range, or a pattern that matches no module.
+        ValueError: a number out of range, a pattern that matches no module, or choices that do not go together.
         RuntimeError: a process group of several ranks with `distributed=None`.
     """
 
@@ -139,7 +143,8 @@ class KFACOptimizer(Optimizer):
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
         loss_terms: LossTerms = LossTerms.EXAMPLES,
         weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing] = WeightSharing.EXPAND,
-        structure: tuple[Structure, Structure] | Mapping[Pattern, tuple[Structure, Structure]] | None = None,
+        structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None = None,
+        subsample: Subsample | Mapping[Pattern, Subsample] | None = None,
         skip_layers: Sequence[Pattern] = (),
         adapters: Adapters = DEFAULT_ADAPTERS,
         max_factor_dim: int = 8192,
@@ -163,6 +168,7 @@ class KFACOptimizer(Optimizer):
             "inverse": inverse,
             "weight_sharing": weight_sharing,
             "structure": structure,
+            "subsample": subsample,
             "skip_layers": skip_layers,
             "adapters": adapters,
             "max_factor_dim": max_factor_dim,
@@ -221,6 +227,7 @@ class KFACOptimizer(Optimizer):
             inverse=inverse,
             weight_sharing=weight_sharing,
             structure=structure,
+            subsample=subsample,
             max_factor_dim=max_factor_dim,
             factor_dtype=factor_dtype,
         )
@@ -388,7 +395,9 @@ class KFACOptimizer(Optimizer):
         """`{layer name: (A, G)}`, copies of the undamped running averages.
 
         `A` is `[groups, in, in]` (bias column last) and `G` `[groups, out, out]`; a diagonal factor is `[groups, d]`,
-        an identity None. `A ⊗ G` approximates the Fisher of the loss as the user wrote it.
+        an identity None. A factor kept by a `BlockDiagonal` is `[blocks, width, width]`, zero in what the last block
+        lacks: `torch.block_diag(*factor)[:d, :d]` is the whole. `A ⊗ G` approximates the Fisher of the loss as the user
+        wrote it.
         """
         return diagnostics.factors(self._binding.coverage.blocks)
 

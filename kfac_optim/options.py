@@ -10,8 +10,9 @@ from torch import nn
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers.base import Adapters, LayerAdapter
+from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
-from kfac_optim.specs import Structure, WeightSharing
+from kfac_optim.specs import Kept, Structure, WeightSharing
 from kfac_optim.validation import check_dtype, check_integer, check_kind
 
 _DENSE = (Structure.DENSE, Structure.DENSE)
@@ -25,7 +26,8 @@ class BlockOptions:
     skip_layers: Sequence[Pattern]
     inverse: Choice[Inverse[Any] | InverseRule]
     weight_sharing: Choice[WeightSharing]
-    structure: Choice[tuple[Structure, Structure]]
+    structure: Choice[tuple[Kept, Kept]]
+    subsample: Choice[Subsample]
     max_factor_dim: int
     factor_dtype: torch.dtype | None
 
@@ -33,7 +35,7 @@ class BlockOptions:
         """Raise ValueError for a pattern that matches no module of `model`."""
         names = ModuleNames(model)
         check_patterns_match("skip_layers", self.skip_layers, names)
-        for choice in (self.inverse, self.weight_sharing, self.structure):
+        for choice in (self.inverse, self.weight_sharing, self.structure, self.subsample):
             check_patterns_match(choice.argument, choice.by_pattern, names)
 
 
@@ -43,7 +45,8 @@ def block_options(
     skip_layers: Sequence[Pattern],
     inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule],
     weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
-    structure: tuple[Structure, Structure] | Mapping[Pattern, tuple[Structure, Structure]] | None,
+    structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None,
+    subsample: Subsample | Mapping[Pattern, Subsample] | None,
     max_factor_dim: int,
     factor_dtype: torch.dtype | None,
 ) -> BlockOptions:
@@ -66,12 +69,15 @@ def block_options(
         inverse=Choice("inverse", inverse, (Inverse, InverseRule), Cholesky()),
         weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
         structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),
+        subsample=Choice("subsample", Subsample() if subsample is None else subsample, (Subsample,), Subsample()),
         max_factor_dim=max_factor_dim,
         factor_dtype=factor_dtype,
     )
     for pair in (options.structure.default, *options.structure.by_pattern.values()):
-        if len(pair) != 2 or not all(isinstance(side, Structure) for side in pair):
-            raise TypeError(f"kfac_optim: structure must be a pair of Structure values for (A, G), got {pair!r}.")
+        if len(pair) != 2 or not all(isinstance(side, Kept) for side in pair):
+            raise TypeError(
+                f"kfac_optim: structure must be a pair of Structure or BlockDiagonal values for (A, G), got {pair!r}."
+            )
         if pair == (Structure.IDENTITY, Structure.IDENTITY):
             raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
     for pattern in options.skip_layers:

@@ -29,14 +29,9 @@ class FactorPair:
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.a, self.g = (
             None if structure is Structure.IDENTITY else Factor(groups, dim, structure, dtype=dtype, device=device)
-            for structure, groups, dim in zip(
-                spec.structure,
-                (1 if spec.shared_input else spec.groups, spec.groups),
-                (spec.in_dim, spec.out_dim),
-                strict=True,
-            )
+            for structure, groups, dim in spec.factors()
         )
-        self.rows: int | Tensor = 0
+        self.rows: float | Tensor = 0
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         self.refused_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -162,7 +157,7 @@ class OpposedPair(FactorPair):
         a_sides = (self.own.a, self.opposed.g)
         g_sides = (self.own.g, self.opposed.a)
         a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
-        weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # [groups]
+        weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # []
         total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
         if self.a is not None:
             self.a.average.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
@@ -177,8 +172,8 @@ def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> F
 
 
 def _mean_eigenvalue(factor: Factor | None) -> Tensor:
-    """`[groups]`; 1 for the identity."""
-    return torch.ones(()) if factor is None else factor.trace() / factor.average.shape[-1]
+    """`[]`, of all blocks, where it is cut into such; 1 for the identity."""
+    return torch.ones(()) if factor is None else factor.trace().mean() / factor.average.shape[-1]
 
 
 def _divide(left: Tensor, right: Tensor) -> Tensor:
@@ -197,14 +192,14 @@ def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) ->
     return mixed
 
 
-def _counts(rows: int | Tensor) -> bool:
+def _counts(rows: float | Tensor) -> bool:
     """Whether there may be rows: a number on an accelerator is not waited for."""
     if isinstance(rows, Tensor):
         return not on_host(rows) or bool((rows > 0).any())
     return rows > 0
 
 
-def _normalised(rows: int | Tensor, factor: Factor) -> tuple[float | Tensor, int | Tensor]:
+def _normalised(rows: float | Tensor, factor: Factor) -> tuple[float | Tensor, float | Tensor]:
     """What turns the pending sum of `factor` into a mean over `rows`, and the mass of that mean.
 
     Groups with rows of their own share one mass, that of the first (of an attention the queries), or of the largest

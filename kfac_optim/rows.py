@@ -8,6 +8,9 @@ from torch import Tensor
 
 from kfac_optim.specs import Structure
 
+# Elements of per-example gradients that are held at a time: 64 MiB of float32.
+_CHUNK = 2**24
+
 
 def gram(rows: Tensor, structure: Structure, active: Tensor | None = None) -> Tensor:
     """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
@@ -65,7 +68,12 @@ def channel_rows(tensor: Tensor, groups: int) -> Tensor:
 
 
 def patch_rows(
-    features: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+    features: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """What a convolution's kernel sees at each position.
 
@@ -75,6 +83,8 @@ def patch_rows(
         stride: of the positions.
         dilation: of the kernel.
         groups: into which the channels fall.
+        positions: of each example those that are wanted, `[batch, wanted]`, counted along the last dimension of space
+            first; all where it is None. Only their patches are copied.
 
     Returns:
         `[groups, batch, positions, channels/groups · prod(kernel)]`, columns ordered `(channel, *kernel)`.
@@ -86,8 +96,62 @@ def patch_rows(
         span = dilation[axis] * (kernel[axis] - 1) + 1
         windows = windows.unfold(2 + axis, span, stride[axis])[..., :: dilation[axis]]
     batch, channels = windows.shape[:2]
+    width = channels // groups * math.prod(kernel)
+    if positions is not None:
+        places = torch.unravel_index(positions, windows.shape[2 : 2 + ndim])
+        examples = torch.arange(batch, device=features.device).unsqueeze(1)
+        taken = windows.movedim(1, 1 + ndim)[(examples, *places)]  # [batch, wanted, channels, *kernel]
+        return taken.reshape(batch, positions.shape[1], groups, width).permute(2, 0, 1, 3)
     shared = math.prod(windows.shape[2 : 2 + ndim])
     # split channels into groups, then [groups, batch, *positions, channels/groups, *kernel]
     windows = windows.reshape(batch, groups, channels // groups, *windows.shape[2:])
     patches = windows.permute(1, 0, *range(3, 3 + ndim), 2, *range(3 + ndim, 3 + 2 * ndim))
-    return patches.reshape(groups, batch, shared, channels // groups * math.prod(kernel))
+    return patches.reshape(groups, batch, shared, width)
+
+
+def sum_of_squares(a: Tensor, g: Tensor, a_basis: Tensor | None, g_basis: Tensor | None) -> Tensor:
+    """`Σ_n (U_Gᵀ (Σ_r g_nr a_nrᵀ) U_A)²`, element by element, `[groups, out, in]`.
+
+    With one position this is a product of the squares. With R the square could be written out as `R(R + 1)/2` such
+    products, which is never fewer operations than to make the matrix of each example, a part of the batch at a time:
+    of rows that are in the eigenbasis or, where that is fewer operations, of rows as they are, to turn the matrix.
+
+    Args:
+        a: `[groups, batch, shared, in]`, of one group where all read the same.
+        g: `[groups, batch, shared, out]`.
+        a_basis: eigenvectors as columns, `[groups, in, in]` or of one group; None for the standard basis.
+        g_basis: likewise over `out`.
+    """
+    groups, batch, shared = max(len(a), len(g)), a.shape[1], a.shape[2]
+    in_dim, out_dim = a.shape[-1], g.shape[-1]
+    if shared == 1:
+        squares = (turned(rows, basis).squeeze(2).square() for rows, basis in ((g, g_basis), (a, a_basis)))
+        turned_g, turned_a = squares
+        return (turned_g.mT @ turned_a).expand(groups, out_dim, in_dim)
+    # Per example: rows of a, which may be those of all groups, and of g; or the matrix of each group.
+    by_rows = by_matrix = 0
+    for rows, basis in ((a, a_basis), (g, g_basis)):
+        if basis is not None:
+            by_rows += max(len(rows), len(basis)) * shared * rows.shape[-1] ** 2
+            by_matrix += groups * out_dim * in_dim * rows.shape[-1]
+    rows_first = by_rows <= by_matrix
+    total = a.new_zeros(groups, out_dim, in_dim)
+    step = max(1, _CHUNK // max(1, groups * out_dim * in_dim))
+    for start in range(0, batch, step):
+        some_a, some_g = (rows[:, start : start + step] for rows in (a, g))
+        if rows_first:
+            some_a, some_g = turned(some_a, a_basis), turned(some_g, g_basis)
+        matrices = some_g.mT @ some_a  # [groups, examples, out, in]
+        if not rows_first:
+            matrices = turned(turned(matrices.mT, g_basis).mT, a_basis)
+        total += matrices.square().sum(1)
+    return total
+
+
+def turned(rows: Tensor, basis: Tensor | None) -> Tensor:
+    """`[groups, n, rows, d]` in the basis `[groups, d, d]`."""
+    if basis is None:
+        return rows
+    # As one product for each group: a fourth dimension would have the basis copied for every example.
+    product = rows.flatten(1, 2) @ basis
+    return product.view(len(product), *rows.shape[1:3], product.shape[-1])

@@ -6,6 +6,7 @@ device, for many ranks, on paper).
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from numbers import Integral
 from typing import NamedTuple
 
 
@@ -26,10 +27,72 @@ class Structure(Enum):
     IDENTITY = "identity"
     """The factor is taken to be the identity and nothing is measured (`G = I` is FOOF, Benzing 2022)."""
 
-    def at_most(self, other: "Structure") -> "Structure":
+    def at_most(self, other: "Kept") -> "Kept":
         """The one of the two that keeps less."""
-        order = list(Structure)
-        return max(self, other, key=order.index)
+        return narrower(self, other)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDiagonal:
+    """Of a wide factor, dense blocks along its diagonal; what lies outside of them is taken to be zero.
+
+    A factor of width d is cut into `⌈d / size⌉` blocks of consecutive rows and columns, all of one width `b ≤ size` but
+    the last, which may be narrower. Nothing wider is ever formed: statistics, storage and the inverse take `d · b`
+    numbers in place of `d²`, refreshing `d · b²` operations in place of `d³`. A factor no wider than `size` stays
+    dense. In `structure=` it stands in the place of a `Structure`, for one of the two factors of a layer:
+
+        structure={"head": (Structure.DENSE, BlockDiagonal(1000)), "*": (Structure.DENSE, Structure.DENSE)}
+
+    It is for the outputs of a layer over a large vocabulary and for inputs of some ten thousand features, where
+    `Structure.DIAGONAL` would lose all correlations. Neighbours in a block should belong together: channels, places,
+    frequent tokens.
+
+    Args:
+        size: the most rows of a block; from 2 on (blocks of 1 are `Structure.DIAGONAL`).
+
+    Raises:
+        TypeError: `size` is not an integer.
+        ValueError: it is below 2.
+    """
+
+    size: int = 1024
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, Integral):
+            raise TypeError(f"kfac_optim: size of BlockDiagonal must be an integer, got {self.size!r}.")
+        if self.size < 2:
+            raise ValueError(
+                f"kfac_optim: size of BlockDiagonal must be at least 2, got {self.size!r}; blocks of 1 are "
+                "Structure.DIAGONAL."
+            )
+
+    def blocks(self, dim: int) -> int:
+        """How many blocks a factor of width `dim` has."""
+        return -(-dim // self.size)
+
+    def width(self, dim: int) -> int:
+        """That of all blocks but the last of a factor of width `dim`."""
+        return -(-dim // self.blocks(dim))
+
+    def at_most(self, other: "Kept") -> "Kept":
+        """The one of the two that keeps less."""
+        return narrower(self, other)
+
+
+Kept = Structure | BlockDiagonal
+"""What is kept of one factor."""
+
+
+def narrower(one: Kept, other: Kept) -> Kept:
+    """The one of the two that keeps less; the first where they keep as much."""
+    order = (Structure.IDENTITY, Structure.DIAGONAL, BlockDiagonal, Structure.DENSE)
+
+    def extent(kept: Kept) -> tuple[int, int]:
+        if isinstance(kept, BlockDiagonal):
+            return order.index(BlockDiagonal), kept.size
+        return order.index(kept), 0
+
+    return min(one, other, key=extent)
 
 
 class LossTerms(Enum):
@@ -59,11 +122,13 @@ class LayerSpec:
     """Rows."""
     groups: int = 1
     """Independent matrices of one module: grouped convolution, query/key/value, features of a norm."""
-    structure: tuple[Structure, Structure] = (Structure.DENSE, Structure.DENSE)
+    structure: tuple[Kept, Kept] = (Structure.DENSE, Structure.DENSE)
     """Kept structure of `(A, G)`; what a layer family asks for is the most that a user's choice can keep."""
     weight_sharing: WeightSharing = WeightSharing.EXPAND
     shared_input: bool = False
     """Whether all groups read one input, as far as was seen: they then share one `A`."""
+    shared_output: bool = False
+    """Whether all groups have one `G`: where they are the blocks of a `BlockDiagonal` `A`."""
     opposed: bool = False
     """Whether some uses multiply by the transposed matrix, as an output layer tied to an embedding does."""
 
@@ -79,7 +144,54 @@ class LayerSpec:
             in_dim=self.out_dim,
             out_dim=self.in_dim,
             structure=(self.structure[1], self.structure[0]),
+            shared_input=self.shared_output,
+            shared_output=self.shared_input,
         )
+
+    def blocks(self, side: int) -> int:
+        """Into how many blocks the factor of side 0 (A) or 1 (G) is cut; 1 where it is not."""
+        kept = self.structure[side]
+        return kept.blocks((self.in_dim, self.out_dim)[side]) if isinstance(kept, BlockDiagonal) else 1
+
+    def by_blocks(self) -> "LayerSpec":
+        """As inverses see the matrix: its blocks are groups, dense, that have the factor of the other side in common.
+
+        The gradient matrix is then `[blocks, width, in]` where `G` is cut, `[blocks, out, width]` where `A` is, with
+        zeros in what the last block lacks. At most one of the two is cut, and of a layer without groups.
+        """
+        in_blocks, out_blocks = self.blocks(0), self.blocks(1)
+        if in_blocks == out_blocks == 1:
+            return self
+        a, g = (Structure.DENSE if isinstance(kept, BlockDiagonal) else kept for kept in self.structure)
+        return replace(
+            self,
+            groups=in_blocks * out_blocks,
+            in_dim=-(-self.in_dim // in_blocks),
+            out_dim=-(-self.out_dim // out_blocks),
+            structure=(a, g),
+            shared_input=out_blocks > 1,
+            shared_output=in_blocks > 1,
+        )
+
+    def factors(self) -> "tuple[FactorShape, FactorShape]":
+        """Shapes of `A` and `G`; of a spec that was taken by blocks."""
+        sides = (
+            (self.structure[0], self.shared_input, self.in_dim),
+            (self.structure[1], self.shared_output, self.out_dim),
+        )
+        a, g = (
+            FactorShape(Structure.DENSE if isinstance(kept, BlockDiagonal) else kept, 1 if shared else self.groups, dim)
+            for kept, shared, dim in sides
+        )
+        return a, g
+
+
+class FactorShape(NamedTuple):
+    """Of a factor, `[groups, dim, dim]` where it is dense and `[groups, dim]` where it is diagonal."""
+
+    structure: Structure
+    groups: int
+    dim: int
 
 
 class Cost(NamedTuple):
@@ -103,7 +215,9 @@ class BlockRecord:
     shared_input: bool
     in_dim: int
     out_dim: int
-    structure: tuple[Structure, Structure]
+    structure: tuple[Kept, Kept]
+    factor_dims: tuple[tuple[int, ...], tuple[int, ...]]
+    """Sizes of the matrices whose Kronecker product stands for `A` and for `G`, where that is dense."""
     weight_sharing: WeightSharing
     inverse: str
     state_bytes: int

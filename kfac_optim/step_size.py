@@ -293,7 +293,7 @@ def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.dev
 def _whole_step(proposal: Proposal, block: KFACBlock, matrix: Tensor) -> Tensor:
     """What torch's SGD is about to take from the parameters, but for weight decay, `[groups, out, in]`."""
     parts = []
-    for param, group, part in zip(block.params, block.groups, block.parts(matrix), strict=True):
+    for param, group, part in zip(block.params, block.groups, block.unpack(matrix), strict=True):
         part = part.reshape(param.shape)
         mu, buffer = group["momentum"], proposal.momentum(param)
         step = part * (1 + mu if group["nesterov"] else 1)

@@ -12,13 +12,17 @@ from torch import nn
 
 import kfac_optim
 from kfac_optim import (
+    Background,
     Cholesky,
     Empirical,
     ExponentialDecay,
     HyperparameterScheduler,
     KFACOptimizer,
+    LevenbergMarquardt,
     LossTerms,
+    QuadraticModel,
     Structure,
+    Subsample,
     WeightSharing,
 )
 from kfac_optim.layers import LinearAdapter
@@ -133,11 +137,42 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "structure": [
         ("dense", TypeError, r"structure must be .*, got 'dense'"),
         (DENSE, TypeError, r"structure must be .*, got <Structure\.DENSE"),
-        ((DENSE,), TypeError, r"structure must be a pair of Structure values for \(A, G\), got \(<Structure\.DENSE"),
-        ((DENSE, "diagonal"), TypeError, r"structure must be a pair of Structure values.*'diagonal'"),
+        ((DENSE,), TypeError, r"structure must be a pair of Structure or BlockDiagonal values for \(A, G\), got \(<S"),
+        ((DENSE, "diagonal"), TypeError, r"structure must be a pair of Structure or .*'diagonal'"),
         ((IDENTITY, IDENTITY), ValueError, r"structure with both factors the identity.*: use skip_layers"),
         ({"0": (IDENTITY, IDENTITY)}, ValueError, r"structure with both factors the identity.*: use skip_layers"),
         ({"encoder": (DENSE, DENSE)}, ValueError, rf"structure entry 'encoder' matches no module\. {MODULES}"),
+    ],
+    "preconditioner_damping": [
+        ("1e-3", TypeError, r"preconditioner_damping \(None is damping\) must be a number, got '1e-3'"),
+        (0.0, ValueError, r"preconditioner_damping \(None is damping\) must be finite, above 0, got 0\.0"),
+        (NAN, ValueError, r"preconditioner_damping \(None is damping\) must be finite, above 0, got nan"),
+    ],
+    "l2_in_curvature": [
+        (None, TypeError, r"l2_in_curvature must be True or False, got None"),
+        (0.1, TypeError, r"l2_in_curvature must be True or False, got 0\.1"),
+    ],
+    "step_size": [
+        (None, TypeError, r"step_size must be a StepSize, got None"),
+        (QuadraticModel, TypeError, r"step_size must be a StepSize, got <class"),
+        (
+            QuadraticModel(),
+            TypeError,
+            r"QuadraticModel\(\) needs the curvature of the loss, and estimate=Empirical\(\)",
+        ),
+    ],
+    "adapt_damping": [
+        (True, TypeError, r"adapt_damping must be a LevenbergMarquardt, got True"),
+        (LevenbergMarquardt(), TypeError, r"LevenbergMarquardt\(.*\) needs the curvature of the loss"),
+    ],
+    "refresh": [
+        (None, TypeError, r"refresh must be Together\(\), Staggered\(\) or Background\(\.\.\.\), got None"),
+        (Background, TypeError, r"refresh must be Together\(\).*Pass an instance"),
+    ],
+    "subsample": [
+        (256, TypeError, r"subsample must be a Subsample or a mapping .*, got 256"),
+        ({"0": None}, TypeError, r"subsample must be a Subsample or a mapping .*, got None"),
+        ({"conv*": Subsample(256)}, ValueError, rf"subsample entry 'conv\*' matches no module\. {MODULES}"),
     ],
     "skip_layers": [
         ("0", TypeError, r"skip_layers must be a sequence of .*, got '0'; wrap a single one in a list"),

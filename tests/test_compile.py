@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from plain import assert_identical, clones
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, LossTerms
+from kfac_optim import BlockDiagonal, KFACOptimizer, LossTerms, Structure, Subsample
 
 BACKEND = "aot_eager"  # traces and partitions as inductor does, and computes with eager kernels
 
@@ -102,6 +102,12 @@ CASES = {
         lambda seed: ((random(seed, 8, 4),), {}),
     ),
     "convolutions and norms": Case(conv_net, images),
+    "some rows": Case(conv_net, images, {"subsample": Subsample(examples=4, positions=3)}),
+    "blocks": Case(
+        lambda: nn.Sequential(nn.Linear(4, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)),
+        lambda seed: ((random(seed, 8, 4),), {}),
+        {"structure": {"0": (Structure.DENSE, BlockDiagonal(3)), "2": (BlockDiagonal(3), Structure.DENSE)}},
+    ),
     "attention": Case(transformer, lambda seed: ((random(seed, 3, 5, 8),), {}), {"loss_terms": LossTerms.POSITIONS}),
     "cross attention": Case(Attentive, lambda seed: ((random(seed, 1, 5, 8), random(seed + 99, 1, 4, 8)), {})),
     "functions of parameters": Case(

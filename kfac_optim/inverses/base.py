@@ -24,9 +24,27 @@ class Inverse(ABC, Generic[S]):
     The object holds choices only; what it measures is in the state `S` of each block, which it alone reads.
     """
 
+    @property
+    def squares_examples(self) -> bool:
+        """Whether it squares sums over the positions of an example, which must then all be there."""
+        return False
+
+    def factor_dims(self, spec: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the matrices whose Kronecker product stands for a dense `A`, and for a dense `G`.
+
+        Asked of a layer as its adapter describes it, before factors that are too wide are kept in another form.
+        """
+        return (spec.in_dim,), (spec.out_dim,)
+
     @abstractmethod
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> S:
-        """A state that has seen nothing; applying it gives the gradient back."""
+        """A state that has seen nothing; applying it gives the gradient back.
+
+        Args:
+            spec: of the layer, by blocks (`LayerSpec.by_blocks`): these are groups here.
+            dtype: of the factors.
+            device: of the parameters.
+        """
 
     @abstractmethod
     def accumulate(self, state: S, stats: LayerStatistics) -> None:
@@ -86,10 +104,6 @@ class Inverse(ABC, Generic[S]):
     @abstractmethod
     def counters(self, state: S) -> dict[str, Tensor]:
         """Event counts and measures for `metrics()`, each `[]`."""
-
-    def factor_dims(self, spec: LayerSpec) -> tuple[int, int]:
-        """Size of the widest matrix that is kept for `A`, and for `G`, where they are dense."""
-        return spec.in_dim, spec.out_dim
 
     @abstractmethod
     def flops(self, spec: LayerSpec) -> Cost:
@@ -248,8 +262,7 @@ def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
 
 def dense_sides(spec: LayerSpec) -> list[tuple[int, int]]:
     """Size, and number of groups, of each factor that is dense."""
-    sides = ((spec.in_dim, 1 if spec.shared_input else spec.groups), (spec.out_dim, spec.groups))
-    return [side for side, kept in zip(sides, spec.structure, strict=True) if kept is Structure.DENSE]
+    return [(dim, groups) for kept, groups, dim in spec.factors() if kept is Structure.DENSE]
 
 
 def dense_flops(spec: LayerSpec, per_cube: float, products: int) -> Cost:

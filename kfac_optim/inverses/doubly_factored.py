@@ -56,7 +56,7 @@ class DoublyFactoredState:
         if spec.has_bias:
             dims["bias"] = spec.out_dim
         self.inverses = {name: torch.eye(dim, dtype=compute, device=device)[None] for name, dim in dims.items()}
-        self.rows: int | Tensor = 0
+        self.rows: float | Tensor = 0
         self.refused, self.refused_in_a_row, self.retried, self.failed = (
             torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)
         )
@@ -94,8 +94,8 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     statistics, besides the sums, `20 m³` for each example with `m = min(C, T)`.
 
     Use it for the first `nn.Linear` after convolutions, where a dense `A` is too large to hold or to invert. It takes
-    one position per example, and refuses other layers with a ValueError. `max_factor_dim`
-    bounds C, T and out. `factors()` gives for `A` its diagonal `[1, in]`, as the whole is what is too large to hold.
+    one position per example, and refuses other layers with a ValueError. `max_factor_dim` bounds C, T and out, not the
+    number of inputs. `factors()` gives for `A` its diagonal `[1, in]`, as the whole is what is too large to hold.
 
     Args:
         channels: C; the inputs without the bias must be a multiple of it.
@@ -105,6 +105,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
 
     def __post_init__(self) -> None:
         check_integer("channels of DoublyFactored", self.channels)
+
+    def factor_dims(self, spec: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.channels, -(-_weight_columns(spec) // self.channels)), (spec.out_dim,)
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> DoublyFactoredState:
         self._check(spec)
@@ -117,8 +120,8 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             for name, vectors in (("channels", psi), ("positions", k)):
                 factor = state.factors[name]
                 scaled = (vectors * sigma.sqrt().unsqueeze(-1)).to(factor.average.dtype)
-                factor.add((scaled.mT @ scaled)[None])
-            state.rows = state.rows + count
+                factor.add((scaled.mT @ scaled)[None] * stats.weight)
+            state.rows = state.rows + count * stats.weight
         state.factors["G"].add(stats.output_moment(Structure.DENSE))
 
     def has_pending(self, state: DoublyFactoredState) -> bool:
@@ -200,9 +203,6 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             "condition_G": state.conditions[2:].max(),
         }
 
-    def factor_dims(self, spec: LayerSpec) -> tuple[int, int]:
-        return max(self.channels, -(-_weight_columns(spec) // self.channels)), spec.out_dim
-
     def flops(self, spec: LayerSpec) -> Cost:
         c, t, out = self.channels, _weight_columns(spec) // self.channels, spec.out_dim
         biases = 1 if spec.has_bias else 0
@@ -238,9 +238,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
                 f"weight_sharing=WeightSharing.REDUCE, which averages them."
             )
         added = active_rows(g)[:, 0]
-        if isinstance(stats, RowStatistics) and stats.call.earlier is not None:
+        if isinstance(stats, RowStatistics) and stats.active_before is not None:
             # What earlier backwards through the call reached was added then.
-            added = added & ~active_rows(stats.gradient_rows(stats.call.earlier)).any(1)
+            added = added & ~stats.active_before.any(1)
         rows = a[0, :, 0, :columns].to(state.conditions.dtype)
         rows = rows[added] if on_host(added) else torch.where(added.unsqueeze(-1), rows, 0)
         return rows.reshape(-1, self.channels, columns // self.channels), total(added)
@@ -249,11 +249,12 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         """Why a layer cannot be factored like this; None where it can."""
         columns = _weight_columns(spec)
         if spec.groups > 1:
-            return f"it has {spec.groups} groups"
+            return f"it has {spec.groups} groups, or a factor in as many blocks"
         if spec.opposed:
             return "other layers multiply by the transpose of its weight"
-        if spec.structure != (Structure.DENSE, Structure.DENSE):
-            kinds = " and ".join(kind.value for kind in spec.structure)
+        kept = [factor.structure for factor in spec.factors()]
+        if kept != [Structure.DENSE, Structure.DENSE]:
+            kinds = " and ".join(kind.value for kind in kept)
             return f"its A and G are {kinds}, not dense (raise max_factor_dim if that made them so)"
         if columns == 0 or columns % self.channels:
             return f"the inputs are no multiple of {self.channels} channels"

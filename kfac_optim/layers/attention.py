@@ -50,11 +50,12 @@ class ProjectionStatistics(RowStatistics):
         return self._among_all(rows)
 
     @property
-    def count(self) -> int | Tensor:
+    def count(self) -> float | Tensor:
         count = super().count
         if self._use.shared:
             return count
-        of_groups = torch.zeros(self.spec.groups, dtype=torch.int64, device=self.call.gradient.device)
+        count = torch.as_tensor(count, device=self.call.gradient.device)
+        of_groups = count.new_zeros(self.spec.groups)
         of_groups[self._use.first : self._use.first + self._use.groups] = count
         return of_groups
 
@@ -80,6 +81,7 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
     With separate weights the packed `in_proj_bias` is left to SGD, as are `bias_k` and `bias_v`.
     """
 
+    in_rows = True
     owns_children = True
 
     def refusal(self, module: nn.MultiheadAttention) -> str | None:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from kfac_optim.calls import LayerCall, LayerWatch
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.hooks import Handle
-from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, total
+from kfac_optim.partition import cut, level_padding
+from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, sum_of_squares, total
+from kfac_optim.sampling import Draw, RowSample
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
@@ -38,8 +40,8 @@ class LayerStatistics(ABC):
 
     @property
     @abstractmethod
-    def count(self) -> int | Tensor:
-        """Rows behind the input moment; 0 without one.
+    def count(self) -> float | Tensor:
+        """Rows behind the input moment, each as often as it is weighed; 0 without one.
 
         A tensor where only the device can count them, `[]`, and where the groups have rows of their own, `[groups]`.
         """
@@ -61,6 +63,34 @@ class LayerStatistics(ABC):
     def rows(self) -> tuple[Tensor, Tensor]:
         """`a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
 
+    @property
+    def weight(self) -> float:
+        """How many rows of the call each row stands for; `g` is multiplied by its root, moments and `count` by it."""
+        return 1.0
+
+    def subsample(self, draw: Draw) -> None:
+        """Make do with some of the rows; asked before anything else, where the adapter says `in_rows`."""
+        raise NotImplementedError(
+            f"kfac_optim: {type(self).__name__} cannot take some of its rows; the adapter it comes from must not say "
+            "in_rows, or override subsample()."
+        )
+
+    def squared_gradients(
+        self, a_basis: Tensor | None, g_basis: Tensor | None, *, dtype: torch.dtype, per_example: bool
+    ) -> Tensor:
+        """`Σ_n (U_Gᵀ ∇W_n U_A)²`, element by element, `[groups, out, in]`.
+
+        Args:
+            a_basis: eigenvectors as columns, `[groups, in, in]` or of one group; None for the standard basis.
+            g_basis: likewise over `out`.
+            dtype: of the bases, the computation and the result.
+            per_example: whether n runs over examples, or else over their positions too.
+        """
+        a, g = (rows.to(dtype) for rows in self.rows())
+        if not per_example:
+            a, g = (rows.flatten(1, 2).unsqueeze(2) for rows in (a, g))
+        return sum_of_squares(a, g, a_basis, g_basis)
+
 
 class RowStatistics(LayerStatistics):
     """Statistics of a layer whose output is `W a` at each position; families say what `a` and `g` are.
@@ -75,6 +105,9 @@ class RowStatistics(LayerStatistics):
     can ask for that without waiting: on an accelerator the input goes with the first backward, and rows that only a
     later one reaches stay uncounted. Nowhere are rows taken back whose gradients cancel, where at first all counted.
 
+    Of a factor that `spec` keeps as blocks the moments and rows are those of the blocks, as `LayerSpec.by_blocks` has
+    them: cut out of the rows, so that nothing wider is formed.
+
     Args:
         spec: the layer.
         call: the call, in the layout of the module.
@@ -85,6 +118,7 @@ class RowStatistics(LayerStatistics):
         self.spec = spec
         self.call = call
         self.dtype = dtype
+        self._sample: RowSample | None = None
 
     @abstractmethod
     def input_rows(self, layer_input: Tensor) -> Tensor:
@@ -93,6 +127,18 @@ class RowStatistics(LayerStatistics):
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         """Canonical `g`, `[groups, batch, shared, out]`; zero where a shorter example has no position."""
+
+    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
+        """Those of `input_rows` that `sample` names. A family whose rows are copies makes no others."""
+        return sample.of(self.input_rows(layer_input))
+
+    def subsample(self, draw: Draw) -> None:
+        rows = self.gradient_rows(self.call.gradient)
+        self._sample = draw.rows(rows.shape[1], rows.shape[2], rows.device)
+
+    @property
+    def weight(self) -> float:
+        return 1.0 if self._sample is None else self._sample.weight
 
     @property
     def positions(self) -> int:
@@ -109,48 +155,60 @@ class RowStatistics(LayerStatistics):
             return False
         if not on_host(self._active):
             return True
-        before = self._active_before
+        before = self.active_before
         return bool(self._active.any()) if before is None else not torch.equal(self._active, before)
 
     @property
-    def count(self) -> int | Tensor:
+    def count(self) -> float | Tensor:
         if not self.has_input:
             return 0
         count = total(self._shared_mask(self._active))
-        return count if self._active_before is None else count - total(self._shared_mask(self._active_before))
+        if self.active_before is not None:
+            count = count - total(self._shared_mask(self.active_before))
+        return count if self._sample is None else count * self._sample.weight
 
     def input_moment(self, structure: Structure) -> Tensor:
         moment = self._moment_over(self._active, structure)
-        if self._active_before is not None:
-            moment -= self._moment_over(self._active_before, structure)
-        return moment
+        if self.active_before is not None:
+            moment -= self._moment_over(self.active_before, structure)
+        if self._sample is not None:
+            moment *= self._sample.weight
+        return level_padding(moment, self.spec.in_dim) if self.spec.blocks(0) > 1 else moment
 
     def output_moment(self, structure: Structure) -> Tensor:
-        moment = gram(self._shared_gradients(self.call.gradient), structure)
+        moment = gram(self._block_gradients(self.call.gradient), structure)
         if self.call.earlier is not None:
-            moment -= gram(self._shared_gradients(self.call.earlier), structure)
-        return moment
+            moment -= gram(self._block_gradients(self.call.earlier), structure)
+        return level_padding(moment, self.spec.out_dim) if self.spec.blocks(1) > 1 else moment
 
     def rows(self) -> tuple[Tensor, Tensor]:
         active = self._shared_mask(self._active).unsqueeze(-1)
-        a = torch.where(active, self._shared_inputs(self._active), 0)
-        return a, self._shared_gradients(self.call.gradient)
+        a = torch.where(active, self._block_inputs(self._active), 0)
+        return a, self._block_gradients(self.call.gradient)
 
     @cached_property
     def _active(self) -> Tensor:
         """`[batch, shared]` bool: the rows that count."""
-        return active_rows(self.gradient_rows(self.call.gradient))
+        return active_rows(self._sampled_gradient_rows(self.call.gradient))
 
     @cached_property
-    def _active_before(self) -> Tensor | None:
-        """Those that counted before this backward; None at the first."""
-        return None if self.call.earlier is None else active_rows(self.gradient_rows(self.call.earlier))
+    def active_before(self) -> Tensor | None:
+        """`[batch, shared]` bool: the rows that counted before this backward; None at the first."""
+        return None if self.call.earlier is None else active_rows(self._sampled_gradient_rows(self.call.earlier))
 
     def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
         """`Σ a aᵀ` over the rows that `active` marks."""
         if on_host(active) and bool(active.all()):
-            return gram(self._shared_inputs(None), structure)
-        return gram(self._shared_inputs(active), structure, self._shared_mask(active))
+            return gram(self._block_inputs(None), structure)
+        return gram(self._block_inputs(active), structure, self._shared_mask(active))
+
+    def _block_inputs(self, active: Tensor | None) -> Tensor:
+        """`_shared_inputs`, `[blocks, batch, shared, width]` where `A` is cut into blocks."""
+        return cut(self._shared_inputs(active), -1, self.spec.blocks(0))
+
+    def _block_gradients(self, gradient: Tensor) -> Tensor:
+        """`_shared_gradients`, likewise."""
+        return cut(self._shared_gradients(gradient), -1, self.spec.blocks(1))
 
     def _shared_mask(self, active: Tensor) -> Tensor:
         """The rows that `active` marks, after weight sharing: `[batch, shared]` or `[batch, 1]`."""
@@ -159,7 +217,10 @@ class RowStatistics(LayerStatistics):
     def _shared_inputs(self, active: Tensor | None) -> Tensor:
         """`a` after weight sharing, of the positions that `active` marks or of all; the other rows hold anything."""
         assert self.call.input is not None, "the input was released after the first backward"
-        a = self.input_rows(self.call.input.to(self.dtype))
+        if self._sample is None:
+            a = self.input_rows(self.call.input.to(self.dtype))
+        else:
+            a = self.sampled_input_rows(self.call.input, self._sample).to(self.dtype)
         if self.spec.weight_sharing is WeightSharing.REDUCE:
             a = mean_over_shared(a, active)
         if self.spec.has_bias:
@@ -167,8 +228,15 @@ class RowStatistics(LayerStatistics):
         return a
 
     def _shared_gradients(self, gradient: Tensor) -> Tensor:
-        g = self.gradient_rows(gradient.to(self.dtype))
+        if self._sample is None:
+            g = self.gradient_rows(gradient.to(self.dtype))
+        else:
+            g = self._sampled_gradient_rows(gradient).to(self.dtype) * self._sample.weight**0.5
         return g.sum(2, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else g
+
+    def _sampled_gradient_rows(self, gradient: Tensor) -> Tensor:
+        rows = self.gradient_rows(gradient)
+        return rows if self._sample is None else self._sample.of(rows)
 
 
 class StatisticsSink(Protocol):
@@ -200,6 +268,11 @@ class LayerAdapter(ABC, Generic[M]):
 
     transposes: bool | None = None
     """Whether the matrix is the weight's transpose; None where it is neither the weight nor that."""
+
+    in_rows = False
+    """Whether its statistics are `RowStatistics`, or know as those do of factors in blocks and of some rows only.
+
+    `BlockDiagonal` factors and `Subsample` are refused elsewhere."""
 
     owns_children = False
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""

@@ -8,6 +8,7 @@ from torch.nn.modules.conv import _ConvNd
 from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.rows import channel_rows, patch_rows
+from kfac_optim.sampling import RowSample
 from kfac_optim.specs import LayerSpec
 
 
@@ -25,11 +26,17 @@ class ConvStatistics(RowStatistics):
         self.ndim = len(module.kernel_size)
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        module, padded = self.module, self._pad(self._batched(layer_input))
-        return patch_rows(padded, module.kernel_size, module.stride, module.dilation, self.spec.groups)
+        return self._patches(self._batched(layer_input), None)
+
+    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
+        return self._patches(self._batched(layer_input)[sample.examples], sample.positions)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         return channel_rows(self._batched(gradient), self.spec.groups)
+
+    def _patches(self, features: Tensor, positions: Tensor | None) -> Tensor:
+        module, padded = self.module, self._pad(features)
+        return patch_rows(padded, module.kernel_size, module.stride, module.dilation, self.spec.groups, positions)
 
     def _batched(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)
@@ -44,6 +51,8 @@ class ConvStatistics(RowStatistics):
 
 
 class ConvAdapter(WeightBiasAdapter[_ConvNd]):
+    in_rows = True
+
     def groups(self, module: _ConvNd) -> int:
         return module.groups
 

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, weight_and_bias
 from kfac_optim.rows import channel_rows, patch_rows
+from kfac_optim.sampling import RowSample
 from kfac_optim.specs import LayerSpec
 
 
@@ -42,7 +43,16 @@ class ConvTransposeStatistics(RowStatistics):
         self.ndim = len(module.kernel_size)
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        module, interleaved = self.module, self._interleaved(self._batched(layer_input))
+        return self._patches(self._batched(layer_input), None)
+
+    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
+        return self._patches(self._batched(layer_input)[sample.examples], sample.positions)
+
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        return channel_rows(self._batched(gradient), self.spec.groups)
+
+    def _patches(self, features: Tensor, places: Tensor | None) -> Tensor:
+        module, interleaved = self.module, self._interleaved(features)
         # The output's size tells what padding its end has: `output_padding`, or the `output_size` of that forward.
         positions = self.call.gradient.shape[-self.ndim :]
         amounts: list[int] = []
@@ -53,10 +63,8 @@ class ConvTransposeStatistics(RowStatistics):
         # A crop may be longer than the input, but never than the input with the padding of its other end.
         padded = F.pad(interleaved, [max(amount, 0) for amount in amounts])
         cropped = F.pad(padded, [min(amount, 0) for amount in amounts])
-        return patch_rows(cropped, module.kernel_size, (1,) * self.ndim, module.dilation, self.spec.groups)
-
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        return channel_rows(self._batched(gradient), self.spec.groups)
+        stride = (1,) * self.ndim
+        return patch_rows(cropped, module.kernel_size, stride, module.dilation, self.spec.groups, places)
 
     def _interleaved(self, features: Tensor) -> Tensor:
         """`[batch, channels, *(s·(space - 1) + 1)]`: `features` with `s - 1` zeros between neighbours."""
@@ -73,6 +81,8 @@ class ConvTransposeStatistics(RowStatistics):
 
 class ConvTransposeAdapter(WeightBiasAdapter[_ConvTransposeNd]):
     """Its weight is `[in, out/groups, *kernel]`."""
+
+    in_rows = True
 
     def unbatched_ndim(self, module: _ConvTransposeNd) -> int:
         return len(module.kernel_size) + 1

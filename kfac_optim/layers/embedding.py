@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, own_forward
+from kfac_optim.rows import turned
+from kfac_optim.sampling import Draw
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 
@@ -34,13 +36,18 @@ class EmbeddingStatistics(RowStatistics):
         assert call.input is not None
         ids = call.input if call.input.dim() > 0 else call.input.unsqueeze(0)
         self.padding_idx = module.padding_idx
-        self.ids = ids.reshape(ids.shape[0], math.prod(ids.shape[1:]))
+        self.ids = self.taken_ids = ids.reshape(ids.shape[0], math.prod(ids.shape[1:]))
         # Counting in bfloat16 ends at 256.
         self.exact = torch.promote_types(dtype, torch.float32)
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
         tokens = torch.arange(self.spec.in_dim, device=layer_input.device)
         return (self.ids.unsqueeze(-1) == tokens).to(self.dtype).unsqueeze(0)
+
+    def subsample(self, draw: Draw) -> None:
+        super().subsample(draw)
+        if self._sample is not None:
+            self.taken_ids = self._sample.of(self.ids[None, :, :, None])[0, :, :, 0]
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         rows = gradient.reshape(1, *self.ids.shape, self.spec.out_dim)
@@ -55,21 +62,51 @@ class EmbeddingStatistics(RowStatistics):
             return torch.diag_embed(counts) if structure is Structure.DENSE else counts
         if structure is Structure.DENSE:
             return super()._moment_over(active, structure)
-        # A token that stands in c of an example's R active positions adds (c/R)²: c/R² from each of these positions.
-        ids = torch.where(active, self.ids, -1)
+        return self._counts(self._squared_frequencies(active))
+
+    def squared_gradients(
+        self, a_basis: Tensor | None, g_basis: Tensor | None, *, dtype: torch.dtype, per_example: bool
+    ) -> Tensor:
+        if a_basis is not None:
+            return super().squared_gradients(a_basis, g_basis, dtype=dtype, per_example=per_example)
+        # In the standard basis a row touches the column of its token alone: no one-hot row is needed.
+        g, ids = self._block_gradients(self.call.gradient).to(dtype), self.taken_ids
+        if self.spec.weight_sharing is WeightSharing.REDUCE:
+            frequencies = self._squared_frequencies(self._active).to(dtype)
+            squares = turned(g, g_basis).square() * frequencies.unsqueeze(-1)
+        elif per_example:
+            # Positions of one token add up before the square, at the first of their places once tokens are ordered;
+            # what is left in the other places is zero.
+            ordered = ids.sort(dim=1).values
+            places = torch.searchsorted(ordered, ids)[None, :, :, None].expand_as(g)
+            squares = turned(torch.zeros_like(g).scatter_add_(2, places, g), g_basis).square()
+            ids = ordered
+        else:
+            squares = turned(g, g_basis).square()
+        summed = g.new_zeros(len(g), self.spec.in_dim, g.shape[-1])  # [groups, in, out]
+        return summed.index_add_(1, ids.flatten(), squares.flatten(1, 2)).mT
+
+    def _squared_frequencies(self, active: Tensor) -> Tensor:
+        """`[batch, shared]`: what each active position adds to the square of its token's frequency in the example.
+
+        A token that stands in c of an example's R active positions has (c/R)²: c/R² from each of these positions.
+        """
+        ids = torch.where(active, self.taken_ids, -1)
         ordered = ids.sort(dim=1).values
         repeats = torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
-        return self._counts(weights * repeats / weights.sum(1, keepdim=True).clamp(min=1).square())
+        weights = active.to(self.exact)
+        return weights * repeats / weights.sum(1, keepdim=True).clamp(min=1).square()
 
     def _counts(self, weights: Tensor) -> Tensor:
         """`[1, in]`: the sum of `weights` `[batch, shared]` over the positions of each token."""
-        counts = weights.new_zeros(self.spec.in_dim).index_add_(0, self.ids.flatten(), weights.flatten())
+        counts = weights.new_zeros(self.spec.in_dim).index_add_(0, self.taken_ids.flatten(), weights.flatten())
         return counts.unsqueeze(0).to(self.dtype)
 
 
 class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):
     """Its weight is `[in, out]`."""
 
+    in_rows = True
     transposes = True
 
     def refusal(self, module: nn.Embedding) -> str | None:

@@ -18,6 +18,7 @@ class LinearStatistics(RowStatistics):
 
 
 class LinearAdapter(WeightBiasAdapter[nn.Linear]):
+    in_rows = True
     transposes = False
     is_product = True
 

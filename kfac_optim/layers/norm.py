@@ -22,6 +22,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, own_forward, weight_and_bias
 from kfac_optim.rows import channel_rows
+from kfac_optim.sampling import Draw, RowSample
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
@@ -54,13 +55,27 @@ class NormStatistics(LayerStatistics):
         self.dtype = dtype
         self.standardised = standardised
         self.canonical = canonical
+        self._sample: RowSample | None = None
+
+    def subsample(self, draw: Draw) -> None:
+        batch, shared, _ = self.standardised.shape
+        self._sample = draw.rows(batch, shared, self.standardised.device)
+        self.standardised = self._sampled(self.standardised)
+
+    @property
+    def weight(self) -> float:
+        return 1.0 if self._sample is None else self._sample.weight
 
     @property
     def has_input(self) -> bool:
         return self.call.earlier is None and self.standardised.numel() > 0
 
     @property
-    def count(self) -> int | Tensor:
+    def count(self) -> float | Tensor:
+        return self._rows * self.weight if self.weight > 1 else self._rows
+
+    @property
+    def _rows(self) -> int:
         batch, shared, _ = self.standardised.shape
         if not self.has_input:
             return 0
@@ -82,11 +97,17 @@ class NormStatistics(LayerStatistics):
 
     def _columns(self, gradient: Tensor) -> list[Tensor]:
         """`g x̂`, and `g` where there is a bias: each `[batch, shared, features]`."""
-        g = self.canonical(gradient.to(self.standardised.dtype))
+        g = self._sampled(self.canonical(gradient)).to(self.standardised.dtype)
+        if self._sample is not None:
+            g = g * self._sample.weight**0.5
         columns = [g * self.standardised, g][: self.spec.out_dim]
         if self.spec.weight_sharing is WeightSharing.REDUCE:
             columns = [column.sum(1, keepdim=True) for column in columns]
         return columns
+
+    def _sampled(self, tensor: Tensor) -> Tensor:
+        """The rows that are taken of all `[batch, shared, features]`."""
+        return tensor if self._sample is None else self._sample.of(tensor.unsqueeze(0)).squeeze(0)
 
 
 def _moment(columns: Sequence[Tensor], structure: Structure) -> Tensor:
@@ -101,6 +122,7 @@ def _moment(columns: Sequence[Tensor], structure: Structure) -> Tensor:
 class NormAdapter(WeightBiasAdapter[M]):
     """A layer whose `weight` and `bias` scale and shift each feature of a normalised input."""
 
+    in_rows = True  # its matrices are never wide, and NormStatistics can take some of the rows
     family: ClassVar[type[nn.Module]]
 
     @abstractmethod

@@ -39,6 +39,8 @@ class ProductStatistics(RowStatistics):
 class ProductAdapter(LayerAdapter[nn.Module]):
     """A weight `[out, in]`, or `[in, out]` where `transposes`, and perhaps a bias `[out]`."""
 
+    in_rows = True
+
     def __init__(self, *, transposes: bool) -> None:
         self.transposes = transposes
 

@@ -73,6 +73,8 @@ class SequenceStatistics(RowStatistics):
 class RecurrentAdapter(LayerAdapter[_Module]):
     """A matrix for every `weight_ih_…` and `weight_hh_…`, with its bias, and for every `weight_hr_…`."""
 
+    in_rows = True
+
     def refusal(self, module: _Module) -> str | None:
         names = module._flat_weights_names if isinstance(module, nn.RNNBase) else ["weight_ih", "weight_hh"]
         weights = [module._parameters.get(name) for name in names]

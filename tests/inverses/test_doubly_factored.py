@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable
 
 import oracles
@@ -313,7 +314,11 @@ def test_a_model_moved_to_another_dtype_takes_its_statistics_along() -> None:
     [
         (nn.Linear(7, 3), {}, r"\(7 inputs and a bias, 3 outputs\): the inputs are no multiple of 2 channels"),
         (nn.Linear(5, 3, bias=False), {}, r"\(5 inputs, 3 outputs\): the inputs are no multiple"),
-        (nn.Linear(6, 2), {"max_factor_dim": 2}, r"A and G are diagonal and dense, not dense \(raise max_factor_dim"),
+        (
+            nn.Linear(6, 3),
+            {"max_factor_dim": 2},
+            r"A and G are diagonal and diagonal, not dense \(raise max",
+        ),
         (nn.Linear(6, 3), {"structure": (DENSE, IDENTITY)}, "A and G are dense and identity, not dense"),
         (nn.Embedding(6, 3), {}, "A and G are diagonal and dense, not dense"),
         (nn.Conv1d(8, 4, 1, groups=2), {}, "it has 2 groups"),
@@ -516,6 +521,40 @@ def test_its_state_is_small_where_that_of_the_whole_factor_is_not() -> None:
     summary = KFACOptimizer(layer, inverse=DoublyFactored(32)).summary()
     assert summary.blocks[0].inverse == "DoublyFactored(channels=32)"
     assert summary.blocks[0].state_bytes < 2 * 8 * (32**2 + 64**2 + 2 * 4**2) + 1000
+
+
+def test_max_factor_dim_bounds_what_it_builds_and_not_the_inputs() -> None:
+    """The rest of the layers is bound by what they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 4), nn.Linear(4, 24))
+    options = {"inverse": {"0": DoublyFactored(4), "*": Cholesky()}}
+    found = []
+    for limit in (6, 1000):
+        twin = copy.deepcopy(model)
+        optimizer = KFACOptimizer(twin, lr=0.1, max_factor_dim=limit, **options)
+        assert optimizer.summary().blocks[0].structure == (DENSE, DENSE)
+        assert (optimizer.summary().blocks[1].structure == (DENSE, DENSE)) == (limit == 1000)
+        square_loss(twin(batch(dim=24))).backward()
+        optimizer.step()
+        found.append(optimizer.factors()["0"])
+    assert_identical(*found)
+    with pytest.raises(ValueError, match=r"A and G are diagonal and dense, not dense \(raise max_factor_dim"):
+        KFACOptimizer(model, max_factor_dim=5, **options)
+
+
+def test_a_layer_wider_than_the_default_limit_takes_a_step() -> None:
+    layer = nn.Linear(10_000, 2, dtype=torch.float32)
+    optimizer = KFACOptimizer(layer, lr=0.1, inverse=DoublyFactored(100))
+    layer(torch.randn(3, 10_000, dtype=torch.float32)).square().sum().backward()
+    optimizer.step()
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+
+
+def test_the_summary_shows_the_factors_that_there_are() -> None:
+    summary = KFACOptimizer(nn.Linear(12, 5), inverse=DoublyFactored(3)).summary()
+    assert summary.blocks[0].factor_dims == ((3, 4), (5,))
+    cells = [cell.strip() for cell in str(summary).splitlines()[2].split("  ") if cell]
+    assert cells[3:5] == ["3×3 ⊗ 4×4", "5×5"]
 
 
 def test_a_model_trains_with_it_beside_others() -> None:

@@ -15,10 +15,25 @@ from states import CPU, assert_resumes_bitwise, every_structure
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kfac_optim import EKFAC, Eigen, KFACOptimizer, LayerSpec, LayerStatistics, OnlineEigen, Structure, WeightSharing
-from kfac_optim.inverses.eigenbasis import ekfac
-from kfac_optim.inverses.eigenbasis.ekfac import EKFACState, sum_of_squares
-from kfac_optim.rows import gram
+from kfac_optim import (
+    DEFAULT_ADAPTERS,
+    EKFAC,
+    BlockDiagonal,
+    Eigen,
+    KFACOptimizer,
+    LayerSpec,
+    LayerStatistics,
+    LossTerms,
+    OnlineEigen,
+    RowStatistics,
+    Structure,
+    WeightSharing,
+)
+from kfac_optim import rows as row_functions
+from kfac_optim.calls import LayerCall
+from kfac_optim.inverses.eigenbasis.ekfac import EKFACState
+from kfac_optim.layers.embedding import EmbeddingStatistics
+from kfac_optim.rows import gram, sum_of_squares
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -294,7 +309,7 @@ def test_every_way_to_contract_gives_the_same_squares(
         for count, dim, turned in zip((len(a), groups), dims, turn, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ekfac, "_CHUNK", chunk)
+        patch.setattr(row_functions, "_CHUNK", chunk)
         found = sum_of_squares(a, g, a_basis, g_basis)
     whole = torch.einsum("knro,knri->knoi", g, a.expand(groups, *a.shape[1:]))
     if g_basis is not None:
@@ -304,16 +319,103 @@ def test_every_way_to_contract_gives_the_same_squares(
     assert_same(found, whole.square().sum(1))
 
 
+# -- embeddings, without their one-hot rows ------------------------------------------------------------------------
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=3),
+    padding=st.sampled_from([None, 0, 2]),
+    sharing=st.sampled_from(WeightSharing),
+    per_example=st.booleans(),
+    turned=st.booleans(),
+    blocks=st.sampled_from([DENSE, BlockDiagonal(2)]),
+    again=st.booleans(),
+    integer=st.sampled_from([torch.int64, torch.int32]),
+)
+def test_of_an_embedding_they_are_those_of_its_one_hot_rows(
+    shape: list[int],
+    padding: int | None,
+    sharing: WeightSharing,
+    per_example: bool,
+    turned: bool,
+    blocks: Structure | BlockDiagonal,
+    again: bool,
+    integer: torch.dtype,
+) -> None:
+    module = nn.Embedding(4, 5, padding_idx=padding)
+    ids = torch.randint(4, shape, dtype=integer)
+    gradient = torch.randn(*shape, 5) * (torch.rand(*shape, 1) < 0.7)
+    spec = LayerSpec("layer", ("weight",), 4, 5, structure=(DIAGONAL, blocks), weight_sharing=sharing)
+    call = LayerCall(ids, gradient, torch.randn_like(gradient) if again else None)
+    stats = DEFAULT_ADAPTERS[nn.Embedding].statistics(module, spec, call, torch.float64)
+    groups, width = (3, 2) if isinstance(blocks, BlockDiagonal) else (1, 5)
+    basis = torch.linalg.qr(torch.randn(groups, width, width)).Q if turned else None
+    a, g = stats.rows()
+    assert a.shape[-1] == 4
+    if not per_example:
+        a, g = (rows.flatten(1, 2).unsqueeze(2) for rows in (a, g))
+    expected = sum_of_squares(a, g, None, basis)
+    assert_same(stats.squared_gradients(None, basis, dtype=torch.float64, per_example=per_example), expected)
+    # A basis of its inputs, which no embedding of ours has, needs the rows.
+    turning = torch.linalg.qr(torch.randn(1, 4, 4)).Q
+    expected = sum_of_squares(a, g, turning, basis)
+    assert_same(stats.squared_gradients(turning, basis, dtype=torch.float64, per_example=per_example), expected)
+
+
+@pytest.mark.parametrize("sharing", WeightSharing, ids=lambda sharing: sharing.value)
+@pytest.mark.parametrize("per_example", [True, False])
+def test_an_embedding_of_fifty_thousand_tokens_trains(
+    monkeypatch: pytest.MonkeyPatch, sharing: WeightSharing, per_example: bool
+) -> None:
+    """No row is built, and what is has the size of the weight; one-hot rows would have 600 MB."""
+    monkeypatch.setattr(RowStatistics, "rows", lambda _: pytest.fail("the rows were built"))
+    module = nn.Embedding(50_000, 4, dtype=torch.float32)
+    optimizer = KFACOptimizer(module, lr=0.1, inverse=EKFAC(per_example), weight_sharing=sharing)
+    before = module.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        ids = torch.randint(50_000, (6, 500))
+        module(ids).square().sum().backward()
+        optimizer.step()
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+    assert not torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("first", ["embedding", "head"])
+def test_an_output_layer_tied_to_an_embedding_keeps_the_second_moments_of_both(first: str) -> None:
+    """As by the one-hot rows of the embedding; the matrix is that of the module that comes first."""
+    found = []
+    for one_hot in (False, True):
+        torch.manual_seed(1)
+        parts = {"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)}
+        parts["head"].weight = parts["embedding"].weight
+        model = nn.ModuleDict({first: parts.pop(first), **parts})
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=EKFAC(), loss_terms=LossTerms.SUM)
+        with pytest.MonkeyPatch.context() as patch:
+            if one_hot:
+                patch.setattr(EmbeddingStatistics, "squared_gradients", LayerStatistics.squared_gradients)
+            for _ in range(2):
+                optimizer.zero_grad()
+                any_loss(model["head"](torch.tanh(model["embedding"](torch.randint(6, (3, 5)))))).backward()
+                optimizer.step()
+        (held,) = optimizer._binding.coverage.blocks
+        found.append(held.state.second_moments.clone())
+    assert found[0].count_nonzero() == found[0].numel()
+    assert_same(*found)
+
+
 @pytest.mark.parametrize(("positions", "by_matrix"), [(2, 0), (40, 1)])
 def test_many_positions_are_contracted_before_anything_is_turned(
     monkeypatch: pytest.MonkeyPatch, positions: int, by_matrix: int
 ) -> None:
     turned: list[int] = []
-    plain = ekfac._turned
-    monkeypatch.setattr(ekfac, "_turned", lambda rows, basis: turned.append(rows.shape[-2]) or plain(rows, basis))
+    plain = row_functions.turned
+    monkeypatch.setattr(
+        row_functions, "turned", lambda rows, basis: turned.append(rows.shape[-2]) or plain(rows, basis)
+    )
     eye = torch.eye(3)[None], torch.eye(2)[None]
     sum_of_squares(torch.randn(1, 4, positions, 3), torch.randn(1, 4, positions, 2), *eye)
-    assert turned == ([2] if by_matrix else [positions, positions])
+    assert turned == ([3, 2] if by_matrix else [positions, positions])
 
 
 # -- closer to the Fisher than the product of the factors --------------------------------------------------------

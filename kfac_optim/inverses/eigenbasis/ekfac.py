@@ -21,9 +21,6 @@ from kfac_optim.pairs import FactorPair, OpposedPair
 from kfac_optim.specs import Cost, LayerSpec, Structure
 from kfac_optim.validation import check_flag
 
-# Elements of per-example gradients that are held at a time: 64 MiB of float32.
-_CHUNK = 2**24
-
 
 class EKFACState(EigenState):
     """Factors of one block, their eigenbases, and the second moments of the gradient in these.
@@ -134,8 +131,8 @@ class EKFAC(EigenbasisInverse[EKFACState]):
 
     Where statistics do not have the rows of a sample, as at the second backward through one forward, when the layer's
     input is gone, `diag(U_GᵀGU_G) diag(U_AᵀAU_A)ᵀ` stands in for the sample of that step, and
-    `metrics()["substituted_statistics"]` counts it. The rows of an embedding are one-hot, `[batch, positions,
-    num_embeddings]`: where the vocabulary is large, give it another inverse: `{nn.Embedding: Eigen(), "*": EKFAC()}`.
+    `metrics()["substituted_statistics"]` counts it. `S` has the size of the gradient: of an embedding that of its
+    weight, whose one-hot rows are never built.
 
     Use it where refreshes must be rare, or where inputs and gradients of a layer depend on each other, which the
     product of two factors cannot express. It wants a larger λ than `Cholesky`, as `Eigen` does.
@@ -153,6 +150,10 @@ class EKFAC(EigenbasisInverse[EKFACState]):
 
     def __post_init__(self) -> None:
         check_flag("per_example", self.per_example, optional=False)
+
+    @property
+    def squares_examples(self) -> bool:
+        return self.per_example
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> EKFACState:
         return EKFACState(spec, dtype=dtype, device=device)
@@ -229,12 +230,12 @@ class EKFAC(EigenbasisInverse[EKFACState]):
 
     def _add(self, state: EKFACState, stats: LayerStatistics, sign: int = 1) -> None:
         """Add the squares of one call to the sum of this step, or take them back."""
-        a, g = (rows.to(state.condition.dtype) for rows in stats.rows())
+        a_basis, g_basis = _basis(state.a), _basis(state.g)
         if stats.opposed:
-            a, g = g, a
-        if not self.per_example:
-            a, g = (rows.flatten(1, 2).unsqueeze(2) for rows in (a, g))
-        squares = sum_of_squares(a, g, _basis(state.a), _basis(state.g))
+            a_basis, g_basis = g_basis, a_basis
+        squares = stats.squared_gradients(a_basis, g_basis, dtype=state.condition.dtype, per_example=self.per_example)
+        if stats.opposed:
+            squares = squares.mT
         state.scales.add(sign * squares.flatten(1))
 
     def _fold_sample(
@@ -263,52 +264,6 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         state.refused += alone
         in_a_row = state.refused_in_a_row
         in_a_row.copy_(torch.where(accepted, (in_a_row + 1) * alone, in_a_row))
-
-
-def sum_of_squares(a: Tensor, g: Tensor, a_basis: Tensor | None, g_basis: Tensor | None) -> Tensor:
-    """`Σ_n (U_Gᵀ (Σ_r g_nr a_nrᵀ) U_A)²`, element by element, `[groups, out, in]`.
-
-    With one position this is a product of the squares. With R the square could be written out as `R(R + 1)/2` such
-    products, which is never fewer operations than to make the matrix of each example, a part of the batch at a time:
-    of rows that are in the eigenbasis or, where that is fewer operations, of rows as they are, to turn the matrix.
-
-    Args:
-        a: `[groups, batch, shared, in]`, of one group where all read the same.
-        g: `[groups, batch, shared, out]`.
-        a_basis: eigenvectors as columns, `[groups, in, in]` or of one group; None for the standard basis.
-        g_basis: likewise over `out`.
-    """
-    groups, batch, shared = max(len(a), len(g)), a.shape[1], a.shape[2]
-    in_dim, out_dim = a.shape[-1], g.shape[-1]
-    if shared == 1:
-        squares = (_turned(rows, basis).squeeze(2).square() for rows, basis in ((g, g_basis), (a, a_basis)))
-        turned_g, turned_a = squares
-        return (turned_g.mT @ turned_a).expand(groups, out_dim, in_dim)
-    # Per example: rows of a, which may be those of all groups, and of g; or the matrix of each group.
-    by_rows = by_matrix = 0
-    for rows, basis in ((a, a_basis), (g, g_basis)):
-        if basis is not None:
-            by_rows += max(len(rows), len(basis)) * shared * rows.shape[-1] ** 2
-            by_matrix += groups * out_dim * in_dim * rows.shape[-1]
-    rows_first = by_rows <= by_matrix
-    total = a.new_zeros(groups, out_dim, in_dim)
-    step = max(1, _CHUNK // max(1, groups * out_dim * in_dim))
-    for start in range(0, batch, step):
-        some_a, some_g = (rows[:, start : start + step] for rows in (a, g))
-        if rows_first:
-            some_a, some_g = _turned(some_a, a_basis), _turned(some_g, g_basis)
-        matrices = some_g.mT @ some_a  # [groups, examples, out, in]
-        if not rows_first:
-            if g_basis is not None:
-                matrices = g_basis.mT.unsqueeze(1) @ matrices
-            matrices = _turned(matrices, a_basis)
-        total += matrices.square().sum(1)
-    return total
-
-
-def _turned(rows: Tensor, basis: Tensor | None) -> Tensor:
-    """`[groups, n, rows, d]` in the basis `[groups, d, d]`."""
-    return rows if basis is None else rows @ basis.unsqueeze(1)
 
 
 def _basis(spectrum: Spectrum | None) -> Tensor | None:
