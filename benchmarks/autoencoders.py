@@ -118,11 +118,9 @@ def _settings(*settings: tuple[float, float, float]) -> tuple[Setting, ...]:
 
 
 # Each grid was chosen by trials beyond its borders. The loss is a sum over 784 pixels, hence trust regions so wide.
-_FACTORED = _settings(
-    (0.1, 0.1, 100), (0.1, 0.3, 100), (0.3, 0.3, 100)
-)  # π and √λ raise the damping of most directions
+_FACTORED = _settings((0.1, 0.1, 100), (0.1, 0.3, 100), (0.3, 0.3, 100))
 _EXACT = _settings((0.1, 0.01, 100), (0.1, 0.03, 100), (0.1, 0.1, 100))
-_EMPIRICAL = _settings((0.3, 3, 1e3), (1, 3, 1e3), (1, 10, 1e4))  # at the first steps its G is larger by far
+_EMPIRICAL = _settings((0.3, 3, 1e3), (1, 3, 1e3), (1, 10, 1e4))
 
 METHODS = {
     "SGD": Method(_sgd, tuple({"lr": lr} for lr in (0.001, 0.003, 0.01))),
