@@ -228,7 +228,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tuning-steps",
         type=arguments.positive_int,
         metavar="N",
-        help="for each setting (default: a quarter of --steps)",
+        help="of each setting (default: a quarter)",
     )
     parser.add_argument("--batch-size", type=arguments.positive_int, default=2000, metavar="N", help="default: 2000")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
