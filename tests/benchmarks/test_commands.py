@@ -93,10 +93,11 @@ def test_autoencoders_tunes_each_method_and_leaves_a_table_a_plot_and_figures(
         "MonteCarlo+EKFAC": replace(autoencoders.METHODS["MonteCarlo+EKFAC"], grid=({"lr": 0.1, "damping": 10.0},)),
     }
     monkeypatch.setattr(autoencoders, "METHODS", methods)
-    run("autoencoders", "--batch-size", 100, "--tuning-steps", 3, "--out", tmp_path)
+    run("autoencoders", "--batch-size", 100, "--out", tmp_path)
     assert "Training error" in capsys.readouterr().out
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "curves.json").read_text())
+    assert report["tuning_steps"] == 5
     sgd, ekfac = report["runs"]
     assert [trial["cross_entropy"] is None for trial in sgd["tuning"]] == [True, False, False]
     assert sgd["setting"] == {"lr": 1e-3}, "the best of its grid"
