@@ -22,8 +22,8 @@ class AutoInverse(InverseRule):
     `summary()` shows what came of it.
 
     Why these rules. In place of three factors the wide layer would have a diagonal `A`: on MNIST at 8 × 8 pixels, with
-    a convolution of 16 channels and layers 1024-32-10, the loss after 200 steps was 0.23 with three factors, 0.25 with a
-    diagonal `A` and 0.19 with a dense one. None is cheaper than `Cholesky` at any size, as the table shows, and where
+    a convolution of 16 channels and layers 1024-32-10, the loss after 200 steps was 0.23 with three factors, 0.25 with
+    a diagonal `A` and 0.19 with a dense one. None is cheaper than `Cholesky` at any size, as the table shows, and where
     `Eigen` costs as little, for narrow layers and for two diagonal factors, its exact damping has not paid: with layers
     64-30-30-30-10 the loss after 300 steps was 0.21 with `Cholesky` and 0.23 with `Eigen` and with `EKFAC`; with all
     factors diagonal 0.26 with `Cholesky` and 0.28 with `Eigen`. (`MonteCarlo`, `kl_clip` 0.03, each at the best of 3
