@@ -12,6 +12,7 @@ from torch import nn
 
 import kfac_optim
 from kfac_optim import (
+    Background,
     Cholesky,
     Empirical,
     ExponentialDecay,
@@ -113,6 +114,15 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         ({"encoder": Cholesky()}, ValueError, rf"inverse entry 'encoder' matches no module\. {MODULES}"),
         ({nn.Conv2d: Cholesky()}, ValueError, rf"inverse entry 'Conv2d' matches no module\. {MODULES}"),
         ({3: Cholesky()}, TypeError, r"an entry of inverse must be a name glob or a subclass of nn\.Module, got 3"),
+    ],
+    "refresh": [
+        (
+            "staggered",
+            TypeError,
+            r"refresh must be Together\(\), Staggered\(\) or Background\(.*, got 'staggered'",
+        ),
+        (Background, TypeError, r"got <class .*Background'>\. Pass an instance, such as refresh=Background\(Stagg"),
+        (None, TypeError, r"refresh must be .*, got None"),
     ],
     "estimate": [
         ("empirical", TypeError, r"estimate must be an? Estimate, got 'empirical'"),
