@@ -43,8 +43,8 @@ def plot_steps(report: Mapping[str, Any], path: Path) -> None:
         panel.plot(range(len(milliseconds)), milliseconds, linewidth=0.8)
         panel.axhline(1e3 * variant["median"] * report["target"], color="grey", linestyle="--", linewidth=0.8)
         panel.set_title(variant["name"], fontsize="small", loc="left")
-        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
+    panels[-1].set_ylim(bottom=0)  # of all panels, and only now: it ends their growing with what is drawn
     panels[-1].set_xlabel(f"steps; the dashed line is {report['target']:g} times the median")
     figure.supylabel("milliseconds")
     figure.savefig(path, dpi=150)

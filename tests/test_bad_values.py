@@ -118,6 +118,15 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         ({nn.Conv2d: Cholesky()}, ValueError, rf"inverse entry 'Conv2d' matches no module\. {MODULES}"),
         ({3: Cholesky()}, TypeError, r"an entry of inverse must be a name glob or a subclass of nn\.Module, got 3"),
     ],
+    "refresh": [
+        (
+            "staggered",
+            TypeError,
+            r"refresh must be Together\(\), Staggered\(\) or Background\(.*, got 'staggered'",
+        ),
+        (Background, TypeError, r"got <class .*Background'>\. Pass an instance, such as refresh=Background\(Stagg"),
+        (None, TypeError, r"refresh must be .*, got None"),
+    ],
     "estimate": [
         ("empirical", TypeError, r"estimate must be an? Estimate, got 'empirical'"),
         (Empirical, TypeError, r"estimate must be an? Estimate, got <class .*Empirical'>"),
