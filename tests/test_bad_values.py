@@ -174,10 +174,6 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (True, TypeError, r"adapt_damping must be a LevenbergMarquardt, got True"),
         (LevenbergMarquardt(), TypeError, r"LevenbergMarquardt\(.*\) needs the curvature of the loss"),
     ],
-    "refresh": [
-        (None, TypeError, r"refresh must be Together\(\), Staggered\(\) or Background\(\.\.\.\), got None"),
-        (Background, TypeError, r"refresh must be Together\(\).*Pass an instance"),
-    ],
     "subsample": [
         (256, TypeError, r"subsample must be a Subsample or a mapping .*, got 256"),
         ({"0": None}, TypeError, r"subsample must be a Subsample or a mapping .*, got None"),
