@@ -373,8 +373,8 @@ class KFACOptimizer(Optimizer):
         """Numbers of the last step, for any logger. Synchronises with the device.
 
         `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); of
-        `QuadraticModel` in their place `learning_rate` (in units of `lr`), `momentum` and `predicted_change`; of `LevenbergMarquardt`
-        `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
+        `QuadraticModel` in their place `learning_rate` (in units of `lr`), `momentum` and `predicted_change`; of
+        `LevenbergMarquardt` `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` over the preconditioned
         parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G` (largest 1-norm
         condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
