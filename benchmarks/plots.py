@@ -54,7 +54,7 @@ def plot_reconstruction(report: Mapping[str, Any], path: Path) -> None:
     """Training error of each method against steps and against seconds; writes a PNG."""
     widths = "-".join(map(str, report["widths"]))
     title = f"{report['dataset']}: autoencoder {widths} and mirrored, batch {report['batch_size']}"
-    figure, axes = _plot_runs({run["method"]: run["readings"] for run in report["runs"]}, "squared_error", title)
+    figure, axes = _plot_runs({run["method"]: run["readings"] for run in report["best"]}, "squared_error", title)
     if report["equal_seconds"] is not None:
         axes[1].axvline(report["equal_seconds"], color="grey", linestyle="--", label="equal seconds")
     for each in axes:

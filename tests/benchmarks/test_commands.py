@@ -83,7 +83,7 @@ def test_preconditioning_reads_the_cosine_and_the_rise(tmp_path: Path, monkeypat
     assert report["highest_rise"] == max(report["batch_losses"]) / report["batch_losses"][0]
 
 
-def test_autoencoders_tunes_each_method_and_leaves_a_table_a_plot_and_figures(
+def test_autoencoders_takes_the_best_of_each_grid_and_leaves_a_table_a_plot_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = curves(200, seed=0).inputs.flatten(1)
@@ -97,11 +97,9 @@ def test_autoencoders_tunes_each_method_and_leaves_a_table_a_plot_and_figures(
     assert "Training error" in capsys.readouterr().out
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "curves.json").read_text())
-    assert report["tuning_steps"] == 5
-    sgd, ekfac = report["runs"]
-    assert [trial["cross_entropy"] is None for trial in sgd["tuning"]] == [True, False, False]
+    assert [tried["cross_entropy"] is None for tried in report["tried"]] == [True, False, False, False]
+    sgd, ekfac = report["best"]
     assert sgd["setting"] == {"lr": 1e-3}, "the best of its grid"
-    assert ekfac["tuning"] == [], "there was no choice"
     for each in (sgd, ekfac):
         assert [reading["steps"] for reading in each["readings"]] == [10, 20]
         assert each["readings"][1]["squared_error"] < each["readings"][0]["squared_error"]
@@ -111,10 +109,10 @@ def test_autoencoders_tunes_each_method_and_leaves_a_table_a_plot_and_figures(
 @pytest.mark.filterwarnings("ignore:kfac_optim. the examples by which QuadraticModel")
 @pytest.mark.parametrize("method", autoencoders.METHODS)
 def test_every_method_starts_from_the_same_weights(method: str) -> None:
-    course = autoencoders.Course((784, 20, 6), curves(60, seed=0).inputs.flatten(1), batch_size=20, seed=0)
+    course = autoencoders.Course((784, 20, 6), curves(60, seed=0).inputs.flatten(1), batch_size=20, steps=10, seed=0)
     make = autoencoders.METHODS[method].make
-    still = course.train(make, {"lr": 0.0}, steps=4, period=2, advance=lambda _: None)
-    expected = course.train(autoencoders.METHODS["SGD"].make, {"lr": 0.0}, 4, 2, lambda _: None)
+    still = course.train(make, {"lr": 0.0}, advance=lambda _: None)
+    expected = course.train(autoencoders.METHODS["SGD"].make, {"lr": 0.0}, lambda _: None)
     assert not still[0]
     for reading, same in zip(still[1], expected[1], strict=True):
         assert reading.cross_entropy == pytest.approx(same.cross_entropy, rel=1e-5)
@@ -133,7 +131,7 @@ def test_reconstruction_errors_are_sums_over_pixels_and_means_over_images() -> N
 def test_equal_seconds_are_those_of_the_first_to_finish_without_diverging() -> None:
     def made(method: str, seconds: list[float], diverged: bool = False) -> autoencoders.Run:
         readings = [autoencoders.Reading(10 * i, spent, 1.0, 1.0) for i, spent in enumerate(seconds, start=1)]
-        return autoencoders.Run(method, {}, [], diverged, readings)
+        return autoencoders.Run(method, {}, diverged, readings)
 
     slow, fast, lost = made("slow", [2.0, 5.0, 8.0]), made("fast", [2.0, 4.0, 6.0]), made("lost", [1.0], diverged=True)
     assert autoencoders.equal_seconds([slow, fast, lost]) == 6.0
