@@ -6,7 +6,7 @@ penalty of 1e-5, large batches. Units are tanh: with logistic ones K-FAC stayed 
 at the error of the mean image. Every method starts from the same weights and sees the same batches.
 
 Each method is trained with each setting of a grid of its own; that with the lowest training cross-entropy at the end
-counts. (Short runs would choose badly: the settings that are ahead on CURVES after 40 steps are not after 200.) The
+counts. (Short runs would choose badly: the settings that are ahead on CURVES after 60 steps are not after 150.) The
 training error is that of the paper, the squared error of the reconstruction summed over the pixels and averaged over
 images, without a factor of 1/2; it is read off on the first 5,000 training images, outside the time that is measured.
 Equal seconds are those in which the fastest of the methods has done all its steps: of each method the last reading by

@@ -212,6 +212,20 @@ def test_the_verdict_compares_steps_and_seconds_to_the_target() -> None:
     assert "did not reach" in verdict([kfac, sgd], kfac.best_loss)
 
 
+def test_training_takes_the_steps_of_a_plain_loop_and_keeps_the_losses_before_them() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    weight = model.weight.item()
+    batches = [(torch.tensor([[2.0]]), torch.tensor([[1.0]]))] * 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = train(model, optimizer, batches, nn.functional.mse_loss, period=3, observe=lambda _: None)
+    expected = []
+    for _ in batches:
+        expected.append((2 * weight - 1) ** 2)
+        weight -= 0.1 * 4 * (2 * weight - 1)
+    assert history.batch_losses == pytest.approx(expected)
+    assert model.weight.item() == pytest.approx(weight)
+
+
 def test_training_stops_at_a_loss_that_is_not_finite() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
