@@ -2,7 +2,6 @@
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -254,7 +253,11 @@ class KFACOptimizer(Optimizer):
         self._binding.start(self._group_of())
         if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
-        weakref.finalize(self, self._binding.release)
+
+    def __del__(self) -> None:
+        # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
+        if (binding := self.__dict__.get("_binding")) is not None:  # none where __init__ has raised
+            binding.release()
 
     # -- the step ----------------------------------------------------------------------------------------------
 
