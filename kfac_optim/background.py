@@ -80,6 +80,7 @@ class BackgroundExecutor:
         )
         for block, shadow in zip(blocks, shadows, strict=True):
             block.under_way = RefreshUnderWay(shadow, done)
+            block.clock.outdated = False  # what comes of the copy is of the numbers as they are now
 
     def _take_over(self, block: KFACBlock, under_way: RefreshUnderWay, blocks: Sequence[KFACBlock]) -> None:
         error = under_way.done.exception()  # waits

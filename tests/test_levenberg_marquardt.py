@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import (
+    Background,
     Eigen,
     ExactGGN,
     KFACOptimizer,
@@ -351,6 +352,33 @@ def test_rejection_brings_a_hopeless_start_to_convergence() -> None:
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(losses))
     assert optimizer.metrics()["rejected_steps"] > 0
     assert losses[-1] < first / 2
+
+
+@pytest.mark.filterwarnings("ignore:kfac_optim. the examples by which")
+def test_a_run_with_rejections_is_resumed_at_any_step() -> None:
+    """A step may be rejected while a refresh is under way, which is then not the one that the rejection asks for."""
+
+    def start() -> tuple[nn.Module, KFACOptimizer]:
+        model = network()
+        rule = LevenbergMarquardt(interval=2, reject=True)
+        refresh = Background(max_staleness=2, deterministic=True)
+        options = {"step_size": QuadraticModel(), "damping": 0.01, "inverse_update_period": 3, "refresh": refresh}
+        return model, build(model, rule, **options)
+
+    def run(model: nn.Module, optimizer: KFACOptimizer, steps: range) -> None:
+        for i in steps:
+            step(model, optimizer, slice(3 * (i % 6), 3 * (i % 6) + 3))
+
+    model, optimizer = start()
+    run(model, optimizer, range(12))
+    assert 0 < optimizer.metrics()["rejected_steps"] < 12
+    for saved_at in range(1, 12):
+        first, (second, resumed) = start(), start()
+        run(*first, range(saved_at))
+        second.load_state_dict(first[0].state_dict())
+        resumed.load_state_dict(copy.deepcopy(first[1].state_dict()))
+        run(second, resumed, range(saved_at, 12))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), second.parameters(), strict=True)), saved_at
 
 
 def test_the_count_of_rejected_steps_survives_a_copy() -> None:
