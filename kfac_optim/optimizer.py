@@ -520,7 +520,7 @@ class KFACOptimizer(Optimizer):
         blocks = self._binding.coverage.blocks
         specs = [(block, block.spec) for block in blocks]
         if specs != self._scheduled:
-            costs = [block.inverse.flops(block.spec).refresh for block in blocks]
+            costs = [block.inverse.flops(block.spec.by_blocks()).refresh for block in blocks]
             for block, phase in zip(blocks, self._schedule.phases(costs), strict=True):
                 block.phase = phase
             self._scheduled = specs
