@@ -297,11 +297,12 @@ class KFACOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        judged = judged and any(param.grad is not None for param in self._params())
         devices = {param.device.type for param in self._params()}
         trial = Trial(self.param_groups, _number(loss)) if judged else None
         try:
             with without_autocast(devices):
-                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler))
+                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler), judged=judged)
             if trial is not None and taken:
                 assert closure is not None
                 assert random is not None
@@ -455,15 +456,17 @@ class KFACOptimizer(Optimizer):
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _step(self, scale: LossScale) -> bool:
-        """Take the step; whether it was taken."""
+    def _step(self, scale: LossScale, *, judged: bool) -> bool:
+        """Take the step, which may be `judged` afterwards; whether it was taken."""
         if self._binding.settle():
             self._warn_of_nothing_to_do(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
             warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
+        # What is refused is left as it was.
+        if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
+            self._objective.check(gradients)
         if scale.in_gradients:
-            # What is refused is left as it was.
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
         if scale.overflowed or not all_finite(gradients.values()):

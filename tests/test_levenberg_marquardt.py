@@ -292,6 +292,52 @@ def test_a_closure_that_draws_another_batch_is_told_of() -> None:
         optimizer.step(closure)
 
 
+@pytest.mark.parametrize("rule", [LevenbergMarquardt(interval=1), LevenbergMarquardt(interval=5, reject=True)])
+def test_a_forward_that_was_not_seen_is_told_of_before_the_step(rule: LevenbergMarquardt) -> None:
+    model = network()
+    optimizer = build(model, rule)
+    x, y = data()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        optimizer.set_loss_terms(60)
+        h = x
+        for layer in model:
+            h = layer(h)
+        loss = F.mse_loss(h, y)
+        loss.backward()
+        return loss
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="no forward of the model with a backward was seen"):
+        optimizer.step(closure)
+    assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_loss_of_parameters_without_a_module_is_told_of() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    optimizer = KFACOptimizer([weight], estimate=MonteCarlo(nn.MSELoss()), adapt_damping=LevenbergMarquardt(1))
+    x, y = data()
+
+    def closure() -> Tensor:
+        loss = F.mse_loss(F.linear(x, weight), y)
+        loss.backward()
+        return loss
+
+    with (
+        pytest.warns(UserWarning, match="nothing is preconditioned"),
+        pytest.raises(RuntimeError, match="no forward of the model with a backward was seen"),
+    ):
+        optimizer.step(closure)
+
+
+def test_a_closure_without_gradients_is_a_step_of_nothing() -> None:
+    model = network()
+    optimizer = build(model, LevenbergMarquardt(interval=1))
+    optimizer.step(lambda: loss_of(model))
+    assert optimizer.param_groups[0]["damping"] == 0.5
+
+
 # -- rejection -------------------------------------------------------------------------------------------------------
 
 
