@@ -156,6 +156,27 @@ def test_parameters_that_no_layer_covers_go_along_their_gradient() -> None:
     assert_same(moved, model[0].weight.grad * optimizer.metrics()["learning_rate"], rtol=1e-9)
 
 
+def test_a_scalar_parameter_takes_a_rate_that_is_a_tensor() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    _, x, y = regression()
+    ends = []
+    for lr in (0.5, torch.tensor([0.5])):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = build(model, lr=lr)
+        backward(model, optimizer, x, y)
+        optimizer.step()
+        ends.append(flat(model.parameters()))
+    assert torch.equal(*ends)
+
+
 def test_with_every_layer_skipped_the_model_still_chooses_the_rate() -> None:
     model, x, y = regression()
     optimizer = build(model, skip_layers=["*"], momentum=0.0)
