@@ -287,6 +287,8 @@ class KFACOptimizer(Optimizer):
         """
         rule, number = self._damping_rule, self._window.step
         judged = rule is not None and rule.tries(number)
+        if rule is not None:
+            rule.check(self.param_groups)
         if rule is not None and closure is None:
             raise RuntimeError(
                 f"kfac_optim: {rule} has to see what a step does to the loss: pass step() a closure that evaluates the "

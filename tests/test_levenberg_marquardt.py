@@ -95,6 +95,7 @@ def test_damping_stays_between_its_bounds() -> None:
         ({"interval": 0}, "interval of LevenbergMarquardt must be at least 1"),
         ({"decay": 0.0}, "decay of LevenbergMarquardt"),
         ({"decay": 1.5}, "decay of LevenbergMarquardt"),
+        ({"decay": 0.5, "interval": 2000}, r"decay \*\* interval of LevenbergMarquardt must be finite, above 0"),
         ({"minimum": 0.0}, "minimum of LevenbergMarquardt"),
         ({"minimum": 2.0, "maximum": 1.0}, "maximum of LevenbergMarquardt must be finite, at least 2"),
     ],
@@ -214,6 +215,25 @@ def test_judging_a_step_leaves_no_trace_but_the_damping(estimate: Any) -> None:
     assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))
 
 
+def test_a_buffer_that_a_forward_replaces_is_that_of_the_training() -> None:
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("forwards", torch.zeros(()))
+            self.register_buffer("last", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards = self.forwards + 1
+            self.last = x.mean()
+            return super().forward(x)
+
+    model = Counts()
+    optimizer = build(model, LevenbergMarquardt(interval=1))
+    for _ in range(3):
+        step(model, optimizer)
+    assert model.forwards == 3
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_gradients_are_those_before_the_step(set_to_none: bool) -> None:
     model = network()
@@ -266,6 +286,13 @@ def test_a_step_without_a_closure_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"pass step\(\) a closure"):
         optimizer.step()
     assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_loss_that_is_maximised_is_refused_before_it_is_evaluated() -> None:
+    model = network()
+    optimizer = build(model, LevenbergMarquardt(interval=5, reject=True), maximize=True)
+    with pytest.raises(ValueError, match="maximize of param group 0 must be False, got True"):
+        optimizer.step(lambda: pytest.fail("the closure was called"))
 
 
 def test_a_closure_that_returns_nothing_is_refused() -> None:
