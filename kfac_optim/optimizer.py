@@ -201,12 +201,13 @@ class KFACOptimizer(Optimizer):
         if adapt_damping is not None:
             check_kind("adapt_damping", adapt_damping, LevenbergMarquardt)
         check_kind("estimate", estimate, Estimate)
-        for rule in (step_size if step_size.needs_objective else None, adapt_damping):
-            if rule is not None and not isinstance(estimate, NamedLoss):
-                raise TypeError(
-                    f"kfac_optim: {rule} needs the curvature of the loss, and estimate={estimate!r} does not name it. "
-                    "Pass an estimate that does: estimate=MonteCarlo(criterion)."
-                )
+        judges = [step_size if step_size.needs_objective else None, adapt_damping]
+        self._judges = [judge for judge in judges if judge is not None]
+        if self._judges and not isinstance(estimate, NamedLoss):
+            raise TypeError(
+                f"kfac_optim: {self._judges[0]} needs the curvature of the loss, and estimate={estimate!r} does not "
+                "name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
+            )
         check_refresh(refresh)
         self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
         self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
@@ -245,7 +246,7 @@ class KFACOptimizer(Optimizer):
         estimate.arm(self._window)
         self._recorder: ForwardRecorder | None = None
         self._objective: Objective | None = None
-        if isinstance(estimate, NamedLoss) and (step_size.needs_objective or adapt_damping is not None):
+        if isinstance(estimate, NamedLoss) and self._judges:
             self._recorder = ForwardRecorder(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms)
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
@@ -577,11 +578,10 @@ class KFACOptimizer(Optimizer):
 
     def _warn_of_few_examples(self) -> None:
         if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
-            rules = [rule for rule in (self._step_size, self._damping_rule) if not isinstance(rule, TrustRegion | None)]
             warnings.warn(
-                f"kfac_optim: the examples by which {' and '.join(map(repr, rules))} will judge steps are few, and "
-                "others at each step: steps will fit them, not the data. Use batches of thousands, or TrustRegion() "
-                "and a fixed damping.",
+                f"kfac_optim: the examples by which {' and '.join(map(repr, self._judges))} will judge steps are few, "
+                "and others at each step: steps will fit them, not the data. Use batches of thousands, or "
+                "TrustRegion() and a fixed damping.",
                 stacklevel=7,
             )
 

@@ -284,6 +284,15 @@ def test_few_examples_that_change_from_step_to_step_are_warned_of_once(size: int
         assert told[0][2] == __file__
 
 
+def test_the_same_few_examples_in_another_order_are_not_others() -> None:
+    model, x, y = regression()
+    optimizer = build(model)
+    for i in range(6):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(i))
+        backward(model, optimizer, x[order], y[order])
+        optimizer.step()  # a warning would be an error
+
+
 def test_gradients_and_random_numbers_are_left_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3))
