@@ -48,9 +48,10 @@ class BackgroundExecutor:
         return collected
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        first = [block for block in blocks if not block.is_ready]
-        begun = [block for block in blocks if block.is_ready and block.under_way is None]
-        refreshed = self._inner.refresh(first) if first else ()
+        # What is outdated led to a step that was taken back, and would lead to it again.
+        at_once = [block for block in blocks if block.clock.outdated or not block.is_ready]
+        begun = [block for block in blocks if block not in at_once and block.under_way is None]
+        refreshed = self._inner.refresh(at_once) if at_once else ()
         if begun:
             self._begin(begun)
         return [*refreshed, *self.collect(begun)] if self._choice.max_staleness == 0 else refreshed
@@ -80,7 +81,6 @@ class BackgroundExecutor:
         )
         for block, shadow in zip(blocks, shadows, strict=True):
             block.under_way = RefreshUnderWay(shadow, done)
-            block.clock.outdated = False  # what comes of the copy is of the numbers as they are now
 
     def _take_over(self, block: KFACBlock, under_way: RefreshUnderWay, blocks: Sequence[KFACBlock]) -> None:
         error = under_way.done.exception()  # waits

@@ -381,11 +381,10 @@ def test_steps_that_lower_the_loss_are_those_of_a_run_without_rejection(step_siz
     assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("inverse", [None, Eigen()], ids=str)
-def test_a_step_that_raises_the_loss_is_taken_back(inverse: Any) -> None:
+@pytest.mark.parametrize("extra", [{}, {"inverse": Eigen()}, {"refresh": Background()}], ids=str)
+def test_a_step_that_raises_the_loss_is_taken_back(extra: dict[str, Any]) -> None:
     """Whatever the interval; momentum starts anew, and the inverses take the new damping with the next step."""
     model = linear()
-    extra = {} if inverse is None else {"inverse": inverse}
     optimizer = build(
         model,
         LevenbergMarquardt(interval=4, reject=True),
