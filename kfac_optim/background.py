@@ -48,9 +48,10 @@ class BackgroundExecutor:
         return collected
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        first = [block for block in blocks if not block.is_ready]
-        begun = [block for block in blocks if block.is_ready and block.under_way is None]
-        refreshed = self._inner.refresh(first) if first else ()
+        # What is outdated led to a step that was taken back, and would lead to it again.
+        at_once = [block for block in blocks if block.clock.outdated or not block.is_ready]
+        begun = [block for block in blocks if block not in at_once and block.under_way is None]
+        refreshed = self._inner.refresh(at_once) if at_once else ()
         if begun:
             self._begin(begun)
         return [*refreshed, *self.collect(begun)] if self._choice.max_staleness == 0 else refreshed

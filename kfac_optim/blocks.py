@@ -208,7 +208,6 @@ class KFACBlock:
         copy.clock = replace(self.clock)
         copy.groups = tuple(dict(group) for group in self.groups)
         copy.inverse.load(copy.state, self.inverse.tensors(self.state))
-        self.clock.outdated = False  # what comes of the copy is of the numbers as they are now
         return copy
 
     def adopt(self, shadow: "KFACBlock") -> None:

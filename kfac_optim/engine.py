@@ -58,7 +58,7 @@ def step(
         window: what was captured since the last step.
         executor: who does the work.
         step_size: how far the step goes.
-        objective: the loss of this step, where it is known.
+        objective: the loss of this step, where it is known; `check` was asked already.
         gradient_scale: what the output gradients behind `G` are multiplied by; those of parameters are not.
         nonfinite_limit: refused samples or failed refreshes in a row that are too many.
 
@@ -69,8 +69,6 @@ def step(
     """
     kl_clip = check(groups, blocks, step_size)
     trained = [param for group in groups for param in group["params"] if param.grad is not None]
-    if objective is not None and trained:
-        objective.check(trained)
     _follow_model(state, blocks)
     count = window.close()
     scale = gradient_scale(count)

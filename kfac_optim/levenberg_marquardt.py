@@ -1,5 +1,9 @@
 """Damping that follows from how well the quadratic model of the loss predicts what a step does."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from kfac_optim.validation import check_flag, check_integer, check_number
 
 # Martens & Grosse 2015, §6.5, after Nocedal & Wright: trust the model more above, less below.
@@ -7,6 +11,7 @@ _TRUSTED = 3 / 4
 _DISTRUSTED = 1 / 4
 
 
+@dataclass(frozen=True)
 class LevenbergMarquardt:
     """Raises and lowers `damping` by the reduction ratio `ρ` of the loss (Martens & Grosse 2015, §6.5).
 
@@ -30,7 +35,7 @@ class LevenbergMarquardt:
 
     Args:
         interval: steps between two adaptations.
-        decay: of `λ` for each of these steps, in (0, 1).
+        decay: of `λ` for each of these steps, in (0, 1]; 1 leaves `λ` as it is.
         minimum: below which `λ` does not fall.
         maximum: above which it does not rise.
         reject: whether every step is tried, and taken back where the loss rose: parameters are then as before, momentum
@@ -38,30 +43,28 @@ class LevenbergMarquardt:
             the next step. `metrics()` counts `rejected_steps`.
     """
 
-    def __init__(
-        self,
-        interval: int = 5,
-        decay: float = 0.95,
-        minimum: float = 1e-8,
-        maximum: float = 1e8,
-        reject: bool = False,
-    ) -> None:
-        check_integer("interval of LevenbergMarquardt", interval)
-        check_number("decay of LevenbergMarquardt", decay, above=0, at_most=1)
-        check_number("minimum of LevenbergMarquardt", minimum, above=0)
-        check_number("maximum of LevenbergMarquardt", maximum, at_least=minimum)
-        check_flag("reject of LevenbergMarquardt", reject, optional=False)
-        self.interval = interval
-        self.decay = decay
-        self.minimum = minimum
-        self.maximum = maximum
-        self.reject = reject
+    interval: int = 5
+    decay: float = 0.95
+    minimum: float = 1e-8
+    maximum: float = 1e8
+    reject: bool = False
 
-    def __repr__(self) -> str:
-        return (
-            f"LevenbergMarquardt(interval={self.interval}, decay={self.decay:g}, minimum={self.minimum:g}, "
-            f"maximum={self.maximum:g}, reject={self.reject})"
-        )
+    def __post_init__(self) -> None:
+        check_integer("interval of LevenbergMarquardt", self.interval)
+        check_number("decay of LevenbergMarquardt", self.decay, above=0, at_most=1)
+        check_number("decay ** interval of LevenbergMarquardt", self.decay**self.interval, above=0)
+        check_number("minimum of LevenbergMarquardt", self.minimum, above=0)
+        check_number("maximum of LevenbergMarquardt", self.maximum, at_least=self.minimum)
+        check_flag("reject of LevenbergMarquardt", self.reject, optional=False)
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError where a param group does not go with it."""
+        for i, group in enumerate(groups):
+            if group["maximize"]:
+                raise ValueError(
+                    "kfac_optim: LevenbergMarquardt judges steps by how far they lower the loss: maximize of param "
+                    f"group {i} must be False, got {group['maximize']!r}. Negate the loss in the closure."
+                )
 
     def adapts_at(self, step: int) -> bool:
         """Whether `λ` is adapted after step number `step`, the first being 0."""

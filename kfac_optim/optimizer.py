@@ -2,7 +2,6 @@
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -202,12 +201,13 @@ class KFACOptimizer(Optimizer):
         if adapt_damping is not None:
             check_kind("adapt_damping", adapt_damping, LevenbergMarquardt)
         check_kind("estimate", estimate, Estimate)
-        for rule in (step_size if step_size.needs_objective else None, adapt_damping):
-            if rule is not None and not isinstance(estimate, NamedLoss):
-                raise TypeError(
-                    f"kfac_optim: {rule} needs the curvature of the loss, and estimate={estimate!r} does not name it. "
-                    "Pass an estimate that does: estimate=MonteCarlo(criterion)."
-                )
+        judges = [step_size if step_size.needs_objective else None, adapt_damping]
+        self._judges = [judge for judge in judges if judge is not None]
+        if self._judges and not isinstance(estimate, NamedLoss):
+            raise TypeError(
+                f"kfac_optim: {self._judges[0]} needs the curvature of the loss, and estimate={estimate!r} does not "
+                "name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
+            )
         check_refresh(refresh)
         self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
         self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
@@ -246,7 +246,7 @@ class KFACOptimizer(Optimizer):
         estimate.arm(self._window)
         self._recorder: ForwardRecorder | None = None
         self._objective: Objective | None = None
-        if isinstance(estimate, NamedLoss) and (step_size.needs_objective or adapt_damping is not None):
+        if isinstance(estimate, NamedLoss) and self._judges:
             self._recorder = ForwardRecorder(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms)
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
@@ -254,7 +254,11 @@ class KFACOptimizer(Optimizer):
         self._binding.start(self._group_of())
         if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
-        weakref.finalize(self, self._binding.release)
+
+    def __del__(self) -> None:
+        # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
+        if (binding := self.__dict__.get("_binding")) is not None:  # none where __init__ has raised
+            binding.release()
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -284,6 +288,8 @@ class KFACOptimizer(Optimizer):
         """
         rule, number = self._damping_rule, self._window.step
         judged = rule is not None and rule.tries(number)
+        if rule is not None:
+            rule.check(self.param_groups)
         if rule is not None and closure is None:
             raise RuntimeError(
                 f"kfac_optim: {rule} has to see what a step does to the loss: pass step() a closure that evaluates the "
@@ -294,11 +300,12 @@ class KFACOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        judged = judged and any(param.grad is not None for param in self._params())
         devices = {param.device.type for param in self._params()}
         trial = Trial(self.param_groups, _number(loss)) if judged else None
         try:
             with without_autocast(devices):
-                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler))
+                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler), judged=judged)
             if trial is not None and taken:
                 assert closure is not None
                 assert random is not None
@@ -452,15 +459,17 @@ class KFACOptimizer(Optimizer):
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _step(self, scale: LossScale) -> bool:
-        """Take the step; whether it was taken."""
+    def _step(self, scale: LossScale, *, judged: bool) -> bool:
+        """Take the step, which may be `judged` afterwards; whether it was taken."""
         if self._binding.settle():
             self._warn_of_nothing_to_do(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
             warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
+        # What is refused is left as it was.
+        if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
+            self._objective.check(gradients)
         if scale.in_gradients:
-            # What is refused is left as it was.
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
         if scale.overflowed or not all_finite(gradients.values()):
@@ -517,7 +526,7 @@ class KFACOptimizer(Optimizer):
         blocks = self._binding.coverage.blocks
         specs = [(block, block.spec) for block in blocks]
         if specs != self._scheduled:
-            costs = [block.inverse.flops(block.spec).refresh for block in blocks]
+            costs = [block.inverse.flops(block.spec.by_blocks()).refresh for block in blocks]
             for block, phase in zip(blocks, self._schedule.phases(costs), strict=True):
                 block.phase = phase
             self._scheduled = specs
@@ -569,11 +578,10 @@ class KFACOptimizer(Optimizer):
 
     def _warn_of_few_examples(self) -> None:
         if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
-            rules = [rule for rule in (self._step_size, self._damping_rule) if not isinstance(rule, TrustRegion | None)]
             warnings.warn(
-                f"kfac_optim: the examples by which {' and '.join(map(repr, rules))} will judge steps are few, and "
-                "others at each step: steps will fit them, not the data. Use batches of thousands, or TrustRegion() "
-                "and a fixed damping.",
+                f"kfac_optim: the examples by which {' and '.join(map(repr, self._judges))} will judge steps are few, "
+                "and others at each step: steps will fit them, not the data. Use batches of thousands, or "
+                "TrustRegion() and a fixed damping.",
                 stacklevel=7,
             )
 

@@ -61,8 +61,9 @@ class Background:
     Where blocks are due their factors are copied, and the copies are refreshed while training goes on, on an
     accelerator in a stream of their own. The result takes the old inverse's place between two steps; the running
     averages, and the second moments of `EKFAC`, go on meanwhile. (Ba, Grosse & Martens 2017, §3, refresh
-    asynchronously on other machines.) A block that is due while its refresh is under way is not begun again. The first
-    refresh of a block is waited for: before it there is nothing to precondition with.
+    asynchronously on other machines.) A block that is due while its refresh is under way is not begun again. Waited
+    for are the first refresh of a block, before which there is nothing to precondition with, and that after a step
+    which `LevenbergMarquardt` has taken back.
 
     It is for refreshes that make single steps much longer, where there are cores or accelerator time to spare; it costs
     the memory of a second state for every block, and the time of two copies. `metrics()["inverse_age"]` counts from the

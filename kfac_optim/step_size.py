@@ -99,6 +99,7 @@ class StepSize(ABC):
         """The step; tensors of the proposal, momentum included, may be changed in place."""
 
 
+@dataclass(frozen=True)
 class TrustRegion(StepSize):
     """The user's learning rate and momentum, bounded by `kl_clip` (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
 
@@ -112,12 +113,10 @@ class TrustRegion(StepSize):
         after_momentum: what is bounded.
     """
 
-    def __init__(self, after_momentum: bool = False) -> None:
-        check_flag("after_momentum of TrustRegion", after_momentum, optional=False)
-        self.after_momentum = after_momentum
+    after_momentum: bool = False
 
-    def __repr__(self) -> str:
-        return f"TrustRegion(after_momentum={self.after_momentum})"
+    def __post_init__(self) -> None:
+        check_flag("after_momentum of TrustRegion", self.after_momentum, optional=False)
 
     def size(self, proposal: Proposal) -> Sized:
         bound = self._bound_step if self.after_momentum else self._bound_gradient
@@ -161,6 +160,7 @@ class TrustRegion(StepSize):
         return scale, scale
 
 
+@dataclass(frozen=True)
 class QuadraticModel(StepSize):
     """Learning rate and momentum that minimise the exact quadratic model of the loss (Martens & Grosse 2015, §7).
 
@@ -181,9 +181,6 @@ class QuadraticModel(StepSize):
     """
 
     needs_objective = True
-
-    def __repr__(self) -> str:
-        return "QuadraticModel()"
 
     def check(self, groups: Sequence[Group]) -> None:
         for i, group in enumerate(groups):
@@ -212,11 +209,10 @@ class QuadraticModel(StepSize):
         direction = {param: grad.clone() for param, grad in gradient.items()} | proposal.direction()
         before: Direction = {}
         for group in proposal.groups:
-            rate = group["lr"]
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                direction[param].mul_(rate.to(param.device) if isinstance(rate, Tensor) else rate)
+                direction[param].mul_(_scalar(group["lr"], param.device))
                 buffer = proposal.momentum(param)
                 if buffer is not None and group["momentum"] > 0:
                     before[param] = buffer

@@ -96,7 +96,8 @@ def evaluate_again(
     """
     before, recorder.kept = recorder.kept, []
     held = {param: param.grad for param in {**dict.fromkeys(params), **dict.fromkeys(model.parameters())}}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         for param in held:
             param.grad = None
@@ -113,8 +114,10 @@ def evaluate_again(
         recorder.kept = before
         for param, grad in held.items():
             param.grad = grad
+        for registered, old in buffers:  # a forward may change a buffer in place, or put another in its place
+            registered.update(old)
         with torch.no_grad():
-            for buffer, value in buffers:
+            for buffer, value in values:
                 buffer.copy_(value)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim import (
+    Background,
     Eigen,
     ExactGGN,
     KFACOptimizer,
@@ -94,6 +95,7 @@ def test_damping_stays_between_its_bounds() -> None:
         ({"interval": 0}, "interval of LevenbergMarquardt must be at least 1"),
         ({"decay": 0.0}, "decay of LevenbergMarquardt"),
         ({"decay": 1.5}, "decay of LevenbergMarquardt"),
+        ({"decay": 0.5, "interval": 2000}, r"decay \*\* interval of LevenbergMarquardt must be finite, above 0"),
         ({"minimum": 0.0}, "minimum of LevenbergMarquardt"),
         ({"minimum": 2.0, "maximum": 1.0}, "maximum of LevenbergMarquardt must be finite, at least 2"),
     ],
@@ -213,6 +215,25 @@ def test_judging_a_step_leaves_no_trace_but_the_damping(estimate: Any) -> None:
     assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))
 
 
+def test_a_buffer_that_a_forward_replaces_is_that_of_the_training() -> None:
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("forwards", torch.zeros(()))
+            self.register_buffer("last", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards = self.forwards + 1
+            self.last = x.mean()
+            return super().forward(x)
+
+    model = Counts()
+    optimizer = build(model, LevenbergMarquardt(interval=1))
+    for _ in range(3):
+        step(model, optimizer)
+    assert model.forwards == 3
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_gradients_are_those_before_the_step(set_to_none: bool) -> None:
     model = network()
@@ -267,6 +288,13 @@ def test_a_step_without_a_closure_is_refused() -> None:
     assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
 
 
+def test_a_loss_that_is_maximised_is_refused_before_it_is_evaluated() -> None:
+    model = network()
+    optimizer = build(model, LevenbergMarquardt(interval=5, reject=True), maximize=True)
+    with pytest.raises(ValueError, match="maximize of param group 0 must be False, got True"):
+        optimizer.step(lambda: pytest.fail("the closure was called"))
+
+
 def test_a_closure_that_returns_nothing_is_refused() -> None:
     model = network()
     optimizer = build(model, LevenbergMarquardt(interval=1))
@@ -291,6 +319,52 @@ def test_a_closure_that_draws_another_batch_is_told_of() -> None:
         optimizer.step(closure)
 
 
+@pytest.mark.parametrize("rule", [LevenbergMarquardt(interval=1), LevenbergMarquardt(interval=5, reject=True)])
+def test_a_forward_that_was_not_seen_is_told_of_before_the_step(rule: LevenbergMarquardt) -> None:
+    model = network()
+    optimizer = build(model, rule)
+    x, y = data()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        optimizer.set_loss_terms(60)
+        h = x
+        for layer in model:
+            h = layer(h)
+        loss = F.mse_loss(h, y)
+        loss.backward()
+        return loss
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="no forward of the model with a backward was seen"):
+        optimizer.step(closure)
+    assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_loss_of_parameters_without_a_module_is_told_of() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    optimizer = KFACOptimizer([weight], estimate=MonteCarlo(nn.MSELoss()), adapt_damping=LevenbergMarquardt(1))
+    x, y = data()
+
+    def closure() -> Tensor:
+        loss = F.mse_loss(F.linear(x, weight), y)
+        loss.backward()
+        return loss
+
+    with (
+        pytest.warns(UserWarning, match="nothing is preconditioned"),
+        pytest.raises(RuntimeError, match="no forward of the model with a backward was seen"),
+    ):
+        optimizer.step(closure)
+
+
+def test_a_closure_without_gradients_is_a_step_of_nothing() -> None:
+    model = network()
+    optimizer = build(model, LevenbergMarquardt(interval=1))
+    optimizer.step(lambda: loss_of(model))
+    assert optimizer.param_groups[0]["damping"] == 0.5
+
+
 # -- rejection -------------------------------------------------------------------------------------------------------
 
 
@@ -307,11 +381,10 @@ def test_steps_that_lower_the_loss_are_those_of_a_run_without_rejection(step_siz
     assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("inverse", [None, Eigen()], ids=str)
-def test_a_step_that_raises_the_loss_is_taken_back(inverse: Any) -> None:
+@pytest.mark.parametrize("extra", [{}, {"inverse": Eigen()}, {"refresh": Background()}], ids=str)
+def test_a_step_that_raises_the_loss_is_taken_back(extra: dict[str, Any]) -> None:
     """Whatever the interval; momentum starts anew, and the inverses take the new damping with the next step."""
     model = linear()
-    extra = {} if inverse is None else {"inverse": inverse}
     optimizer = build(
         model,
         LevenbergMarquardt(interval=4, reject=True),
@@ -351,6 +424,33 @@ def test_rejection_brings_a_hopeless_start_to_convergence() -> None:
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(losses))
     assert optimizer.metrics()["rejected_steps"] > 0
     assert losses[-1] < first / 2
+
+
+@pytest.mark.filterwarnings("ignore:kfac_optim. the examples by which")
+def test_a_run_with_rejections_is_resumed_at_any_step() -> None:
+    """A step may be rejected while a refresh is under way, which is then not the one that the rejection asks for."""
+
+    def start() -> tuple[nn.Module, KFACOptimizer]:
+        model = network()
+        rule = LevenbergMarquardt(interval=2, reject=True)
+        refresh = Background(max_staleness=2, deterministic=True)
+        options = {"step_size": QuadraticModel(), "damping": 0.01, "inverse_update_period": 3, "refresh": refresh}
+        return model, build(model, rule, **options)
+
+    def run(model: nn.Module, optimizer: KFACOptimizer, steps: range) -> None:
+        for i in steps:
+            step(model, optimizer, slice(3 * (i % 6), 3 * (i % 6) + 3))
+
+    model, optimizer = start()
+    run(model, optimizer, range(12))
+    assert 0 < optimizer.metrics()["rejected_steps"] < 12
+    for saved_at in range(1, 12):
+        first, (second, resumed) = start(), start()
+        run(*first, range(saved_at))
+        second.load_state_dict(first[0].state_dict())
+        resumed.load_state_dict(copy.deepcopy(first[1].state_dict()))
+        run(second, resumed, range(saved_at, 12))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), second.parameters(), strict=True)), saved_at
 
 
 def test_the_count_of_rejected_steps_survives_a_copy() -> None:

@@ -1035,6 +1035,16 @@ def test_nothing_keeps_a_dropped_optimizer_or_model_alive() -> None:
     assert [reference() for reference in references] == [None, None, None]
 
 
+def test_a_model_that_holds_its_optimizer_can_go() -> None:
+    model = mlp()
+    model.optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, model.optimizer, 2)
+    references = [weakref.ref(model.optimizer), weakref.ref(model)]
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
 def test_the_repr_shows_the_groups() -> None:
     assert "damping: 0.25" in repr(KFACOptimizer(mlp(), damping=0.25))
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from kfac_optim import (
     EKFAC,
     Background,
+    BlockDiagonal,
     Cholesky,
     DoublyFactored,
     Eigen,
@@ -152,6 +153,18 @@ def test_after_the_young_phase_each_block_is_refreshed_once_in_each_period(perio
     assert max(loads.values()) <= max(*costs.values(), 2 * total / period) + 5
     if period > 1:
         assert max(loads.values()) < total
+
+
+def test_a_factor_in_blocks_takes_its_own_share_of_the_period() -> None:
+    """Two of 16 rows in the place of one of 32: 2 · 16³ + 32³ operations for the one layer, 32³ + 32³ for the other."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    structure = {"0": (Structure.DENSE, BlockDiagonal(16)), "1": (Structure.DENSE, Structure.DENSE)}
+    optimizer = KFACOptimizer(model, lr=0.01, structure=structure, refresh=Staggered())
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+    cut, whole = blocks(optimizer)
+    assert whole.phase == 0
+    assert float(cut.phase) == pytest.approx(2 * 32**3 / (2 * 16**3 + 3 * 32**3), abs=1e-3)
 
 
 def test_periods_of_groups_are_spread_each_for_itself() -> None:

@@ -156,6 +156,27 @@ def test_parameters_that_no_layer_covers_go_along_their_gradient() -> None:
     assert_same(moved, model[0].weight.grad * optimizer.metrics()["learning_rate"], rtol=1e-9)
 
 
+def test_a_scalar_parameter_takes_a_rate_that_is_a_tensor() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    _, x, y = regression()
+    ends = []
+    for lr in (0.5, torch.tensor([0.5])):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = build(model, lr=lr)
+        backward(model, optimizer, x, y)
+        optimizer.step()
+        ends.append(flat(model.parameters()))
+    assert torch.equal(*ends)
+
+
 def test_with_every_layer_skipped_the_model_still_chooses_the_rate() -> None:
     model, x, y = regression()
     optimizer = build(model, skip_layers=["*"], momentum=0.0)
@@ -261,6 +282,15 @@ def test_few_examples_that_change_from_step_to_step_are_warned_of_once(size: int
         assert told[0][0] == 1
         assert "the examples by which QuadraticModel() will judge steps are few" in told[0][1]
         assert told[0][2] == __file__
+
+
+def test_the_same_few_examples_in_another_order_are_not_others() -> None:
+    model, x, y = regression()
+    optimizer = build(model)
+    for i in range(6):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(i))
+        backward(model, optimizer, x[order], y[order])
+        optimizer.step()  # a warning would be an error
 
 
 def test_gradients_and_random_numbers_are_left_alone() -> None:

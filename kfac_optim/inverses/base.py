@@ -107,7 +107,7 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def flops(self, spec: LayerSpec) -> Cost:
-        """Floating-point operations of `refresh` and `apply` for one block."""
+        """Floating-point operations of `refresh` and `apply` for one block; `spec` as `init` gets it."""
 
     @abstractmethod
     def tensors(self, state: S) -> dict[str, Any]:
