@@ -8,6 +8,7 @@ to that of a folder around it):
     dynamo                      L0  what torch.compile makes of functions of ours
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
     loss_scale                  L0  what a GradScaler multiplied the loss by
+    random_state                L0  torch's generators, put back to where they stood
     hooks                       L1  forward hooks and torch function modes, put on and taken off
     compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has
@@ -28,6 +29,7 @@ to that of a folder around it):
     capture                     L4  the window between two steps: what hooks note, and compiled graphs tell
     functions                   L5  torch functions seen or replaced while a module's forward runs
     replay                      L5  forwards of the model run again, for the curvature of the loss
+    batch_watch                 L6  are the examples few, and others at each step?
     layers/                     L6  a module's input and output gradient as second moments, one family per file
     damping                     L6  how λ is shared among factors
     pairs                       L7  the two factors of a block
@@ -43,8 +45,8 @@ to that of a folder around it):
     discovery                   L11  the blocks of a model
     background                  L11  refreshes beside the training, around any executor
     step_size                   L11  how far a step goes
-    trial                       L11  a step judged after it was taken
     engine                      L12  one step as a pipeline
+    trial                       L13  a step judged after it was taken, and taken back
     schedulers                  L11  schedules for any param-group number
     diagnostics                 L13  summary, metrics, factors
     binding                     L13  the model as the optimizer knows it: found, made into blocks, hooked
@@ -65,13 +67,14 @@ from kfac_optim.inverses import (
 )
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.likelihoods import Likelihood
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.refresh import Background, Schedule, Staggered, Together
 from kfac_optim.rules import AutoInverse
 from kfac_optim.sampling import Subsample
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import BlockDiagonal, LayerSpec, LossTerms, Structure, WeightSharing
-from kfac_optim.step_size import QuadraticModel, StepSize, TrustRegion
+from kfac_optim.step_size import QuadraticModel, TrustRegion
 
 __version__ = "0.1.0"
 
@@ -97,6 +100,7 @@ __all__ = [
     "LayerSpec",
     "LayerStatistics",
     "LevenbergMarquardt",
+    "Likelihood",
     "LossTerms",
     "MonteCarlo",
     "NewtonSchulz",
@@ -105,7 +109,6 @@ __all__ = [
     "RowStatistics",
     "Schedule",
     "Staggered",
-    "StepSize",
     "Structure",
     "Subsample",
     "Summary",

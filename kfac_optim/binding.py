@@ -59,6 +59,7 @@ class ModelBinding:
         self._groups: Groups = {}
         self._finder: ModelFinder | None = None
         self._settled = False
+        self._steps = 0  # where there is no block whose clock, and checkpoint, would tell
         self._excluded: dict[nn.Parameter, str] = {}
         self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
@@ -130,6 +131,7 @@ class ModelBinding:
 
     def end_step(self) -> None:
         """A step was taken."""
+        self._steps += 1
         self._functional.end_step()
         self._grow()
         self._prepare()
@@ -187,7 +189,7 @@ class ModelBinding:
     def _prepare(self) -> None:
         """Tell compiled graphs, which cannot ask, whether the next forward is to capture."""
         self._window.capturing = bool(self._roots) and self._functional.is_wanted()
-        self._window.step = max((block.clock.step for block in self.coverage.blocks), default=0)
+        self._window.step = max((block.clock.step for block in self.coverage.blocks), default=self._steps)
 
     def _stop_finding(self) -> None:
         if self._finder is not None:

@@ -18,7 +18,7 @@ from kfac_optim.layers.base import LayerAdapter, LayerStatistics
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.partition import matrix_by_blocks, matrix_of_layer
 from kfac_optim.sampling import Draw, Subsample
-from kfac_optim.specs import LayerSpec
+from kfac_optim.specs import Cost, LayerSpec
 
 # The averages change fastest while they are young: an inverse is out of date once they have grown by this factor.
 _GROWTH_BEFORE_REFRESH = 1.5
@@ -118,6 +118,11 @@ class KFACBlock:
         """`λ` of the inverse, with the weight decay that is part of the curvature: `λ + η`."""
         own: float | None = self.group["preconditioner_damping"]
         return (self.group["damping"] if own is None else own) + l2(self.group)
+
+    @property
+    def cost(self) -> Cost:
+        """Of one refresh, and of applying it."""
+        return self.inverse.flops(self.spec.by_blocks())
 
     @property
     def adapter(self) -> LayerAdapter[Any]:

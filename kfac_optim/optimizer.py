@@ -1,6 +1,5 @@
 """`KFACOptimizer`: param groups, checkpoints, hooks. No arithmetic."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
 from kfac_optim.background import BackgroundExecutor
+from kfac_optim.batch_watch import BatchWatch
 from kfac_optim.binding import ModelBinding
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
@@ -27,13 +27,14 @@ from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
+from kfac_optim.random_state import random_state
 from kfac_optim.refresh import Background, Refresh, Together, check_refresh
-from kfac_optim.replay import BatchWatch, ForwardRecorder, Objective, RandomState, random_state
+from kfac_optim.replay import ForwardRecorder, Objective
 from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Pattern
 from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
-from kfac_optim.trial import Trial, evaluate_again
+from kfac_optim.trial import Judge, Trial
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -235,9 +236,7 @@ class KFACOptimizer(Optimizer):
             options.check_patterns(given)
         self._executor = _choose_executor(distributed, refresh)
         self._window = CaptureWindow(loss_terms)
-        self._step_size, self._damping_rule = step_size, adapt_damping
-        self._rejected_steps = 0
-        self._ratio: float | None = None
+        self._step_size = step_size
         self._record: engine.StepRecord | None = None
         self._warned = False
         self._binding = ModelBinding(given, options, self._window, self._executor.reduce)
@@ -246,10 +245,13 @@ class KFACOptimizer(Optimizer):
         estimate.arm(self._window)
         self._recorder: ForwardRecorder | None = None
         self._objective: Objective | None = None
+        self._judge: Judge | None = None
         if isinstance(estimate, NamedLoss) and self._judges:
             self._recorder = ForwardRecorder(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms)
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
+            if adapt_damping is not None:
+                self._judge = Judge(adapt_damping, self._window, self._recorder, self._objective)
         self._batches = BatchWatch()
         self._binding.start(self._group_of())
         if given is not None:
@@ -286,32 +288,27 @@ class KFACOptimizer(Optimizer):
                 curvature of the loss cannot be had; a refresh in the background raised.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
-        rule, number = self._damping_rule, self._window.step
-        judged = rule is not None and rule.tries(number)
-        if rule is not None:
-            rule.check(self.param_groups)
-        if rule is not None and closure is None:
-            raise RuntimeError(
-                f"kfac_optim: {rule} has to see what a step does to the loss: pass step() a closure that evaluates the "
-                "model, calls backward() and returns the loss."
-            )
+        judge, number = self._judge, self._window.step
+        if judge is not None:
+            judge.check_call(closure, self.param_groups)
+        random = random_state(self._params()) if judge is not None and judge.rule.tries(number) else None
         loss = None
-        random = random_state(self._params()) if judged else None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        judged = judged and any(param.grad is not None for param in self._params())
+        if judge is not None:
+            judge.check_loss(loss)
+        trial = None
+        if random is not None and loss is not None and any(param.grad is not None for param in self._params()):
+            trial = Trial(self.param_groups, self.state, loss)
         devices = {param.device.type for param in self._params()}
-        trial = Trial(self.param_groups, _number(loss)) if judged else None
         try:
             with without_autocast(devices):
-                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler), judged=judged)
-            if trial is not None and taken:
-                assert closure is not None
-                assert random is not None
-                after = self._evaluate_again(closure, random)
+                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler), judged=trial is not None)
+            if judge is not None and trial is not None and closure is not None and random is not None and taken:
+                after = judge.evaluate_again(trial, closure, random, self._binding.model)
                 with without_autocast(devices):
-                    self._judge(trial, after, number)
+                    judge.decide(trial, after, number, self._record, self._binding.coverage.blocks)
         except BaseException:
             for name in ("found_inf", "grad_scale"):  # GradScaler clears them only when step() returns
                 self.__dict__.pop(name, None)
@@ -382,7 +379,7 @@ class KFACOptimizer(Optimizer):
         `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); of
         `QuadraticModel` in their place `learning_rate` (in units of `lr`), `momentum` and `predicted_change`; of
         `LevenbergMarquardt` `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
-        (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` over the preconditioned
+        (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` (after ν) over the preconditioned
         parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G` (largest 1-norm
         condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
         `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in
@@ -394,8 +391,8 @@ class KFACOptimizer(Optimizer):
             self._record,
             dropped_calls=self._window.dropped_calls,
             skipped_steps=self._skipped_steps,
-            rejected_steps=self._rejected_steps,
-            reduction_ratio=self._ratio,
+            rejected_steps=0 if self._judge is None else self._judge.rejected,
+            reduction_ratio=None if self._judge is None else self._judge.ratio,
         )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -451,11 +448,12 @@ class KFACOptimizer(Optimizer):
         state = checkpoint.without_blocks(self.state)
         model = self._binding.model if self._binding.given else None
         groups = [_as_given(group) for group in self.param_groups]
-        skipped = self._skipped_steps, self._skipped_in_a_row, self._rejected_steps
+        rejected = 0 if self._judge is None else self._judge.rejected
+        counts = self._skipped_steps, self._skipped_in_a_row, rejected
         numbers = {key: self.defaults[key] for key in self._group_keys}
         waiting = self._binding.waiting
         released = self._binding.released
-        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks | waiting, skipped, released)
+        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks | waiting, counts, released)
 
     # -- internals ---------------------------------------------------------------------------------------------
 
@@ -493,41 +491,13 @@ class KFACOptimizer(Optimizer):
         self._warn_of_few_examples()
         return True
 
-    def _evaluate_again(self, closure: Callable[[], Any], random: RandomState) -> float:
-        model = self._binding.model
-        assert model is not None
-        assert self._recorder is not None
-        return evaluate_again(closure, self._window, self._recorder, random, model, self._params())
-
-    def _judge(self, trial: Trial, loss: float, number: int) -> None:
-        """Adapt the damping by what step `number` did to the loss, which is now `loss`; or take the step back."""
-        rule, record = self._damping_rule, self._record
-        assert rule is not None
-        assert record is not None
-        assert self._objective is not None
-        rejected = rule.reject and trial.rose(loss)
-        self._ratio = -math.inf if rejected else None
-        if rejected:
-            trial.undo(self.state)
-            self._rejected_steps += 1
-            for block in self._binding.coverage.blocks:
-                block.clock.outdated = block.is_ready
-        elif rule.adapts_at(number):
-            predicted = record.measures.get("predicted_change")
-            change = None if predicted is None else float(predicted)
-            self._ratio = trial.ratio(loss, self._objective, record.count, change)
-        else:
-            return
-        for group in self.param_groups:
-            group["damping"] = rule.adapted(group["damping"], self._ratio)
-
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
         blocks = self._binding.coverage.blocks
         specs = [(block, block.spec) for block in blocks]
         if specs != self._scheduled:
-            costs = [block.inverse.flops(block.spec.by_blocks()).refresh for block in blocks]
-            for block, phase in zip(blocks, self._schedule.phases(costs), strict=True):
+            phases = self._schedule.phases([block.cost.refresh for block in blocks])
+            for block, phase in zip(blocks, phases, strict=True):
                 block.phase = phase
             self._scheduled = specs
 
@@ -625,7 +595,7 @@ def _rebuild(
     choices: dict[str, Any],
     state: dict[Any, Any],
     blocks: dict[nn.Parameter, Mapping[str, Any]],
-    skipped: tuple[int, int, int],
+    counts: tuple[int, int, int],
     released: bool,
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
@@ -634,7 +604,9 @@ def _rebuild(
     optimizer.state.update(state)
     known = [blocks.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
     optimizer._binding.restore(known, blocks)
-    optimizer._skipped_steps, optimizer._skipped_in_a_row, optimizer._rejected_steps = skipped
+    optimizer._skipped_steps, optimizer._skipped_in_a_row, rejected = counts
+    if optimizer._judge is not None:
+        optimizer._judge.rejected = rejected
     if released:
         optimizer.remove_hooks()
     return optimizer
@@ -660,16 +632,6 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     checkpoint.check(blocks, incoming, strays, any_prefix=not binding.given)
     optimizer._incoming = incoming, waiting
     return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
-
-
-def _number(loss: Any) -> float:
-    """What a closure returned."""
-    if loss is None:
-        raise RuntimeError(
-            "kfac_optim: the closure returned None, and LevenbergMarquardt has to see what a step does to the loss: "
-            "return it from the closure."
-        )
-    return float(loss)
 
 
 def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:

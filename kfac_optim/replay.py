@@ -20,32 +20,10 @@ from kfac_optim.autograd import on_gradient, reaches
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.likelihoods import Likelihood, Outputs
 from kfac_optim.loss_terms import LossCount, RootCall
+from kfac_optim.random_state import RandomState, random_state
 
 Tangents = Mapping[str, Tensor]
 """A direction in the space of parameters, by their names in the model; those that are missing stand still."""
-
-
-class RandomState:
-    """The states of torch's generators, on the host and on the devices of a model."""
-
-    def __init__(self, devices: Sequence[int]) -> None:
-        self._devices = list(devices)
-        self._host = torch.get_rng_state()
-        self._on_devices = [torch.cuda.get_rng_state(device) for device in self._devices]
-
-    def replayed(self) -> ExitStack:
-        """A context that draws again what was drawn from here on, and leaves the generators as it found them."""
-        stack = ExitStack()
-        stack.enter_context(torch.random.fork_rng(self._devices))
-        torch.set_rng_state(self._host)
-        for device, state in zip(self._devices, self._on_devices, strict=True):
-            torch.cuda.set_rng_state(state, device)
-        return stack
-
-
-def random_state(params: Iterable[Tensor]) -> RandomState:
-    """As it is now, for a model with these parameters."""
-    return RandomState(sorted({param.device.index or 0 for param in params if param.is_cuda}))
 
 
 @dataclass(eq=False)
@@ -173,38 +151,6 @@ class _Arrival:
     def __call__(self, gradient: Tensor) -> None:
         if (recorder := self.recorder()) is not None:
             recorder.arrive(self.forward, self.root, self.terms, self.place, gradient)
-
-
-# The smallest batch of Martens & Grosse 2015, §13, whose batches grow from there.
-_FEW = 1000
-
-# Relative error of a float64 sum that is taken in another order, with room to spare.
-_ANY_ORDER = 1e-9
-
-
-class BatchWatch:
-    """Looks at the examples of the first two steps: are they few, and others each time?"""
-
-    def __init__(self) -> None:
-        self._first: list[tuple[torch.Size, Tensor]] | None = None
-        self._done = False
-
-    def finds_few(self, forwards: Sequence[KeptForward]) -> bool:
-        """Told of the forwards of a step; True once, at the second. Then one host synchronisation."""
-        found = [next((t for t in forward.inputs() if t.dim() > 0), None) for forward in forwards]
-        tensors = [tensor for tensor in found if tensor is not None]
-        if self._done or not tensors:
-            return False
-        now = [(tensor.shape, tensor.sum(dtype=torch.float64)) for tensor in tensors]
-        first, self._first = self._first, now
-        if first is None:
-            return False
-        self._done, self._first = True, None
-        same = len(first) == len(now) and all(
-            a == b and bool(torch.isclose(x, y.to(x.device), rtol=_ANY_ORDER, atol=0))
-            for (a, x), (b, y) in zip(first, now, strict=False)
-        )
-        return not same and sum(tensor.shape[0] for tensor in tensors) < _FEW
 
 
 class Objective:

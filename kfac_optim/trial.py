@@ -1,33 +1,41 @@
 """A step that is judged after it was taken: by the change of the loss on its examples, and taken back if need be."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks import l2
+from kfac_optim.blocks import KFACBlock, l2
 from kfac_optim.capture import CaptureWindow
+from kfac_optim.engine import StepRecord
+from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.quadratic import reduction_ratio
-from kfac_optim.replay import ForwardRecorder, KeptForward, Objective, RandomState
+from kfac_optim.random_state import RandomState
+from kfac_optim.replay import ForwardRecorder, KeptForward, Objective
 from kfac_optim.trust_region import inner_product
 
 
 class Trial:
-    """Begun before a step is taken.
+    """A step that is about to be taken.
 
     Args:
         groups: the optimizer's param groups.
-        loss: before the step.
+        state: the optimizer's state, for momentum buffers.
+        loss: before the step, a number or a tensor of one element.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], loss: float) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], state: MutableMapping[Tensor, Any], loss: float | Tensor
+    ) -> None:
+        self.groups = groups
+        self._state = state
         self._before = {
             param: param.detach().clone() for group in groups for param in group["params"] if param.grad is not None
         }
-        self._loss = loss + self._penalty(self._before)
+        self._loss = float(loss) + self._penalty(self._before)
 
     def rose(self, loss: float) -> bool:
         """Whether the step made the loss what it is now by raising it, or made it a number that is not finite."""
@@ -46,13 +54,13 @@ class Trial:
             predicted = self._predicted(objective, count)
         return reduction_ratio(self._loss, self._after(loss), predicted)
 
-    def undo(self, state: MutableMapping[Tensor, Any]) -> None:
+    @torch.no_grad()
+    def undo(self) -> None:
         """Take the step back; momentum, which led into it, starts anew."""
         for param, value in self._before.items():
-            with torch.no_grad():
-                param.copy_(value)
-            if param in state:
-                state[param].pop("momentum_buffer", None)
+            param.copy_(value)
+            if param in self._state:
+                self._state[param].pop("momentum_buffer", None)
 
     def _after(self, loss: float) -> float:
         return loss + self._penalty({param: param.detach() for param in self._before})
@@ -62,7 +70,7 @@ class Trial:
         step = {param: param.detach() - value for param, value in self._before.items()}
         device = next(iter(step)).device
         total = objective.curvature(self._before, [step], count).reshape(()).to(device) / 2
-        for group in self._groups:
+        for group in self.groups:
             params = [param for param in group["params"] if param in step]
             moved = [step[param] for param in params]
             total = total + inner_product(moved, [param.grad for param in params if param.grad is not None], device)
@@ -74,51 +82,113 @@ class Trial:
     def _penalty(self, values: Mapping[nn.Parameter, Tensor]) -> float:
         """`½ η ‖θ‖²`, where weight decay is part of the curvature."""
         total = 0.0
-        for group in self._groups:
+        for group in self.groups:
             if eta := l2(group):
                 held = [values[param] for param in group["params"] if param in values]
                 total += sum(float(value.double().square().sum()) for value in held) * eta / 2
         return total
 
 
-def evaluate_again(
-    closure: Callable[[], Any],
-    window: CaptureWindow,
-    recorder: ForwardRecorder,
-    random: RandomState,
-    model: nn.Module,
-    params: Iterable[nn.Parameter],
-) -> float:
-    """The loss where the parameters stand now, on the examples of the last evaluation; nothing else is changed.
+class Judge:
+    """Sees what steps do to the loss, adapts the damping by it, and takes steps back.
 
-    Raises:
-        RuntimeError: the closure saw other examples than before.
+    Args:
+        rule: the user's choice.
+        window: in which the second evaluation leaves nothing.
+        recorder: of the model's forwards.
+        objective: whose quadratic model is judged.
+
+    Attributes:
+        ratio: `ρ` of the last step that was judged; None where it said nothing.
+        rejected: steps that were taken back.
     """
-    before, recorder.kept = recorder.kept, []
-    held = {param: param.grad for param in {**dict.fromkeys(params), **dict.fromkeys(model.parameters())}}
-    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        for param in held:
-            param.grad = None
-        with random.replayed(), window.muted(), torch.enable_grad():
-            loss = closure()
-        if not _same_inputs(before, recorder.kept):
+
+    def __init__(
+        self, rule: LevenbergMarquardt, window: CaptureWindow, recorder: ForwardRecorder, objective: Objective
+    ) -> None:
+        self.rule = rule
+        self.ratio: float | None = None
+        self.rejected = 0
+        self._window = window
+        self._recorder = recorder
+        self._objective = objective
+
+    def check_call(self, closure: object, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a step without a closure, and numbers that the rule does not go with."""
+        self.rule.check(groups)
+        if closure is None:
             raise RuntimeError(
-                "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to the "
-                "loss, and the model was called with other inputs than the first time. Draw the batch before step(), "
-                "outside the closure."
+                f"kfac_optim: {self.rule} has to see what a step does to the loss: pass step() a closure that "
+                "evaluates the model, calls backward() and returns the loss."
             )
-        return float(loss)
-    finally:
-        recorder.kept = before
-        for param, grad in held.items():
-            param.grad = grad
-        for registered, old in buffers:  # a forward may change a buffer in place, or put another in its place
-            registered.update(old)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+
+    def check_loss(self, loss: object) -> None:
+        """Refuse a closure that did not return the loss."""
+        if loss is None:
+            raise RuntimeError(
+                f"kfac_optim: the closure returned None, and {self.rule} has to see what a step does to the loss: "
+                "return it from the closure."
+            )
+
+    def evaluate_again(
+        self, trial: Trial, closure: Callable[[], Any], random: RandomState, model: nn.Module | None
+    ) -> float:
+        """The loss where the parameters stand now, on the examples of the last evaluation; nothing else is changed.
+
+        Raises:
+            RuntimeError: the closure saw other examples than before. The step is taken back.
+        """
+        assert model is not None
+        before, self._recorder.kept = self._recorder.kept, []
+        params = (param for group in trial.groups for param in group["params"])
+        held = {param: param.grad for param in {**dict.fromkeys(params), **dict.fromkeys(model.parameters())}}
+        buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            for param in held:
+                param.grad = None
+            with random.replayed(), self._window.muted(), torch.enable_grad():
+                loss = closure()
+            if not _same_inputs(before, self._recorder.kept):
+                raise RuntimeError(
+                    "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
+                    "the loss, and the model was called with other inputs than the first time. Draw the batch before "
+                    "step(), outside the closure. The step has been taken back."
+                )
+            return float(loss)
+        except BaseException:
+            trial.undo()
+            raise
+        finally:
+            self._recorder.kept = before
+            for param, grad in held.items():
+                param.grad = grad
+            for registered, old in buffers:  # a forward may change a buffer in place, or put another in its place
+                registered.update(old)
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+
+    def decide(
+        self, trial: Trial, loss: float, step: int, record: StepRecord | None, blocks: Sequence[KFACBlock]
+    ) -> None:
+        """Adapt the damping by what step number `step` did to the loss, which is now `loss`; or take the step back."""
+        assert record is not None
+        rejected = self.rule.reject and trial.rose(loss)
+        self.ratio = -math.inf if rejected else None
+        if rejected:
+            trial.undo()
+            self.rejected += 1
+            for block in blocks:
+                block.clock.outdated = block.is_ready
+        elif self.rule.adapts_at(step):
+            predicted = record.measures.get("predicted_change")
+            change = None if predicted is None else float(predicted)
+            self.ratio = trial.ratio(loss, self._objective, record.count, change)
+        else:
+            return
+        for group in trial.groups:
+            group["damping"] = self.rule.adapted(group["damping"], self.ratio)
 
 
 def _same_inputs(before: Sequence[KeptForward], after: Sequence[KeptForward]) -> bool:
@@ -126,6 +196,14 @@ def _same_inputs(before: Sequence[KeptForward], after: Sequence[KeptForward]) ->
         return False
     pairs = [(one.inputs(), other.inputs()) for one, other in zip(before, after, strict=True)]
     return all(
-        len(left) == len(right) and all(a is b or torch.equal(a, b) for a, b in zip(left, right, strict=True))
-        for left, right in pairs
+        len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right, strict=True)) for left, right in pairs
     )
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """NaN for NaN as well: missing data may be marked by it."""
+    if left is right:
+        return True
+    if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())

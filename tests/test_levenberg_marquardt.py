@@ -18,9 +18,9 @@ from kfac_optim import (
     LevenbergMarquardt,
     MonteCarlo,
     QuadraticModel,
-    StepSize,
     TrustRegion,
 )
+from kfac_optim.step_size import StepSize
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -315,8 +315,41 @@ def test_a_closure_that_draws_another_batch_is_told_of() -> None:
         loss.backward()
         return loss
 
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="the model was called with other inputs than the first time"):
         optimizer.step(closure)
+    assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_missing_data_marked_by_nan_are_the_same_data() -> None:
+    class Filled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.nan_to_num())
+
+    torch.manual_seed(0)
+    model = Filled(4, 3)
+    optimizer = build(model, LevenbergMarquardt(interval=1))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        x, y = data()
+        x[::3, 1] = math.nan
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.metrics()["reduction_ratio"] == pytest.approx(1, rel=1e-8)
+
+
+def test_steps_are_counted_where_every_layer_is_skipped() -> None:
+    model = linear()
+    optimizer = build(model, LevenbergMarquardt(interval=3), skip_layers=["*"], step_size=QuadraticModel())
+    seen = []
+    for _ in range(6):
+        step(model, optimizer)
+        seen.append(optimizer.param_groups[0]["damping"])
+    assert seen == pytest.approx([0.5] * 2 + [0.5 * 0.95**3] * 3 + [0.5 * 0.95**6])
 
 
 @pytest.mark.parametrize("rule", [LevenbergMarquardt(interval=1), LevenbergMarquardt(interval=5, reject=True)])

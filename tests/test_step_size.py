@@ -23,9 +23,9 @@ from kfac_optim import (
     NewtonSchulz,
     OnlineEigen,
     QuadraticModel,
-    StepSize,
     TrustRegion,
 )
+from kfac_optim.step_size import StepSize
 
 pytestmark = pytest.mark.usefixtures("float64")
 
