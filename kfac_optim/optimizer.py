@@ -380,8 +380,8 @@ class KFACOptimizer(Optimizer):
         `QuadraticModel` in their place `learning_rate` (in units of `lr`), `momentum` and `predicted_change`; of
         `LevenbergMarquardt` `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` (after ν) over the
-        preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G` (largest 1-norm
-        condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
+        preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G`
+        (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
         `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in
         place before backward), of `EKFAC` `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`; `blocks`,
         `blocks_without_statistics`, and `unpreconditioned_blocks` in this step. What is not known yet is absent.
