@@ -381,10 +381,11 @@ class KFACOptimizer(Optimizer):
         `LevenbergMarquardt` `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` (after ν) over the
         preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G`
-        (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not finite),
-        `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in
-        place before backward), of `EKFAC` `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`; `blocks`,
-        `blocks_without_statistics`, and `unpreconditioned_blocks` in this step. What is not known yet is absent.
+        (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not
+        finite), `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input
+        changed in place before backward), of `EKFAC` `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`;
+        `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step. What is not known yet is
+        absent.
         """
         return diagnostics.metrics(
             self._binding.coverage.blocks,
