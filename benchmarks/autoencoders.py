@@ -159,8 +159,8 @@ def _adaptive(estimate: Estimate) -> Callable[..., Optimizer]:
 
 
 METHODS = {
-    "SGD": Method(_sgd, tuple({"lr": lr} for lr in (0.001, 0.003, 0.01))),
-    "Adam": Method(_adam, tuple({"lr": lr} for lr in (0.001, 0.003, 0.01))),
+    "SGD": Method(_sgd, tuple({"lr": lr} for lr in (0.0003, 0.001, 0.003, 0.01))),
+    "Adam": Method(_adam, tuple({"lr": lr} for lr in (0.0003, 0.001, 0.003, 0.01))),
     "Empirical+Cholesky": Method(_kfac(Empirical(), Cholesky()), _EMPIRICAL),
     "MonteCarlo+Cholesky": Method(_kfac(_MONTE_CARLO, Cholesky()), _FACTORED),
     "MonteCarlo+NewtonSchulz": Method(_kfac(_MONTE_CARLO, NewtonSchulz()), _FACTORED[:2]),
