@@ -234,7 +234,7 @@ def data_loader_workers_forked_after_construction(when: str) -> Pair:
             run.step()
             run.optimizer.zero_grad()
     else:
-        for x in DataLoader(Numbered(), batch_size=None, num_workers=2, multiprocessing_context="fork"):
+        for x in DataLoader(Numbered(), batch_size=None, num_workers=1, multiprocessing_context="fork"):
             run.optimizer.zero_grad()
             square_loss(run.model(x)).backward()
             run.step()
