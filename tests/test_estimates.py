@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from plain import assert_identical, clones
 from torch import Tensor, nn
 
-from kfac_optim import CurvaturePropagation, Empirical, Estimate, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo
+from kfac_optim import (
+    CurvaturePropagation,
+    Empirical,
+    Estimate,
+    ExactGGN,
+    KFACOptimizer,
+    LossTerms,
+    MonteCarlo,
+    WeightSharing,
+)
 from kfac_optim.likelihoods import likelihood_of
 
 Loss = tuple[nn.Module, dict[str, Any], Callable[[Tensor], Tensor]]
@@ -344,3 +353,42 @@ def test_stated_terms_that_cannot_be_true_do_not_spoil_the_averages() -> None:
         before = before or optimizer.factors()
     assert_identical(optimizer.factors(), before)
     assert optimizer.metrics()["refused_statistics"] == 2
+
+
+class Pooled(nn.Module):
+    """A deep linear network over positions, whose output is the mean over them."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mean(1)
+
+
+@pytest.mark.parametrize("sharing", list(WeightSharing))
+def test_the_exact_factors_of_a_deep_linear_network_are_its_blocks_each_sharing_in_its_own_setting(
+    sharing: WeightSharing,
+) -> None:
+    """Expand where each position has a term of the loss, reduce where the output is a mean over positions."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).double()
+    model = Pooled(body) if sharing is WeightSharing.REDUCE else body
+    x = normal(5, 4, 3)
+    loss = LOSSES["squares"]
+    optimizer = measured(model, x, loss, ExactGGN(loss[0]), weight_sharing=sharing)
+    dense, start = dense_ggn(model, x, loss), 0
+    prefix = "body." if sharing is WeightSharing.REDUCE else ""
+    for name, layer in body.named_children():
+        size = sum(param.numel() for param in layer.parameters())
+        block = dense[start : start + size, start : start + size]
+        torch.testing.assert_close(dense_kfac(optimizer, prefix + name), block, rtol=1e-9, atol=1e-12)
+        start += size
+
+
+def test_expand_is_not_exact_where_the_output_is_a_mean_over_positions() -> None:
+    torch.manual_seed(0)
+    model = Pooled(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double())
+    x, loss = normal(5, 4, 3), LOSSES["squares"]
+    optimizer = measured(model, x, loss, ExactGGN(loss[0]), weight_sharing=WeightSharing.EXPAND)
+    assert not torch.allclose(dense_kfac(optimizer, "body.0"), dense_ggn(model, x, loss)[:16, :16], rtol=1e-3)
