@@ -193,7 +193,6 @@ class FactorShape(NamedTuple):
     groups: int
     dim: int
 
-
     @property
     def packed(self) -> int:
         """How many different numbers it holds: of a dense matrix one triangle."""
