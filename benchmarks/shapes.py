@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from kfac_optim import Cholesky, Inverse, LayerSpec, Structure
 from kfac_optim.distributed import Covered, Uncovered
@@ -102,7 +103,7 @@ def keeping(model: Sequence[Covered | Uncovered], widest: int, kept: Kept) -> Mo
     return changed
 
 
-def with_inverse(model: Sequence[Covered | Uncovered], inverse: Inverse[object]) -> Model:
+def with_inverse(model: Sequence[Covered | Uncovered], inverse: Inverse[Any]) -> Model:
     """``model`` with another representation of all its layers."""
     return [replace(each, inverse=inverse) if isinstance(each, Covered) else each for each in model]
 

@@ -15,7 +15,7 @@ Imports within this folder go only to a lower storey of its own:
 from kfac_optim.distributed.costs import Collective, CostModel
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan, predict_sgd
-from kfac_optim.distributed.strategies import Auto, Placement, Replicated, Sharded, Statistics
+from kfac_optim.distributed.strategies import Auto, Placement, Replicated, Sharded, Statistics, Strategy
 
 __all__ = [
     "Auto",
@@ -28,6 +28,7 @@ __all__ = [
     "Replicated",
     "Sharded",
     "Statistics",
+    "Strategy",
     "Uncovered",
     "differences",
     "make_plan",

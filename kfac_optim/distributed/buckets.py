@@ -33,8 +33,6 @@ class Item(NamedTuple):
     """Where it goes to or comes from; -1 where all ranks are alike."""
     position: int
     """Of its layer in the model, in forward order."""
-    to: int = -1
-    """The one rank that gets it from `rank`; -1 where all do."""
 
 
 class Segment(NamedTuple):
@@ -45,7 +43,6 @@ class Segment(NamedTuple):
     words: int
     rank: int
     position: int
-    to: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +83,14 @@ def fill(items: Iterable[Item], limit: int) -> list[tuple[Segment, ...]]:
     full: list[tuple[Segment, ...]] = []
     open_: list[Segment] = []
     used = 0
-    for name, words, rank, position, to in items:
+    for name, words, rank, position in items:
         start = 0
         while start < words:
             if open_ and used + (words - start) > limit:
                 full.append(tuple(open_))
                 open_, used = [], 0
             taken = min(limit, words - start)
-            open_.append(Segment(name, start, taken, rank, position, to))
+            open_.append(Segment(name, start, taken, rank, position))
             start, used = start + taken, used + taken
     return [*full, tuple(open_)] if open_ else full
 
@@ -112,14 +109,8 @@ def _transport(
     payload: Payload, segments: Sequence[Segment], itemsize: int, ranks: int, cost: CostModel
 ) -> tuple[Collective, float]:
     shares: defaultdict[int, float] = defaultdict(float)
-    arriving: defaultdict[int, float] = defaultdict(float)
     for segment in segments:
         shares[segment.rank] += segment.words * itemsize
-        arriving[segment.to] += segment.words * itemsize
-    if -1 not in arriving:
-        most = max(*shares.values(), *arriving.values())
-        even = most * ranks / (ranks - 1)  # of which each rank keeps its own share
-        return Collective.ALL_TO_ALL, cost.communicating(Collective.ALL_TO_ALL, even, ranks)
     if set(shares) == {-1}:
         return cost.all_reducing(shares[-1], ranks)
     to_owners = payload in (Payload.GRADIENTS, Payload.SUMS)

@@ -90,7 +90,8 @@ class CostModel:
     def rooted(self, tree: Collective, shares: Iterable[float], ranks: int) -> tuple[Collective, float]:
         """The quicker way to bring shares to their owners (`tree` is a reduce), or from them to all (a broadcast).
 
-        Either one all-to-all, which takes as long as the largest share, or one tree for each.
+        Either one all-to-all, which takes as long as the largest share, or one tree for each. Trees follow on each
+        other's heels: beyond the first each costs one latency, not its whole depth.
 
         Args:
             tree: `Collective.REDUCE` or `Collective.BROADCAST`.
@@ -102,5 +103,5 @@ class CostModel:
         """
         shares = list(shares)
         direct = self.communicating(Collective.ALL_TO_ALL, ranks * max(shares, default=0.0), ranks)
-        trees = sum(self.communicating(tree, share, ranks) for share in shares)
-        return (Collective.ALL_TO_ALL, direct) if direct <= trees else (tree, trees)
+        trees = self.communicating(tree, sum(shares), ranks) + max(len(shares) - 1, 0) * self.latency
+        return (Collective.ALL_TO_ALL, direct) if direct < trees else (tree, trees)

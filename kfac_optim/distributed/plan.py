@@ -257,7 +257,7 @@ class Plan:
             found[f"owner of parameter {parameter.name!r}"] = str(parameter.owner)
         for payload in Payload:
             for number, bucket in enumerate(self.buckets_of(payload)):
-                segments = "; ".join(f"{s.name}[{s.start}+{s.words}] {s.rank} {s.to}" for s in bucket.segments)
+                segments = "; ".join(f"{s.name}[{s.start}+{s.words}] {s.rank}" for s in bucket.segments)
                 group = f"{bucket.collective.value} of {_describe_range(bucket.members)}"
                 found[f"bucket {number} of {payload.value}"] = f"{group}, {bucket.itemsize} bytes a word: {segments}"
         return found

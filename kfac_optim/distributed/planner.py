@@ -236,11 +236,8 @@ class _Planner:
         # Whoever takes statistics in the bases needs them.
         wide = part.part.measuring if self.merges and self.workers < self.ranks else 0
         sent = [(Item(f"{name} (bases)", wide, part.owner, layer.position), everyone)]
-        rest = part.part.sent - wide
-        if self.workers > 1:
-            sent.append((Item(name, rest, part.owner, layer.position), layer.workers))
-        elif part.owner != layer.workers.start:
-            sent.append((Item(name, rest, part.owner, layer.position, to=layer.workers.start), everyone))
+        if len(group := _with_owner(layer.workers, part.owner)) > 1:
+            sent.append((Item(name, part.part.sent - wide, part.owner, layer.position), group))
         return [(item, members) for item, members in sent if item.words]
 
     def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[Bucket, ...]:
@@ -248,10 +245,10 @@ class _Planner:
             return self._filled(payload, items, range(0, self.ranks, self.workers))
         if payload is not Payload.INVERSES:
             return self._filled(payload, items, range(self.ranks))
-        by_group: dict[tuple[range, bool], list[Item]] = {}
+        by_group: dict[range, list[Item]] = {}
         for item, members in self._all_results():
-            by_group.setdefault((members, item.to >= 0), []).append(item)
-        return tuple(b for (members, _), group in by_group.items() for b in self._filled(payload, group, members))
+            by_group.setdefault(members, []).append(item)
+        return tuple(b for members, group in by_group.items() for b in self._filled(payload, group, members))
 
     def _filled(self, payload: Payload, items: Sequence[Item], members: range) -> tuple[Bucket, ...]:
         options = self.options
@@ -269,8 +266,7 @@ class _Planner:
         elif payload is Payload.PRECONDITIONED:
             words = (self.ranks - self.workers) * total
         elif payload is Payload.INVERSES:
-            results = self._all_results()
-            words = sum(item.words * (1 if item.to >= 0 else len(members) - 1) for item, members in results)
+            words = sum(item.words * (len(members) - 1) for item, members in self._all_results())
         period = self.options.inverse_update_period if rare else 1
         return Traffic(payload, words, self.options.itemsize(payload), period)
 
@@ -335,6 +331,14 @@ def _part_plans(parts: Sequence[Part], where: Place) -> tuple[PartPlan, ...]:
         )
         for part in parts
     )
+
+
+def _with_owner(workers: range, owner: int) -> range:
+    """The group in which an owner, who may not be among them, sends to `workers`: then there is only one of these."""
+    if owner in workers:
+        return workers
+    low, high = sorted((workers.start, owner))
+    return range(low, high + 1, high - low)
 
 
 def _packed(part: Part) -> int:

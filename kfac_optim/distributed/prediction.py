@@ -100,14 +100,15 @@ def stalled(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostMode
 
 
 def sharing(buckets: Sequence[Bucket]) -> float:
-    """Seconds of sending all buckets: those of the widest group, then those of others side by side."""
-    by_members: defaultdict[range, float] = defaultdict(float)
+    """Seconds of sending all buckets, on the rank in most of them: those of different groups go side by side."""
+    by_group: defaultdict[range, float] = defaultdict(float)
     for bucket in buckets:
-        by_members[bucket.members] += bucket.seconds
-    widest = max(map(len, by_members), default=0)
-    wide = [seconds for members, seconds in by_members.items() if len(members) == widest]
-    narrow = [seconds for members, seconds in by_members.items() if len(members) < widest]
-    return max(wide, default=0.0) + max(narrow, default=0.0)
+        by_group[bucket.members] += bucket.seconds
+    by_rank: defaultdict[int, float] = defaultdict(float)
+    for members, seconds in by_group.items():
+        for rank in members:
+            by_rank[rank] += seconds
+    return max(by_rank.values(), default=0.0)
 
 
 def predict(

@@ -173,7 +173,7 @@ def test_traffic_is_what_the_buckets_hold_times_who_gets_it(
     sent: Counter[Payload] = Counter()
     for bucket in plan.buckets:
         for segment in bucket.segments:
-            copies = 1 if segment.to >= 0 else len(bucket.members) - 1
+            copies = len(bucket.members) - 1
             if bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated):
                 copies *= 2  # up and down
             if bucket.payload is Payload.PRECONDITIONED:
@@ -208,6 +208,9 @@ def test_factors_with_owners_of_their_own_send_traces_and_inverses() -> None:
         words = {each.payload: each.words for each in plan.traffic}
         assert words[Payload.SUMS] == 10 + 6 + 2 + 2 * traces
         away = layer.parts[1 - layer.workers.start]
+        (sent,) = plan.buckets_of(Payload.INVERSES)
+        assert (sent.collective, sent.segments[0].rank) == (Collective.BROADCAST, away.owner)
+        assert plan.seconds.inverses == pytest.approx(1e-5 + 4e-10 * away.part.sent)
         assert words[Payload.INVERSES] == away.part.sent
 
 
@@ -435,6 +438,8 @@ def test_seconds_of_collectives() -> None:
     assert cost.all_reducing(800, 8) == (Collective.ALL_REDUCE, pytest.approx(19))  # by trees: 2 (1.5 + 8)
     assert cost.all_reducing(80000, 8) == (Collective.ALL_REDUCE, pytest.approx(7 + 1400))
     assert cost.rooted(Collective.REDUCE, [100.0] * 8, 8) == (Collective.ALL_TO_ALL, pytest.approx(3.5 + 7))
+    # Trees one behind the other: 3 + 2 latencies; one all-to-all waits for the largest share: 7 (0.5 + 6).
+    assert cost.rooted(Collective.BROADCAST, [100.0, 600.0, 100.0], 8) == (Collective.BROADCAST, pytest.approx(2.5 + 8))
     assert cost.rooted(Collective.REDUCE, [800.0], 8) == (Collective.REDUCE, pytest.approx(9.5))
     assert cost.computing(3) == 3
     assert replace(cost, solver_rate=2).solving(3) == 1.5
@@ -442,7 +447,7 @@ def test_seconds_of_collectives() -> None:
 
 
 def bucket(seconds: float, *positions: int, payload: Payload = Payload.GRADIENTS) -> Bucket:
-    segments = tuple(Segment(f"l{each}", 0, 1, 0, each, -1) for each in positions)
+    segments = tuple(Segment(f"l{each}", 0, 1, 0, each) for each in positions)
     return Bucket(payload, segments, 4, range(2), Collective.REDUCE, seconds)
 
 
