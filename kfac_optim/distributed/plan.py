@@ -12,7 +12,7 @@ import torch
 
 from kfac_optim.distributed.buckets import Bucket, Payload
 from kfac_optim.distributed.costs import CostModel
-from kfac_optim.distributed.prediction import Seconds
+from kfac_optim.distributed.prediction import Seconds, in_order_of_backward
 from kfac_optim.distributed.strategies import Strategy
 from kfac_optim.specs import Part
 from kfac_optim.text import describe_bytes, table
@@ -200,6 +200,18 @@ class Plan:
     def buckets_of(self, payload: Payload) -> tuple[Bucket, ...]:
         """In the order in which they are sent."""
         return tuple(bucket for bucket in self.buckets if bucket.payload is payload)
+
+    def launches(self, *, refresh: bool) -> list[Bucket]:
+        """What is sent during backward, in the order in which all ranks start it.
+
+        Buckets come as they are full, by the layer that backward reaches last among theirs; gradients before the sums
+        of the same layers.
+
+        Args:
+            refresh: whether the step refreshes, for which factor sums go along.
+        """
+        sums = self.buckets_of(Payload.SUMS) if refresh else ()
+        return in_order_of_backward([*self.buckets_of(Payload.GRADIENTS), *sums])
 
     @property
     def words_per_step(self) -> Fraction:

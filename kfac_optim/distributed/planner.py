@@ -25,11 +25,18 @@ class Covered:
         inverse: its representation.
         rows: examples × positions that one rank's batch gives it; 0 leaves its forward, backward and statistics out of
             the prediction, as of an embedding.
+
+    Raises:
+        TypeError: `rows` is not an integer.
+        ValueError: it is below 0.
     """
 
     spec: LayerSpec
     inverse: Inverse[Any]
     rows: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer(f"rows of {self.name!r}", self.rows, at_least=0)
 
     @property
     def name(self) -> str:
@@ -43,10 +50,18 @@ class Covered:
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """A parameter that K-FAC leaves to SGD, with its fully qualified name and number of elements."""
+    """A parameter that K-FAC leaves to SGD, with its fully qualified name and number of elements.
+
+    Raises:
+        TypeError: `words` is not an integer.
+        ValueError: it is below 0.
+    """
 
     name: str
     words: int
+
+    def __post_init__(self) -> None:
+        check_integer(f"words of {self.name!r}", self.words, at_least=0)
 
 
 def make_plan(
@@ -74,6 +89,11 @@ def make_plan(
     check_kind("cost of make_plan", cost, CostModel)
     options = PlanOptions() if options is None else options
     check_kind("options of make_plan", options, PlanOptions)
+    for each in model:
+        if not isinstance(each, Covered | Uncovered):
+            raise TypeError(
+                f"kfac_optim: the model to plan for must be of Covered(...) and Uncovered(...), got {each!r}."
+            )
     twice = sorted(name for name, count in Counter(each.name for each in model).items() if count > 1)
     if twice:
         raise ValueError(f"kfac_optim: two of the layers to plan for are named {twice[0]!r}; names must be unique.")

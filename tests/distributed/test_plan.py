@@ -15,9 +15,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from benchmarks import shapes
-from kfac_optim import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, LayerSpec, NewtonSchulz, Structure
+from kfac_optim import (
+    EKFAC,
+    Cholesky,
+    DoublyFactored,
+    Eigen,
+    Inverse,
+    KFACOptimizer,
+    LayerSpec,
+    NewtonSchulz,
+    Structure,
+)
 from kfac_optim.distributed import (
     Auto,
     Collective,
@@ -347,6 +358,42 @@ def test_buckets_of_a_plan(
     assert sums == (expected if strategy.statistics is Statistics.ALL else {})
 
 
+def test_buckets_are_launched_as_backward_reaches_their_last_layer() -> None:
+    plan = make_plan(equal_layers(6, 6, 4), 2, Sharded(), COST, PlanOptions(bucket_bytes=4 * 60))
+    last = [min(s.position for s in b.segments) for b in plan.launches(refresh=False)]
+    assert last == [4, 2, 0]
+    launched = [(min(s.position for s in b.segments), b.payload) for b in plan.launches(refresh=True)]
+    gradients, sums = Payload.GRADIENTS, Payload.SUMS
+    # Of a layer 11 and 22 words: the first bucket of sums ends with G of layer 4, the next begins with its A.
+    assert launched == [(4, gradients), (4, sums), (3, sums), (2, gradients), (1, sums), (0, gradients), (0, sums)]
+    assert all(b.payload is not Payload.SUMS for b in plan.launches(refresh=False))
+
+
+def test_layers_on_the_meta_device_are_planned_with_all_their_parameters() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 6)
+            self.attention = nn.MultiheadAttention(6, 2)
+            self.norm = nn.LayerNorm(6)
+            self.lstm = nn.LSTM(6, 5)
+            self.conv = nn.Conv1d(4, 6, 3, groups=2)
+            self.head = nn.Linear(5, 7)
+            self.scale = nn.Parameter(torch.empty(3))
+
+    with torch.device("meta"):
+        model = Model()
+        optimizer = KFACOptimizer(model)
+    blocks = optimizer._binding.coverage.blocks
+    covered = {param for block in blocks for param in block.params}
+    planned: list[Covered | Uncovered] = [Covered(block.spec, block.inverse) for block in blocks]
+    planned += [Uncovered(name, p.numel()) for name, p in model.named_parameters() if p not in covered]
+    plan = make_plan(planned, 3, Sharded(), COST)
+    assert len(plan.layers) >= 7
+    words = sum(param.numel() for param in model.parameters())
+    assert plan.words_per_step - sum(e.words_per_step for e in plan.traffic if e.period > 1) == sgd(3, words)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
@@ -660,6 +707,7 @@ def test_budgets_that_nothing_fits_into_are_refused() -> None:
         ({"strategy": Sharded}, TypeError, "strategy of make_plan must be"),
         ({"cost": None}, TypeError, "cost of make_plan must be a CostModel"),
         ({"options": 3}, TypeError, "options of make_plan must be a PlanOptions"),
+        ({"model": [LayerSpec("l", ("weight",), 2, 2)]}, TypeError, "must be of Covered"),
         ({"model": equal_layers(1, 2, 2) * 2}, ValueError, "two of the layers to plan for are named 'l0'"),
     ],
 )
@@ -681,6 +729,8 @@ def test_bad_plans_are_refused(arguments: dict[str, Any], error: type[Exception]
         (lambda: Replicated(1, statistics=True), TypeError, "statistics of Replicated must be a Statistics"),
         (lambda: Sharded(True), TypeError, "placement of Sharded"),
         (lambda: Sharded(statistics=None), TypeError, "statistics of Sharded"),
+        (lambda: Uncovered("p", -1), ValueError, "words of 'p' must be at least 0"),
+        (lambda: equal_layers(1, 2, 2, rows=-1), ValueError, "rows of 'l0' must be at least 0"),
         (lambda: Auto(0), ValueError, "memory_budget of Auto"),
         (lambda: Auto(candidates=[COMM_OPT]), TypeError, "candidates of Auto must be a tuple"),
         (lambda: Auto(candidates=(Auto(),)), TypeError, "each of the candidates of Auto must be Replicated"),
