@@ -24,9 +24,9 @@ class CostModel:
     """Rates of the machines a plan is for, given or measured. All ranks must plan with the same.
 
     With P ranks, α the latency, β the inverse of the bandwidth and S bytes that each rank gives or is to get, an
-    all-reduce by a ring takes `2(P−1)α + 2(P−1)/P·Sβ`; reduce-scatter, all-gather and all-to-all `(P−1)α + (P−1)/P·Sβ`;
-    broadcast and reduce by a pipelined tree `⌈log₂P⌉α + Sβ` (Thakur, Rabenseifner & Gropp 2005, §4). Topology and
-    contention are not in it.
+    all-reduce by a ring takes `2(P−1)α + 2(P−1)/P·Sβ` (Patarasuk & Yuan 2009); reduce-scatter, all-gather and
+    all-to-all `(P−1)α + (P−1)/P·Sβ`; broadcast and reduce by a pipelined tree `⌈log₂P⌉α + Sβ`. Topology and contention
+    are not in it.
 
     Args:
         flop_rate: floating-point operations per second of large matrix products on one rank.

@@ -30,7 +30,7 @@ class Replicated:
     """Gradients all-reduced, as DDP does, and every rank updates all parameters.
 
     Of P ranks w hold the inverses of a layer and precondition its gradient; the other ranks get the result (KAISA,
-    Pauloski et al. 2021, §3.1). Between w = P, least communication in a step, and w = 1, least memory and arithmetic.
+    Pauloski et al. 2021). Between w = P, least communication in a step, and w = 1, least memory and arithmetic.
     Ranks are cut into P/w groups of neighbours, and each group preconditions its share of the layers.
 
     Words sent by all ranks in a step, for gradients of n words, factors of t packed and inverses that are sent as

@@ -326,6 +326,10 @@ def test_buckets_hold_every_item_in_order_within_the_limit(sizes: list[int], lim
     assert [(s.name, s.start + offset) for s in flat for offset in range(s.words)] == [
         (f"i{n}", offset) for n, size in enumerate(sizes) for offset in range(size)
     ]
+    for bucket, following in itertools.pairwise(buckets):
+        used, whole = sum(segment.words for segment in bucket), sizes[int(following[0].name[1:])]
+        left = whole - following[0].start
+        assert used + left > limit, "closed before it was full"
     pieces = Counter(segment.name for segment in flat)
     assert all(pieces[f"i{n}"] == 1 for n, size in enumerate(sizes) if 0 < size <= limit), "cut without need"
 
