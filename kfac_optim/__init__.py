@@ -4,6 +4,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
 to that of a folder around it):
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
+    text                        L0  tables and sizes as text
     autograd                    L0  what is asked of autograd; the only file on it
     dynamo                      L0  what torch.compile makes of functions of ours
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
@@ -45,6 +46,7 @@ to that of a folder around it):
     discovery                   L11  the blocks of a model
     background                  L11  refreshes beside the training, around any executor
     step_size                   L11  how far a step goes
+    distributed/                L12  many processes: who works on what, and what they send
     engine                      L12  one step as a pipeline
     trial                       L13  a step judged after it was taken, and taken back
     schedulers                  L11  schedules for any param-group number

@@ -14,6 +14,7 @@ from kfac_optim.blocks import KFACBlock
 from kfac_optim.engine import StepRecord
 from kfac_optim.partition import clear_padding
 from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Structure, WeightSharing
+from kfac_optim.text import describe_bytes, table
 
 _UNSEEN = "no call of a module that holds it was seen yet"
 
@@ -57,7 +58,7 @@ class Summary:
                     block.name or "(model)",
                     *sides,
                     block.inverse,
-                    _describe_bytes(block.state_bytes),
+                    describe_bytes(block.state_bytes),
                     str(block.owner),
                     remarks,
                 )
@@ -67,9 +68,9 @@ class Summary:
         state = sum(block.state_bytes for block in self.blocks)
         footer = (
             f"{len(self.blocks)} blocks cover {covered:,} of {total:,} parameters; their state takes "
-            f"{_describe_bytes(state)}."
+            f"{describe_bytes(state)}."
         )
-        return "\n".join([*_table(rows), footer])
+        return "\n".join([*table(rows), footer])
 
 
 def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter]) -> Summary:
@@ -200,19 +201,3 @@ def _describe_factor(groups: int, dim: int, dims: Sequence[int], kept: Kept) -> 
         groups, dims = kept.blocks(dim), (kept.width(dim),)
     size = f"diag {dim}" if kept is Structure.DIAGONAL else " ⊗ ".join(f"{each}×{each}" for each in dims)
     return f"{groups}·{size}" if groups > 1 else size
-
-
-def _describe_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        if number == 0:
-            yield "  ".join("-" * width for width in widths)

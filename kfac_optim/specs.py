@@ -193,6 +193,37 @@ class FactorShape(NamedTuple):
     groups: int
     dim: int
 
+    @property
+    def packed(self) -> int:
+        """How many different numbers it holds: of a dense matrix one triangle."""
+        per_group = self.dim * (self.dim + 1) // 2 if self.structure is Structure.DENSE else self.dim
+        return self.groups * per_group
+
+    @property
+    def numel(self) -> int:
+        """Of the tensor."""
+        return self.groups * (self.dim**2 if self.structure is Structure.DENSE else self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a block's inverse is recomputed as one, so by one rank: a factor, or all that hangs together."""
+
+    name: str
+    """`"A"`, `"G"`; empty where the block is one part."""
+    refresh: float
+    """Operations of one recomputation."""
+    sums: tuple[FactorShape, ...]
+    """The running averages it is made of, which ranks that see different data merge, each with its mass."""
+    sent: int
+    """Numbers from which a rank that did not recompute it can apply it."""
+    held: int
+    """Numbers of its result as it is kept, flags and counts aside."""
+    traces: int = 0
+    """Numbers of the other part's averages that it needs, where those are merged on another rank."""
+    measuring: int = 0
+    """Of those sent, what every rank needs to take statistics."""
+
 
 class Cost(NamedTuple):
     """Floating-point operations of one block, for plans and for the arithmetic floor."""

@@ -13,11 +13,18 @@ import kfac_optim
 PACKAGE = Path(kfac_optim.__file__).parent
 # "    name(/), name, name   L3  what it is": the table of storeys in the package's docstring
 ROW = re.compile(r"^ {4}(?P<names>[a-z_]+/?(?:, [a-z_]+/?)*) +L(?P<storey>\d+)  \S", re.MULTILINE)
-STOREYS = {
-    name: int(row["storey"])
-    for row in ROW.finditer(kfac_optim.__doc__ or "")
-    for name in (part.rstrip("/") for part in row["names"].split(", "))
-}
+
+
+def storeys(docstring: str) -> dict[str, int]:
+    """What the table in a docstring says; empty where there is none."""
+    return {
+        name: int(row["storey"])
+        for row in ROW.finditer(docstring)
+        for name in (part.rstrip("/") for part in row["names"].split(", "))
+    }
+
+
+STOREYS = storeys(kfac_optim.__doc__ or "")
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
@@ -28,6 +35,15 @@ def unit(path: Path) -> str:
 
 def tree(path: Path) -> ast.Module:
     return ast.parse((PACKAGE / path).read_text())
+
+
+# A folder may have a table of its own, in the docstring of its __init__.py: then its files obey that.
+FOLDERS = {
+    unit(path): found
+    for path in FILES
+    if path.name == "__init__.py" and len(path.parts) == 2
+    if (found := storeys(ast.get_docstring(tree(path), clean=False) or ""))
+}
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
@@ -60,6 +76,13 @@ def test_the_table_of_the_docstring_names_every_file_and_folder_and_nothing_else
     assert min(STOREYS.values()) == 0
 
 
+def test_the_table_of_a_folder_names_every_file_in_it() -> None:
+    assert set(FOLDERS) == {"distributed"}
+    for folder, table in FOLDERS.items():
+        files = {path.stem for path in FILES if path.parts[0] == folder}
+        assert set(table) == files - {"__init__"}
+
+
 def test_the_reading_of_imports_sees_an_import() -> None:
     assert Path("factors.py") in own_imports(Path("inverses/base.py"))
     assert Path("engine.py") in own_imports(Path("optimizer.py"))
@@ -73,6 +96,9 @@ def test_a_file_imports_lower_storeys_only_and_within_a_folder_the_bases_around_
         assert target != Path("__init__.py"), "the package's own public names are for users"
         if unit(target) != unit(path):
             assert STOREYS[unit(target)] < STOREYS[unit(path)], f"{path} imports {target}"
+        elif unit(path) in FOLDERS and path.name != "__init__.py":
+            table = FOLDERS[unit(path)]
+            assert table[target.stem] < table[path.stem], f"{path} imports {target}"
         elif path.name != "__init__.py":
             assert target.name == "base.py", f"{path} imports {target} beside it"
             assert target.parent in path.parents, f"{path} imports {target} of a folder that it is not in"
@@ -119,6 +145,7 @@ LAYER_FAMILIES = {path for path in FILES if unit(path) == "layers"} - {Path("lay
 def test_the_engine_imports_no_layer_family_and_no_communication() -> None:
     engine = Path("engine.py")
     assert not own_imports(engine) & LAYER_FAMILIES
+    assert not any(unit(target) == "distributed" for target in reachable(engine))
     # Nor through those whom it tells what to do. (`layers/__init__` runs with `layers/base`, but is not used.)
     assert not reachable(engine) & LAYER_FAMILIES
     for path in {engine, *reachable(engine)}:

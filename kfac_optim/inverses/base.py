@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.pairs import make_pair
-from kfac_optim.specs import Cost, LayerSpec, Structure
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 
 S = TypeVar("S")
 
@@ -108,6 +108,10 @@ class Inverse(ABC, Generic[S]):
     @abstractmethod
     def flops(self, spec: LayerSpec) -> Cost:
         """Floating-point operations of `refresh` and `apply` for one block; `spec` as `init` gets it."""
+
+    @abstractmethod
+    def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
+        """What of one block's inverse can be recomputed apart; their operations add up to those of `flops`."""
 
     @abstractmethod
     def tensors(self, state: S) -> dict[str, Any]:
@@ -211,6 +215,42 @@ class PairInverse(Inverse[P]):
             "condition_A": state.condition[0],
             "condition_G": state.condition[1],
         }
+
+    @property
+    def damps_jointly(self) -> bool:
+        """Whether a factor is solved for without a look at the other: λ is not shared among them."""
+        return False
+
+    @abstractmethod
+    def result(self, factor: FactorShape) -> tuple[int, int]:
+        """Numbers of what is computed for one factor: as it is sent to other ranks, and as kept, flags aside."""
+
+    def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
+        a, g = spec.factors()
+        sides = [(name, factor) for name, factor in (("A", a), ("G", g)) if factor.structure is not Structure.IDENTITY]
+        results = [self.result(factor) for _, factor in sides]
+        if len(sides) == 1 or spec.opposed:  # an opposed use weighs both sides by one another
+            sums = tuple(factor for _, factor in sides)
+            sent, held = (sum(numbers) for numbers in zip(*results, strict=True))
+            if spec.opposed:
+                sums += tuple(f for f in spec.transposed().factors() if f.structure is not Structure.IDENTITY)
+                held += sum(factor.numel for _, factor in sides)
+            return (Part("", self.flops(spec).refresh, sums, sent, held),)
+        identity = Structure.IDENTITY
+        alone = (
+            replace(spec, structure=(spec.structure[0], identity)),
+            replace(spec, structure=(identity, spec.structure[1])),
+        )
+        return tuple(
+            Part(
+                name,
+                self.flops(lone).refresh,
+                (factor,),
+                *result,
+                traces=0 if self.damps_jointly else other.groups,
+            )
+            for (name, factor), (_, other), lone, result in zip(sides, reversed(sides), alone, results, strict=True)
+        )
 
     def tensors(self, state: P) -> dict[str, Any]:
         return {"factors": state.pair.tensors(), **state.measures(), **state.results()}

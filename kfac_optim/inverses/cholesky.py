@@ -18,7 +18,7 @@ from kfac_optim.inverses.base import (
     take_reciprocals,
 )
 from kfac_optim.linalg import damped_cholesky_inverse, norm1, sandwich
-from kfac_optim.specs import Cost, LayerSpec, Structure
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 
 
 class CholeskyState(PairState):
@@ -71,6 +71,9 @@ class Cholesky(PairInverse[CholeskyState]):
 
     def apply(self, state: CholeskyState, grad: Tensor, damping: float) -> Tensor:
         return sandwich(state.g_inverse, grad.to(state.condition.dtype), state.a_inverse)
+
+    def result(self, factor: FactorShape) -> tuple[int, int]:
+        return factor.packed, factor.numel
 
     def flops(self, spec: LayerSpec) -> Cost:
         return dense_flops(spec, per_cube=1.0, products=1)

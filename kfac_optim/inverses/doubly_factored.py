@@ -14,7 +14,7 @@ from kfac_optim.inverses.base import Inverse
 from kfac_optim.layers.base import LayerStatistics, RowStatistics
 from kfac_optim.linalg import damped_cholesky_inverse, leading_singular_triple, norm1
 from kfac_optim.rows import active_rows, on_host, total
-from kfac_optim.specs import Cost, LayerSpec, Structure
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.validation import check_integer
 
 
@@ -209,6 +209,23 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         return Cost(
             refresh=float(c**3 + t**3 + (1 + biases) * out**3),
             apply=2.0 * c * t * out * (c + t + out) + 2.0 * biases * out**2,
+        )
+
+    def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
+        """One: λ is shared among all three factors, and the bias has its part of the third."""
+        channels, positions, out = (
+            FactorShape(Structure.DENSE, 1, dim)
+            for dim in (self.channels, _weight_columns(spec) // self.channels, spec.out_dim)
+        )
+        inverses = (channels, positions, out, *((out,) if spec.has_bias else ()))
+        return (
+            Part(
+                "",
+                self.flops(spec).refresh,
+                (channels, positions, out),
+                sent=sum(factor.packed for factor in inverses),
+                held=sum(factor.numel for factor in inverses),
+            ),
         )
 
     def tensors(self, state: DoublyFactoredState) -> dict[str, Any]:

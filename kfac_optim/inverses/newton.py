@@ -26,7 +26,7 @@ from kfac_optim.linalg import (
     norm1,
     sandwich,
 )
-from kfac_optim.specs import Cost, LayerSpec, Structure
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.validation import check_dtype, check_integer, check_number
 
 
@@ -141,6 +141,10 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
 
     def counters(self, state: NewtonSchulzState) -> dict[str, Tensor]:
         return super().counters(state) | {"fallback_inverses": state.fallbacks}
+
+    def result(self, factor: FactorShape) -> tuple[int, int]:
+        """Rounding may leave an inverse a little asymmetric, so it goes whole, and `solved` with it."""
+        return factor.numel + factor.groups, factor.numel
 
     def flops(self, spec: LayerSpec) -> Cost:
         return dense_flops(spec, per_cube=4.0 * self.steps + 8.0, products=1)

@@ -174,6 +174,8 @@ def test_refresh_times_every_step_of_every_schedule(
         (["autoencoders", "--methods", "SGD", "Newton"], "--methods: invalid choice: 'Newton'"),
         (["autoencoders", "--data-dir", "x"], "--data-dir: curves are drawn.*pass --dataset mnist"),
         (["autoencoders", "--batch-size", "20001"], "--batch-size: expected at most 20000.*got 20001"),
+        (["scaling", "--bandwidths", "0"], "--bandwidths: expected a number above 0, got '0'"),
+        (["scaling", "--models", "gpt"], "--models: invalid choice: 'gpt'"),
         (["refresh", "--period", "0"], "--period: expected a whole number of at least 1, got '0'"),
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
         (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),
@@ -197,7 +199,7 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    names = ("quickstart", "step-cost", "preconditioning", "autoencoders", "refresh")
+    names = ("quickstart", "step-cost", "preconditioning", "autoencoders", "refresh", "scaling")
     assert all(name in printed for name in names)
 
 

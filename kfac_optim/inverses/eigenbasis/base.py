@@ -11,7 +11,7 @@ from kfac_optim.damping import factored_tikhonov
 from kfac_optim.factors import Factor
 from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches
 from kfac_optim.linalg import eigendecomposition
-from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 # Of an eigendecomposition, per d³ of one dense factor, on the scale where a Cholesky inverse is 1. Fewer are counted
 # (about 9), but at a lower rate: 20-30 times as long on a GPU, 3.5-5 times on one CPU core (torch 2.13, float32, d from
@@ -87,6 +87,16 @@ class EigenbasisInverse(PairInverse[E]):
         """What to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
         values = state.eigenvalues()
         return values + (state.solved.to(values.dtype) * damping)[:, None, None]
+
+    @property
+    def damps_jointly(self) -> bool:
+        return True
+
+    def result(self, factor: FactorShape) -> tuple[int, int]:
+        """Basis, eigenvalues, and whether they were ever computed."""
+        values = factor.groups * factor.dim
+        numbers = values + (factor.numel if factor.structure is Structure.DENSE else 0)
+        return numbers + factor.groups, numbers
 
     def apply(self, state: E, grad: Tensor, damping: float) -> Tensor:
         a, g = state.a, state.g

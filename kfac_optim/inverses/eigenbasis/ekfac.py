@@ -18,7 +18,7 @@ from kfac_optim.inverses.base import dense_flops, dense_sides
 from kfac_optim.inverses.eigenbasis.base import EIGH_FLOPS, EigenbasisInverse, EigenState, Spectrum, outer
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.pairs import FactorPair, OpposedPair
-from kfac_optim.specs import Cost, LayerSpec, Structure
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.validation import check_flag
 
 
@@ -227,6 +227,23 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         cost = dense_flops(spec, per_cube=EIGH_FLOPS + 2, products=2)
         carried = sum(2.0 * spec.groups * spec.in_dim * spec.out_dim * dim for dim, _ in dense_sides(spec))
         return Cost(refresh=cost.refresh + carried, apply=cost.apply)
+
+    def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
+        """One: `S` belongs to both bases, in which every rank samples it."""
+        parts = super().parts(spec)
+        scales = FactorShape(Structure.DIAGONAL, spec.groups, spec.out_dim * spec.in_dim)
+        measured = Structure.IDENTITY not in spec.structure
+        results = sum(part.sent for part in parts)
+        return (
+            Part(
+                "",
+                self.flops(spec).refresh,
+                tuple(factor for part in parts for factor in part.sums) + ((scales,) if measured else ()),
+                sent=results + scales.numel,
+                held=sum(part.held for part in parts) + (0 if measured else scales.numel),
+                measuring=results if measured else 0,
+            ),
+        )
 
     def _add(self, state: EKFACState, stats: LayerStatistics, sign: int = 1) -> None:
         """Add the squares of one call to the sum of this step, or take them back."""

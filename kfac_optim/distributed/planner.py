@@ -1,0 +1,377 @@
+"""Plans are made here: arithmetic on the specs alone, for any number of ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_optim.distributed.assignment import LayerLoad, Load, Place, largest_first, place
+from kfac_optim.distributed.buckets import Bucket, Item, Payload, make_buckets
+from kfac_optim.distributed.costs import CostModel
+from kfac_optim.distributed.plan import LayerPlan, Memory, ParameterPlan, PartPlan, Plan, PlanOptions, Traffic
+from kfac_optim.distributed.prediction import Compute, Seconds, predict
+from kfac_optim.distributed.strategies import Auto, Replicated, Sharded, Statistics, Strategy, check_strategy
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.specs import LayerSpec, Part, Structure
+from kfac_optim.validation import check_integer, check_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """A gradient matrix that K-FAC preconditions.
+
+    Attributes:
+        spec: as its block has it.
+        inverse: its representation.
+        rows: examples × positions that one rank's batch gives it; 0 leaves its forward, backward and statistics out of
+            the prediction, as of an embedding.
+
+    Raises:
+        TypeError: `rows` is not an integer.
+        ValueError: it is below 0.
+    """
+
+    spec: LayerSpec
+    inverse: Inverse[Any]
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer(f"rows of {self.name!r}", self.rows, at_least=0)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def words(self) -> int:
+        """Of its gradient."""
+        return self.spec.groups * self.spec.in_dim * self.spec.out_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """A parameter that K-FAC leaves to SGD, with its fully qualified name and number of elements.
+
+    Raises:
+        TypeError: `words` is not an integer.
+        ValueError: it is below 0.
+    """
+
+    name: str
+    words: int
+
+    def __post_init__(self) -> None:
+        check_integer(f"words of {self.name!r}", self.words, at_least=0)
+
+
+def make_plan(
+    model: Sequence[Covered | Uncovered],
+    ranks: int,
+    strategy: Strategy | Auto,
+    cost: CostModel,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Lay the work of K-FAC on ranks: the same on every rank that calls it with the same arguments.
+
+    Args:
+        model: its layers and other trained parameters, in forward order. Owners do not depend on this order, but on
+            names and shapes; the order of buckets does.
+        ranks: how many there are.
+        strategy: the layout, or `Auto` to have one chosen.
+        cost: rates of the machines, equal on all ranks.
+        options: None is `PlanOptions()`.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: no ranks, two of one name, or no strategy that fits into the memory budget.
+    """
+    check_integer("ranks of make_plan", ranks)
+    check_kind("cost of make_plan", cost, CostModel)
+    options = PlanOptions() if options is None else options
+    check_kind("options of make_plan", options, PlanOptions)
+    for each in model:
+        if not isinstance(each, Covered | Uncovered):
+            raise TypeError(
+                f"kfac_optim: the model to plan for must be of Covered(...) and Uncovered(...), got {each!r}."
+            )
+    twice = sorted(name for name, count in Counter(each.name for each in model).items() if count > 1)
+    if twice:
+        raise ValueError(f"kfac_optim: two of the layers to plan for are named {twice[0]!r}; names must be unique.")
+    if not isinstance(strategy, Auto):
+        check_strategy("strategy of make_plan", strategy)
+        return _Planner(model, ranks, strategy, cost, options).plan()
+    plans = [_Planner(model, ranks, each, cost, options).plan() for each in strategy.strategies(ranks)]
+    budget = strategy.memory_budget
+    fitting = [plan for plan in plans if budget is None or plan.memory_per_rank <= budget]
+    if not fitting:
+        least = min(plans, key=lambda plan: plan.memory_per_rank)
+        raise ValueError(
+            f"kfac_optim: no strategy fits into the memory_budget of Auto, {budget} bytes a rank; {least.strategy} "
+            f"needs least, {least.memory_per_rank}. Raise the budget, use more ranks, or keep less of wide factors "
+            "(BlockDiagonal, Structure.DIAGONAL)."
+        )
+    return min(fitting, key=lambda plan: (plan.seconds.mean, plan.memory_per_rank))
+
+
+def predict_sgd(
+    model: Sequence[Covered | Uncovered], ranks: int, cost: CostModel, options: PlanOptions | None = None
+) -> Seconds:
+    """Seconds of a step of plain SGD under DDP, by the same model; arguments as of `make_plan`."""
+    options = PlanOptions() if options is None else options
+    items = [Item(each.name, each.words, -1, number) for number, each in enumerate(model)][::-1]
+    gradients = make_buckets(
+        Payload.GRADIENTS,
+        items if ranks > 1 else [],
+        limit=options.bucket_bytes,
+        itemsize=options.itemsize(Payload.GRADIENTS),
+        members=range(ranks),
+        cost=cost,
+    )
+    forward = [2.0 * each.rows * each.words if isinstance(each, Covered) else 0.0 for each in model]
+    return predict(
+        [Compute(flops, 2 * flops) for flops in forward],
+        {**dict.fromkeys(Payload, ()), Payload.GRADIENTS: gradients},
+        refresh=0.0,
+        apply=0.0,
+        period=1,
+        cost=cost,
+    )
+
+
+class _Planner:
+    """What the steps of making one plan share."""
+
+    def __init__(
+        self,
+        model: Sequence[Covered | Uncovered],
+        ranks: int,
+        strategy: Strategy,
+        cost: CostModel,
+        options: PlanOptions,
+    ) -> None:
+        self.model, self.ranks, self.strategy, self.cost, self.options = model, ranks, strategy, cost, options
+        self.merges = ranks > 1 and strategy.statistics is Statistics.ALL
+        self.workers = strategy.workers(ranks)
+        self.layers = self._place_layers()
+        self.parameters = self._place_parameters()
+
+    def plan(self) -> Plan:
+        items = {payload: self._items(payload) for payload in Payload}
+        buckets = {payload: self._buckets(payload, items[payload]) for payload in Payload}
+        refresh_loads = [0.0] * self.ranks
+        for layer in self.layers:
+            for part in layer.parts:
+                refresh_loads[part.owner] += part.part.refresh
+        apply_loads = self._over_ranks([layer.apply for layer in self.layers])
+        return Plan(
+            ranks=self.ranks,
+            strategy=self.strategy,
+            options=self.options,
+            cost=self.cost,
+            layers=self.layers,
+            parameters=self.parameters,
+            buckets=tuple(bucket for payload in Payload for bucket in buckets[payload]),
+            traffic=tuple(self._traffic(payload, each) for payload, each in items.items() if each),
+            refresh_loads=tuple(refresh_loads),
+            apply_loads=tuple(apply_loads),
+            memory=self._memory(),
+            seconds=predict(
+                [self._compute(each) for each in self.model],
+                buckets,
+                refresh=max(refresh_loads),
+                apply=max(apply_loads),
+                period=self.options.inverse_update_period,
+                cost=self.cost,
+            ),
+        )
+
+    def _place_layers(self) -> tuple[LayerPlan, ...]:
+        covered = {each.name: (number, each) for number, each in enumerate(self.model) if isinstance(each, Covered)}
+        parts = {name: each.inverse.parts(each.spec.by_blocks()) for name, (_, each) in covered.items()}
+        costs = {name: each.inverse.flops(each.spec.by_blocks()) for name, (_, each) in covered.items()}
+        loads = {
+            name: LayerLoad(
+                {part.name: Load(part.refresh, _packed(part)) for part in parts[name]}, costs[name].apply, each.words
+            )
+            for name, (_, each) in covered.items()
+        }
+        places = place(loads, self.ranks, self.strategy, self.options.inverse_update_period)
+        return tuple(
+            LayerPlan(
+                name=name,
+                description=_describe(each),
+                position=number,
+                words=each.words,
+                apply=costs[name].apply,
+                workers=places[name].workers,
+                parts=_part_plans(parts[name], places[name]),
+            )
+            for name, (number, each) in covered.items()
+        )
+
+    def _place_parameters(self) -> tuple[ParameterPlan, ...]:
+        uncovered = [(number, each) for number, each in enumerate(self.model) if isinstance(each, Uncovered)]
+        owners: dict[str, int] = {}
+        if isinstance(self.strategy, Sharded):
+            owners = largest_first({each.name: Load(each.words, 0) for _, each in uncovered}, range(self.ranks))
+        return tuple(ParameterPlan(each.name, number, each.words, owners.get(each.name)) for number, each in uncovered)
+
+    def _items(self, payload: Payload) -> list[Item]:
+        """What is sent of one payload, in order."""
+        if self.ranks == 1:
+            return []
+        if payload is Payload.GRADIENTS:
+            return self._matrices()[::-1]
+        if payload is Payload.PARAMETERS:
+            return self._matrices() if isinstance(self.strategy, Sharded) else []
+        if payload is Payload.PRECONDITIONED:
+            spread = isinstance(self.strategy, Replicated) and self.workers < self.ranks
+            # From a row of the grid of groups: all ranks of one place in their groups.
+            groups = [(layer, layer.workers.start // self.workers) for layer in self.layers if spread]
+            return [Item(layer.name, layer.words, group, layer.position) for layer, group in groups]
+        if payload is Payload.SUMS:
+            return [
+                Item(part.name_in(layer.name), part.sums, part.owner, layer.position)
+                for layer in reversed(self.layers)
+                for part in reversed(layer.parts)
+                if self.merges
+            ]
+        return [item for item, _ in self._all_results()]
+
+    def _matrices(self) -> list[Item]:
+        """Gradients, or parameters, in forward order."""
+        sharded = isinstance(self.strategy, Sharded)
+        found = [Item(p.name, p.words, -1 if p.owner is None else p.owner, p.position) for p in self.parameters]
+        found += [Item(lp.name, lp.words, lp.workers.start if sharded else -1, lp.position) for lp in self.layers]
+        return sorted(found, key=lambda item: item.position)
+
+    def _all_results(self) -> list[tuple[Item, range]]:
+        if self.ranks == 1:
+            return []
+        return [result for layer in self.layers for part in layer.parts for result in self._results(layer, part)]
+
+    def _results(self, layer: LayerPlan, part: PartPlan) -> list[tuple[Item, range]]:
+        """What the owner of a part sends of its result, and the group that it is sent in."""
+        name, everyone = part.name_in(layer.name), range(self.ranks)
+        # Whoever takes statistics in the bases needs them.
+        wide = part.part.measuring if self.merges and self.workers < self.ranks else 0
+        sent = [(Item(f"{name} (bases)", wide, part.owner, layer.position), everyone)]
+        if len(group := _with_owner(layer.workers, part.owner)) > 1:
+            sent.append((Item(name, part.part.sent - wide, part.owner, layer.position), group))
+        return [(item, members) for item, members in sent if item.words]
+
+    def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[Bucket, ...]:
+        if payload is Payload.PRECONDITIONED:
+            return self._filled(payload, items, range(0, self.ranks, self.workers))
+        if payload is not Payload.INVERSES:
+            return self._filled(payload, items, range(self.ranks))
+        by_group: dict[range, list[Item]] = {}
+        for item, members in self._all_results():
+            by_group.setdefault(members, []).append(item)
+        return tuple(b for members, group in by_group.items() for b in self._filled(payload, group, members))
+
+    def _filled(self, payload: Payload, items: Sequence[Item], members: range) -> tuple[Bucket, ...]:
+        options = self.options
+        itemsize = options.itemsize(payload)
+        return make_buckets(
+            payload, items, limit=options.bucket_bytes, itemsize=itemsize, members=members, cost=self.cost
+        )
+
+    def _traffic(self, payload: Payload, items: Sequence[Item]) -> Traffic:
+        others, total = self.ranks - 1, sum(item.words for item in items)
+        rare = payload in (Payload.SUMS, Payload.INVERSES)
+        words = others * total
+        if payload is Payload.GRADIENTS and isinstance(self.strategy, Replicated):
+            words = 2 * others * total
+        elif payload is Payload.PRECONDITIONED:
+            words = (self.ranks - self.workers) * total
+        elif payload is Payload.INVERSES:
+            words = sum(item.words * (len(members) - 1) for item, members in self._all_results())
+        period = self.options.inverse_update_period if rare else 1
+        return Traffic(payload, words, self.options.itemsize(payload), period)
+
+    def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
+        """Of each rank, the sum over the layers that it preconditions; `amounts` has one for each layer."""
+        groups = [0.0] * (self.ranks // self.workers)
+        for layer, amount in zip(self.layers, amounts, strict=True):
+            groups[layer.workers.start // self.workers] += amount
+        return [amount for amount in groups for _ in range(self.workers)]
+
+    def _memory(self) -> tuple[Memory, ...]:
+        options = self.options
+        averages, inverses, momentum = ([0] * self.ranks for _ in range(3))
+        everywhere, at_workers = 0, []
+        for layer in self.layers:
+            at_workers.append(0)
+            for plan in layer.parts:
+                part, owner = plan.part, plan.owner
+                averages[owner] += _whole(part)
+                # Of what is measured in bases, the owner has the rest of the result among its averages.
+                rest = part.sent - part.measuring if part.measuring else 0
+                wide = part.held if part.measuring and self.merges else 0
+                everywhere += wide
+                at_workers[-1] += part.held - wide + rest
+                inverses[owner] += -rest if owner in layer.workers else part.held - wide
+        held = self._over_ranks(at_workers)
+        for item in self._matrices() if options.momentum else ():
+            for rank in range(self.ranks) if item.rank < 0 else (item.rank,):
+                momentum[rank] += item.words
+        parts = [part for layer in self.layers for part in layer.parts if self.merges]
+        sums = sum(_whole(part.part) for part in parts) * options.factor_dtype.itemsize
+        buffers = sum(part.sums for part in parts) * options.sent_dtype.itemsize
+        return tuple(
+            Memory(
+                sums=sums,
+                averages=averages[rank] * options.factor_dtype.itemsize,
+                inverses=(inverses[rank] + int(held[rank]) + everywhere) * options.inverse_dtype.itemsize,
+                buffers=buffers,
+                momentum=momentum[rank] * options.parameter_dtype.itemsize,
+            )
+            for rank in range(self.ranks)
+        )
+
+    def _compute(self, each: Covered | Uncovered) -> Compute:
+        if isinstance(each, Uncovered):
+            return Compute(0.0, 0.0)
+        forward = 2.0 * each.rows * each.words
+        statistics = each.rows * sum(
+            factor.numel for factor in each.spec.by_blocks().factors() if factor.structure is not Structure.IDENTITY
+        )
+        share = self.ranks if self.strategy.statistics is Statistics.OWN else 1
+        return Compute(forward, 2 * forward + statistics / self.options.factor_update_period / share)
+
+
+def _part_plans(parts: Sequence[Part], where: Place) -> tuple[PartPlan, ...]:
+    apart = len({where.owners[part.name] for part in parts}) > 1
+    return tuple(
+        PartPlan(
+            part,
+            where.owners[part.name],
+            _packed(part) + len(part.sums) + (part.traces + 1 if apart and part.traces else 0),  # 1 is their mass
+        )
+        for part in parts
+    )
+
+
+def _with_owner(workers: range, owner: int) -> range:
+    """The group in which an owner, who may not be among them, sends to `workers`: then there is only one of these."""
+    if owner in workers:
+        return workers
+    low, high = sorted((workers.start, owner))
+    return range(low, high + 1, high - low)
+
+
+def _packed(part: Part) -> int:
+    return sum(factor.packed for factor in part.sums)
+
+
+def _whole(part: Part) -> int:
+    return sum(factor.numel for factor in part.sums)
+
+
+def _describe(each: Covered) -> str:
+    spec = each.spec
+    shape = f"{'+'.join(spec.params)} {spec.groups}×{spec.out_dim}×{spec.in_dim}"
+    sides = " and ".join(str(getattr(kept, "value", kept)) for kept in spec.structure)
+    flags = [name for name in ("shared_input", "shared_output", "opposed") if getattr(spec, name)]
+    return ", ".join([shape, sides, spec.weight_sharing.value, *flags, repr(each.inverse)])

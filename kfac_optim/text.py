@@ -1,0 +1,21 @@
+"""Tables and sizes as text."""
+
+from collections.abc import Iterator, Sequence
+
+
+def describe_bytes(count: float) -> str:
+    """As `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table in columns, the first row its header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        if number == 0:
+            yield "  ".join("-" * width for width in widths)

@@ -1,0 +1,118 @@
+"""What a plan is told of a representation, against the states that it makes, on the meta device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from states import every_structure, spec
+from torch import Tensor
+
+from kfac_optim import EKFAC, BlockDiagonal, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
+from kfac_optim.specs import FactorShape, LayerSpec, Structure
+
+DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
+PAIRS = [Cholesky(), NewtonSchulz(), Eigen(), OnlineEigen(), EKFAC()]
+every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=lambda inverse: type(inverse).__name__)
+
+# Counts, flags and measures, and one mass for each average.
+_COUNTED = {"refused", "refused_in_a_row", "retried", "failed", "failed_in_a_row", "condition", "conditions", "mass"}
+_COUNTED |= {"fallbacks", "since_full", "S_mass", "S_substituted", "S_refused", "S_refused_in_a_row"}
+
+
+def numbers(nested: dict[str, Any]) -> Iterator[Tensor]:
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            yield from numbers(value)
+        elif name not in _COUNTED and value.dtype != torch.bool:
+            yield value
+
+
+def held_in_state(inverse: Inverse[Any], layer: LayerSpec) -> int:
+    state = inverse.init(layer.by_blocks(), dtype=torch.float32, device=torch.device("meta"))
+    # What opposed uses mix their averages to is held, and made anew from these when a checkpoint is loaded.
+    mixed = [factor for factor in inverse.factors(state) if factor is not None] if layer.opposed else []
+    return sum(tensor.numel() for tensor in [*numbers(inverse.tensors(state)), *mixed])
+
+
+def held_by_parts(inverse: Inverse[Any], layer: LayerSpec) -> int:
+    return sum(
+        part.held + sum(factor.numel for factor in part.sums if factor.structure is not IDENTITY)
+        for part in inverse.parts(layer.by_blocks())
+    )
+
+
+@every_pair
+@every_structure
+@given(
+    inputs=st.integers(1, 6),
+    outputs=st.integers(1, 6),
+    groups=st.integers(1, 3),
+    opposed=st.booleans(),
+    shared=st.booleans(),
+)
+def test_parts_hold_what_the_state_holds(
+    inverse: Inverse[Any],
+    structure: tuple[Structure, Structure],
+    inputs: int,
+    outputs: int,
+    groups: int,
+    opposed: bool,
+    shared: bool,
+) -> None:
+    layer = LayerSpec(
+        "layer",
+        ("weight",),
+        inputs,
+        outputs,
+        groups=groups,
+        structure=structure,
+        shared_input=shared,
+        opposed=opposed and IDENTITY not in structure,
+    )
+    assert held_by_parts(inverse, layer) == held_in_state(inverse, layer)
+    parts = inverse.parts(layer)
+    assert sum(part.refresh for part in parts) == pytest.approx(inverse.flops(layer).refresh)
+
+
+@every_pair
+def test_parts_of_a_factor_in_blocks(inverse: Inverse[Any]) -> None:
+    layer = LayerSpec("layer", ("weight",), 7, 5, structure=(DENSE, BlockDiagonal(2)))
+    assert held_by_parts(inverse, layer) == held_in_state(inverse, layer)
+
+
+def test_parts_of_three_factors() -> None:
+    for params in (("weight",), ("weight", "bias")):
+        layer = LayerSpec("layer", params, 12 + len(params) - 1, 5)
+        inverse = DoublyFactored(channels=3)
+        (part,) = inverse.parts(layer)
+        assert held_by_parts(inverse, layer) == held_in_state(inverse, layer)
+        assert part.sent == 3 * 4 // 2 + 4 * 5 // 2 + len(params) * 5 * 6 // 2
+        assert part.refresh == inverse.flops(layer).refresh
+
+
+def test_factors_that_are_damped_apart_need_the_trace_of_the_other() -> None:
+    layer = spec(4, 3, 2, (DENSE, DIAGONAL))
+    for inverse in (Cholesky(), NewtonSchulz()):
+        assert [(part.name, part.traces) for part in inverse.parts(layer)] == [("A", 2), ("G", 2)]
+    assert [(part.name, part.traces) for part in Eigen().parts(layer)] == [("A", 0), ("G", 0)]
+    assert [part.name for part in Cholesky().parts(spec(4, 3, 2, (DENSE, IDENTITY)))] == [""]
+    assert [part.name for part in EKFAC().parts(layer)] == [""]
+
+
+def test_what_is_sent() -> None:
+    """Symmetric matrices as triangles, bases whole with their eigenvalues, and a flag for each group."""
+    layer = spec(4, 3, 2, (DENSE, DENSE))
+    assert [part.sent for part in Cholesky().parts(layer)] == [2 * 10, 2 * 6]
+    assert [part.sent for part in NewtonSchulz().parts(layer)] == [2 * 17, 2 * 10]
+    assert [part.sent for part in Eigen().parts(layer)] == [2 * 21, 2 * 13]
+    (part,) = EKFAC().parts(layer)
+    assert (part.measuring, part.sent) == (2 * 34, 2 * 34 + 2 * 12)
+    assert part.sums == ((DENSE, 2, 4), (DENSE, 2, 3), (DIAGONAL, 2, 12))
+
+
+def test_packed_and_whole_sizes_of_a_factor() -> None:
+    assert (FactorShape(DENSE, 2, 3).packed, FactorShape(DENSE, 2, 3).numel) == (12, 18)
+    assert (FactorShape(DIAGONAL, 2, 3).packed, FactorShape(DIAGONAL, 2, 3).numel) == (6, 6)
