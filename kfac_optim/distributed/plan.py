@@ -276,7 +276,7 @@ class Plan:
 
     def fingerprint(self) -> str:
         """A hash of `agreement()`, the same in every process and on every machine: 64 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.agreement(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.agreement()).encode()).hexdigest()
 
     def summary(self) -> "PlanSummary":
         """The plan as a table."""

@@ -45,9 +45,9 @@ from kfac_optim.distributed import (
     make_plan,
     predict_sgd,
 )
-from kfac_optim.distributed.assignment import Load, largest_first
+from kfac_optim.distributed.assignment import LayerLoad, Load, largest_first, place
 from kfac_optim.distributed.buckets import Bucket, Item, Payload, Segment, fill
-from kfac_optim.distributed.prediction import Compute, exposed, finished, stalled
+from kfac_optim.distributed.prediction import Compute, exposed, finished, in_order_of_backward, stalled
 from kfac_optim.distributed.volumes import fully_sharded, kaisa, local_statistics, replicated, sgd, sharded
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
@@ -191,6 +191,12 @@ def test_traffic_is_what_the_buckets_hold_times_who_gets_it(
                 copies *= workers  # as many rows of the grid
             sent[bucket.payload] += copies * segment.words
     assert {each.payload: each.words for each in plan.traffic} == {payload: n for payload, n in sent.items() if n}
+    results = 0
+    for layer in plan.layers:
+        for each in layer.parts if ranks > 1 else ():
+            wide = each.part.measuring if strategy.statistics is Statistics.ALL else 0
+            results += wide * (ranks - 1) + (each.part.sent - wide) * len(set(layer.workers) - {each.owner})
+    assert sent[Payload.INVERSES] == results
     rare = {Payload.SUMS, Payload.INVERSES}
     assert all((each.period > 1) <= (each.payload in rare) for each in plan.traffic)
     assert plan.bytes_per_step == sum(each.words_per_step * each.itemsize for each in plan.traffic)
@@ -304,6 +310,8 @@ def test_the_floor_of_resnet50_is_its_widest_factor(ranks: int, floor: float) ->
         assert plan.refresh_floor == pytest.approx(floor, abs=0.051)
         assert plan.largest_part[1] == 4608**3
         assert plan.refresh_imbalance >= plan.refresh_floor
+        assert plan.seconds.refresh == COST.solving(max(plan.refresh_loads))
+        assert plan.seconds.apply == COST.computing(max(plan.apply_loads))
 
 
 def test_hybrids_balance_both_kinds_of_work() -> None:
@@ -313,6 +321,24 @@ def test_hybrids_balance_both_kinds_of_work() -> None:
             assert plan.refresh_imbalance < 1.1 * plan.refresh_floor
             largest = max(layer.apply for layer in plan.layers) * 64 / sum(plan.apply_loads)
             assert plan.apply_imbalance < 1.1 * max(1.0, largest)
+
+
+def test_equal_layers_are_placed_by_name_whatever_their_order() -> None:
+    model = equal_layers(5, 6, 4)
+    for strategy in (COMM_OPT, Replicated(0.5), Sharded()):
+        one, other = (make_plan(order, 4, strategy, COST) for order in (model, model[::-1]))
+        placed = [{e.name: (e.workers, e.parts[0].owner) for e in plan.layers} for plan in (one, other)]
+        assert placed[0] == placed[1]
+
+
+def test_groups_share_refreshes_as_well_as_preconditioning() -> None:
+    """By name alone, or by preconditioning, the two dear layers would come together."""
+    loads = {
+        name: LayerLoad({"A": Load(refresh, 1)}, apply=1.0, words=1)
+        for name, refresh in {"a": 1000.0, "b": 1.0, "c": 1000.0, "d": 1.0}.items()
+    }
+    placed = place(loads, 4, Replicated(0.5), period=10)
+    assert placed["a"].workers != placed["c"].workers
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------
@@ -342,6 +368,9 @@ def test_buckets_of_a_plan(
     for bucket in plan.buckets:
         assert bucket.size <= max(options.bucket_bytes, bucket.itemsize)
         assert bucket.seconds > 0
+        tree = Collective.REDUCE if bucket.payload in (Payload.GRADIENTS, Payload.SUMS) else Collective.BROADCAST
+        everyone = bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated)
+        assert bucket.collective in ({Collective.ALL_REDUCE} if everyone else {tree, Collective.ALL_TO_ALL})
     gradients = [s for bucket in plan.buckets_of(Payload.GRADIENTS) for s in bucket.segments]
     assert [s.position for s in gradients] == sorted((s.position for s in gradients), reverse=True)
     assert sum(s.words for s in gradients) == sum(each.words for each in model)
@@ -370,7 +399,10 @@ def test_buckets_are_launched_as_backward_reaches_their_last_layer() -> None:
     gradients, sums = Payload.GRADIENTS, Payload.SUMS
     # Of a layer 11 and 22 words: the first bucket of sums ends with G of layer 4, the next begins with its A.
     assert launched == [(4, gradients), (4, sums), (3, sums), (2, gradients), (1, sums), (0, gradients), (0, sums)]
+    assert [s.name for s in plan.buckets_of(sums)[0].segments] == ["l5 G", "l5 A", "l4 G"]
     assert all(b.payload is not Payload.SUMS for b in plan.launches(refresh=False))
+    late, soon = bucket(1.0, 5, 1), bucket(1.0, 4, 3)
+    assert in_order_of_backward([late, soon]) == [soon, late]
 
 
 def test_layers_on_the_meta_device_are_planned_with_all_their_parameters() -> None:
@@ -630,7 +662,12 @@ def test_what_differs_is_named_the_cause_first(changes: dict[str, Any], first: s
     assert mine.fingerprint() != theirs.fingerprint()
     found = differences(mine.agreement(), theirs.agreement())
     assert found[0].startswith(first), found
+    effects = [each.startswith(("workers ", "owner ", "bucket ")) for each in found]
+    assert effects == sorted(effects)
     assert differences(mine.agreement(), small_plan().agreement()) == ()
+    back = differences(theirs.agreement(), mine.agreement())
+    assert len(back) == len(found)
+    assert any(" absent here" in each for each in back) == any(" absent there" in each for each in found)
 
 
 def test_rates_count_only_where_they_change_what_is_done() -> None:
