@@ -230,7 +230,9 @@ class Communicator:
         """
         result = values.detach().clone(memory_format=torch.contiguous_format)
         record = Launch(name, Cause.CALLED, 2 * (self.world_size - 1) * result.nbytes / self.world_size)
-        event = self._launch(record, (), lambda: dist.all_reduce(result, op=operation, group=self.group, async_op=True))
+        event = self._launch(
+            record, layers, lambda: dist.all_reduce(result, op=operation, group=self.group, async_op=True)
+        )
         return InFlight(result, event)
 
     def check_agreement(self, fingerprint: int, lines: Sequence[str]) -> None:
@@ -421,8 +423,8 @@ class Late(Enum):
     """In the same round: at the flush all ranks agree which buckets go again. Exact; the flush waits for one small
     all-reduce, on accelerators with a host synchronisation."""
     CARRY = "carry"
-    """In the next round: nothing is lost or counted twice, and the flush waits for nothing. For running averages, which
-    are linear, or where no member is reported twice."""
+    """In the next round: nothing is counted twice, and the flush waits for nothing. For running averages, which are
+    linear, or where no member is reported twice. What is carried is in no checkpoint."""
 
 
 class Round(NamedTuple):

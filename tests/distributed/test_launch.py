@@ -6,11 +6,12 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from kfac_optim.distributed import launch
 from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place
 
 TORCHRUN = {
@@ -147,6 +148,15 @@ def test_what_a_variable_cannot_hold_is_refused_by_name(environ: Mapping[str, st
         find_place(environ)
 
 
+def test_an_address_of_ipv6_is_put_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda _, **arguments: asked.append(arguments))
+    for name, value in (HYDRA | {"MASTER_ADDR": "fd00::1"}).items():
+        monkeypatch.setenv(name, value)
+    launch.initialize()
+    assert [arguments["init_method"] for arguments in asked] == ["tcp://[fd00::1]:29500"]
+
+
 # -- processes ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -160,9 +170,8 @@ again = initialize()
 total = torch.tensor(float(10 ** place.rank))
 dist.all_reduce(total)
 told = [place.launcher.name, place.rank, place.local_rank, dist.get_rank(), dist.get_world_size(), total.item()]
-rank, size = {
-    "TORCHRUN": ("RANK", "WORLD_SIZE"), "OPEN_MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-}[place.launcher.name]
+prefix = {"TORCHRUN": "", "OPEN_MPI": "OMPI_COMM_WORLD_", "HYDRA": "PMI_"}[place.launcher.name]
+rank, size = f"{prefix}RANK", f"{prefix}SIZE" if prefix else "WORLD_SIZE"
 os.environ |= {rank: "7", size: "8", "MASTER_ADDR": "127.0.0.1"}
 try:
     initialize()
@@ -212,16 +221,24 @@ def test_two_processes_that_torchrun_started_form_a_group(tmp_path: Path) -> Non
     check(finish([run], tmp_path), Launcher.TORCHRUN)
 
 
-def test_two_processes_with_the_variables_of_an_mpirun_form_a_group(tmp_path: Path) -> None:
+def open_mpi(rank: int) -> dict[str, str]:
+    places = {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
+    return places | {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+
+
+def hydra(rank: int) -> dict[str, str]:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(("launcher", "variables"), [(Launcher.OPEN_MPI, open_mpi), (Launcher.HYDRA, hydra)])
+def test_two_processes_with_the_variables_of_an_mpirun_form_a_group(
+    launcher: Launcher, variables: Callable[[int], dict[str, str]], tmp_path: Path
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        variables = {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
-        variables |= {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
-        processes.append(start(["-c", PROGRAM, str(tmp_path)], environment(MASTER_PORT=str(port), **variables)))
-    check(finish(processes, tmp_path), Launcher.OPEN_MPI)
+        port = str(probe.getsockname()[1])
+    environs = [environment(MASTER_PORT=port, **variables(rank)) for rank in range(2)]
+    check(finish([start(["-c", PROGRAM, str(tmp_path)], environ) for environ in environs], tmp_path), launcher)
 
 
 def test_without_a_launcher_no_group_is_formed() -> None:
