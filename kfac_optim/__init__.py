@@ -45,6 +45,7 @@ to that of a folder around it):
     checkpoint                  L10  block state in and out of state_dict
     discovery                   L11  the blocks of a model
     background                  L11  refreshes beside the training, around any executor
+    distributed/                L11  many processes; nothing below or beside imports it
     step_size                   L11  how far a step goes
     distributed/                L12  many processes: who works on what, and what they send
     engine                      L12  one step as a pipeline

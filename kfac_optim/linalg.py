@@ -270,3 +270,60 @@ def sandwich(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tenso
 def norm1(matrix: Tensor) -> Tensor:
     """Largest column sum of magnitudes of `[..., d, d]`, `[...]`."""
     return matrix.abs().sum(-2).amax(-1)
+
+
+def triangle_size(dim: int) -> int:
+    """Elements of a packed symmetric `[d, d]` matrix: `d(d + 1) / 2`."""
+    return dim * (dim + 1) // 2
+
+
+def pack_triangle(matrix: Tensor) -> Tensor:
+    """One triangle of each symmetric matrix, `[..., d, d]`, as a row of `triangle_size(d)` elements, `[..., t]`.
+
+    In the rectangular full packed format (Gustavson et al. 2010): the left half of the columns keeps its lower
+    triangle, and the upper triangle of the last quarter of the matrix fills the place above it. That takes slices
+    alone, no index tensors (which would be four times as large as a float32 matrix), and no host synchronisation.
+    Bits are copied, never computed with, so that `unpack_triangle` gives a symmetric matrix back exactly.
+    """
+    d = matrix.shape[-1]
+    low, rows, column = _triangle_blocks(d)
+    columns = d - low
+    packed = matrix.new_empty(*matrix.shape[:-2], rows, columns)
+    packed[..., rows - d :, :] = matrix[..., :, :columns]
+    if low > 0:
+        free = packed[..., :low, column:]
+        upper = torch.ones(low, low, dtype=torch.bool, device=matrix.device).triu()
+        free.copy_(torch.where(upper, matrix[..., columns:, columns:], free))
+    return packed.flatten(-2)
+
+
+def unpack_triangle(packed: Tensor, dim: int) -> Tensor:
+    """The symmetric matrices, `[..., d, d]`, that `pack_triangle` made into `[..., triangle_size(d)]`."""
+    low, rows, column = _triangle_blocks(dim)
+    columns = dim - low
+    packed = packed.reshape(*packed.shape[:-1], rows, columns)
+    matrix = packed.new_empty(*packed.shape[:-2], dim, dim)
+    left = packed[..., rows - dim :, :]
+    matrix[..., :columns, :columns] = _mirror_lower(left[..., :columns, :])
+    if low > 0:
+        matrix[..., columns:, :columns] = left[..., columns:, :]
+        matrix[..., :columns, columns:] = left[..., columns:, :].mT
+        matrix[..., columns:, columns:] = _mirror_lower(packed[..., :low, column:].mT)
+    return matrix
+
+
+def _triangle_blocks(dim: int) -> tuple[int, int, int]:
+    """The rectangle that `d(d + 1) / 2` elements fill.
+
+    Size of the last diagonal block, which is put above the others; rows; and the column at which that block starts.
+    Even `d = 2k`: `k`, `2k + 1` rows of `k`, in which the columns stand one row lower. Odd `d = 2k + 1`: `k`, `2k + 1`
+    rows of `k + 1`, in which the block starts one column further right.
+    """
+    low = dim // 2
+    return low, dim + 1 - dim % 2, dim % 2
+
+
+def _mirror_lower(matrix: Tensor) -> Tensor:
+    """`[..., d, d]` with the part above the diagonal replaced by the mirror image of that below."""
+    lower = torch.ones(matrix.shape[-2:], dtype=torch.bool, device=matrix.device).tril()
+    return torch.where(lower, matrix, matrix.mT)

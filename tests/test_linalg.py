@@ -16,8 +16,11 @@ from kfac_optim.linalg import (
     newton_schulz,
     newton_start,
     norm1,
+    pack_triangle,
     sandwich,
     shift_diagonal,
+    triangle_size,
+    unpack_triangle,
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -471,3 +474,44 @@ def test_a_matrix_is_multiplied_from_both_sides(left: str, right: str, groups: i
 def test_the_1_norm_is_the_largest_column_sum(count: int, dim: int) -> None:
     matrix = torch.randn(count, dim, dim)
     assert_same(norm1(matrix), torch.linalg.matrix_norm(matrix, 1))
+
+
+# -- triangles ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    dim=st.integers(1, 9),
+    groups=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_a_packed_triangle_holds_each_element_once_and_gives_the_matrix_back_bitwise(
+    dim: int, groups: int, dtype: torch.dtype
+) -> None:
+    position = torch.arange(dim)
+    # Each pair of rows and columns has a number of its own.
+    number = torch.maximum(position[:, None], position) * dim + torch.minimum(position[:, None], position)
+    matrix = (number + dim * dim * torch.arange(groups)[:, None, None]).to(dtype)
+    matrix[..., 0, 0] = -0.0
+    packed = pack_triangle(matrix)
+    assert packed.shape == (groups, triangle_size(dim))
+    assert packed.is_contiguous()
+    expected = [row[torch.ones(dim, dim, dtype=torch.bool).triu()].sort().values for row in matrix]
+    assert all(torch.equal(row.sort().values, values) for row, values in zip(packed, expected, strict=True))
+    unpacked = unpack_triangle(packed, dim)
+    assert torch.equal(unpacked, matrix)
+    assert torch.equal(unpacked.signbit(), matrix.signbit())
+
+
+def test_what_is_not_finite_in_a_packed_triangle_stays_where_it_is() -> None:
+    for row, column in ((0, 0), (0, 3), (4, 4), (1, 2), (3, 4)):
+        matrix = torch.zeros(1, 5, 5)
+        matrix[0, row, column] = matrix[0, column, row] = torch.nan
+        assert torch.equal(unpack_triangle(pack_triangle(matrix), 5).isnan(), matrix.isnan())
+
+
+def test_packing_reads_a_matrix_that_is_not_contiguous() -> None:
+    matrix = psd(2, 6, 6)
+    assert torch.equal(pack_triangle(matrix.mT), pack_triangle(matrix.mT.contiguous()))
+    spread = torch.zeros(2, 12, 6)
+    spread[:, ::2] = matrix
+    assert torch.equal(pack_triangle(spread[:, ::2]), pack_triangle(matrix))

@@ -1,0 +1,315 @@
+"""What is sent together, on paper: layouts of buckets, what a rank gives, what an owner gets. Sends nothing."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Names in one message.
+_LISTED = 8
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, in quotes."""
+    shown = ", ".join(map(repr, names[:_LISTED]))
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    """Names that are there more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+# -- sums to their owners ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor in a `ReduceBucket`.
+
+    Attributes:
+        name: of the layer, and of what it is of it: for messages, and to report it.
+        elements: how many; those of a packed triangle for a symmetric matrix (`linalg.pack_triangle`).
+        owner: rank that gets the sum.
+        weighted: whether the masses are summed too, which takes one more element. A plain sum needs none.
+    """
+
+    name: str
+    elements: int
+    owner: int
+    weighted: bool = True
+
+
+class Place(NamedTuple):
+    """Where a slot lies in a flat tensor."""
+
+    values: slice
+    mass: int | None
+
+
+@dataclass(frozen=True)
+class ReduceBucket:
+    """Slots that are summed over all ranks, each to its owner, in one collective.
+
+    The section of an owner holds the values of its slots, in the order given, and then their masses. Masses are never
+    rounded: where the payload is narrower than the sum, their bits travel as two numbers of the payload's dtype.
+
+    Attributes:
+        name: for messages and traces.
+        slots: at least one; names differ.
+        world_size: number of ranks.
+        payload: dtype on the wire.
+    """
+
+    name: str
+    slots: tuple[Slot, ...]
+    world_size: int
+    payload: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        where = _check_layout(self.name, self.names, self.payload)
+        for slot in self.slots:
+            _check_elements(where, slot.name, slot.elements)
+            _check_rank(f"the owner of {slot.name!r} in {where}", slot.owner, self.world_size)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the slots."""
+        return tuple(slot.name for slot in self.slots)
+
+    @cached_property
+    def sum_dtype(self) -> torch.dtype:
+        """Of what a rank gives, of masses and of sums: at least float32."""
+        return torch.promote_types(self.payload, torch.float32)
+
+    @cached_property
+    def owned(self) -> tuple[tuple[Slot, ...], ...]:
+        """The slots of each rank."""
+        slots: list[list[Slot]] = [[] for _ in range(self.world_size)]
+        for slot in self.slots:
+            slots[slot.owner].append(slot)
+        return tuple(map(tuple, slots))
+
+    @cached_property
+    def sections(self) -> tuple[int, ...]:
+        """Elements of each owner's section in the dtype of sums."""
+        return tuple(sum(slot.elements + slot.weighted for slot in slots) for slots in self.owned)
+
+    @cached_property
+    def wire_sections(self) -> tuple[int, ...]:
+        """Elements of each owner's section in the dtype of the payload."""
+        words = self.sum_dtype.itemsize // self.payload.itemsize
+        return tuple(sum(slot.elements + words * slot.weighted for slot in slots) for slots in self.owned)
+
+    @cached_property
+    def places(self) -> Mapping[str, Place]:
+        """Of each slot in its owner's section."""
+        places = {}
+        for slots in self.owned:
+            start, mass = 0, sum(slot.elements for slot in slots)
+            for slot in slots:
+                places[slot.name] = Place(slice(start, start + slot.elements), mass if slot.weighted else None)
+                start += slot.elements
+                mass += slot.weighted
+        return places
+
+    def sent_bytes(self, rank: int) -> int:
+        """What `rank` sends to others in one launch. All ranks together: `P - 1` times the bucket."""
+        return (sum(self.wire_sections) - self.wire_sections[rank]) * self.payload.itemsize
+
+    def encode(self, sections: Tensor) -> Tensor:
+        """All sections, `[sum(sections)]` in the dtype of sums, as they travel, `[sum(wire_sections)]`."""
+        if self.payload == self.sum_dtype:
+            return sections
+        pieces = []
+        for owner, section in enumerate(torch.split(sections, list(self.sections))):
+            values, masses = self._parts(section, owner)
+            pieces += [values.to(self.payload), masses.view(self.payload)]
+        return torch.cat(pieces)
+
+    def decode(self, section: Tensor, owner: int) -> Tensor:
+        """One section of what `encode` made, `[wire_sections[owner]]`, in the dtype of sums, `[sections[owner]]`."""
+        if self.payload == self.sum_dtype:
+            return section
+        values, words = self._parts(section, owner)
+        # The words are copied to where a number of the wider dtype may start.
+        return torch.cat((values.to(self.sum_dtype), words.clone().view(self.sum_dtype)))
+
+    def merged(self, section: Tensor, owner: int) -> dict[str, "Merged"]:
+        """The slots of an owner as views of its summed section, `[sections[owner]]`."""
+        views = {}
+        for slot in self.owned[owner]:
+            values, mass = self.places[slot.name]
+            views[slot.name] = Merged(section[values], None if mass is None else section[mass])
+        return views
+
+    def _parts(self, section: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+        """Values and masses."""
+        count = sum(slot.elements for slot in self.owned[owner])
+        return section[:count], section[count:]
+
+
+class Merged(NamedTuple):
+    """One slot, summed over ranks."""
+
+    total: Tensor
+    """`Σ w·S`, `[elements]`."""
+    mass: Tensor | None
+    """`Σ w`, `[]`, 0 where no rank had anything; None of a slot that is not weighted."""
+
+    def mean(self) -> Tensor:
+        """`Σ w·S / Σ w`, `[elements]`; zeros where no rank had anything."""
+        assert self.mass is not None, "a slot that is not weighted has no mean"
+        return torch.where(self.mass > 0, self.total / self.mass, 0.0)
+
+    def plus(self, other: "Merged") -> "Merged":
+        """The sum of both."""
+        mass = None if self.mass is None or other.mass is None else self.mass + other.mass
+        return Merged(self.total + other.total, mass)
+
+
+class Contributions:
+    """What one rank gives to one launch of a bucket: zeros, until something is added.
+
+    Attributes:
+        sections: of all owners, one after the other, `[sum(bucket.sections)]`.
+    """
+
+    def __init__(self, bucket: ReduceBucket, device: torch.device) -> None:
+        self._bucket = bucket
+        self.sections = torch.zeros(sum(bucket.sections), dtype=bucket.sum_dtype, device=device)
+        owners = torch.split(self.sections, list(bucket.sections))
+        self._slots = {name: view for rank, own in enumerate(owners) for name, view in bucket.merged(own, rank).items()}
+
+    @torch.no_grad()
+    def add(self, name: str, values: Tensor, mass: float | Tensor) -> None:
+        """Add `mass · values` to a slot, and `mass` to its mass; nothing at all where the mass is not positive.
+
+        Args:
+            name: of the slot.
+            values: of as many elements as the slot, in any shape.
+            mass: a number, or `[]` on the same device.
+        """
+        total, masses = self._slots[name]
+        if values.numel() != total.numel():
+            raise ValueError(
+                f"kfac_optim: {name!r} in bucket {self._bucket.name!r} has {total.numel()} elements, got "
+                f"{values.numel()}; was the model changed after the plan was made?"
+            )
+        weight = mass if isinstance(mass, Tensor) else torch.full((), mass, device=total.device, dtype=total.dtype)
+        weight = weight.to(total.dtype)
+        counts = weight > 0
+        # What weighs nothing may be anything: 0 · inf must not reach the sum.
+        total += torch.where(counts, values.flatten().to(total.dtype) * weight, 0.0)
+        if masses is not None:
+            masses += torch.where(counts, weight, 0.0)
+
+
+# -- parcels from their sources ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One tensor in a `ShareBucket`.
+
+    Attributes:
+        name: of the layer, and of what it is of it: for messages, and in results.
+        elements: how many.
+        source: rank that has it.
+        targets: ranks that get it, ascending. The source may be one of them: it then gets what the others get, its
+            own numbers in the dtype of the payload.
+    """
+
+    name: str
+    elements: int
+    source: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShareBucket:
+    """Parcels that go from their sources to their targets in one collective.
+
+    That is an all-gather where all ranks are targets, a broadcast where they have one source, and the way of row
+    shards to the owner of a matrix and back.
+
+    Attributes:
+        name: for messages and traces.
+        parcels: at least one; names differ.
+        world_size: number of ranks.
+        payload: dtype on the wire, and of results.
+    """
+
+    name: str
+    parcels: tuple[Parcel, ...]
+    world_size: int
+    payload: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        where = _check_layout(self.name, self.names, self.payload)
+        for parcel in self.parcels:
+            _check_elements(where, parcel.name, parcel.elements)
+            for rank in (parcel.source, *parcel.targets):
+                _check_rank(f"the source and the targets of {parcel.name!r} in {where}", rank, self.world_size)
+            if parcel.targets != tuple(sorted(set(parcel.targets))):
+                raise ValueError(
+                    f"kfac_optim: the targets of {parcel.name!r} in {where} must ascend, got {parcel.targets}."
+                )
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the parcels."""
+        return tuple(parcel.name for parcel in self.parcels)
+
+    @cached_property
+    def is_even_gather(self) -> bool:
+        """Whether all ranks have equally much, and all of it goes to all."""
+        everyone = tuple(range(self.world_size))
+        held = dict.fromkeys(everyone, 0)
+        for parcel in self.parcels:
+            held[parcel.source] += parcel.elements
+        return len(set(held.values())) == 1 and all(parcel.targets == everyone for parcel in self.parcels)
+
+    def sent_by(self, rank: int) -> list[list[Parcel]]:
+        """What `rank` sends to each rank, in order."""
+        own = [parcel for parcel in self.parcels if parcel.source == rank]
+        return [[parcel for parcel in own if target in parcel.targets] for target in range(self.world_size)]
+
+    def received_by(self, rank: int) -> list[list[Parcel]]:
+        """What `rank` gets from each rank, in order."""
+        own = [parcel for parcel in self.parcels if rank in parcel.targets]
+        return [[parcel for parcel in own if parcel.source == source] for source in range(self.world_size)]
+
+    def sent_bytes(self, rank: int) -> int:
+        """What `rank` sends to others in one launch."""
+        going = (parcels for target, parcels in enumerate(self.sent_by(rank)) if target != rank)
+        return sum(parcel.elements for parcels in going for parcel in parcels) * self.payload.itemsize
+
+
+def _check_layout(name: str, members: Sequence[str], payload: torch.dtype) -> str:
+    """What to call the bucket in messages."""
+    where = f"bucket {name!r}"
+    if not members:
+        raise ValueError(f"kfac_optim: {where} holds nothing; leave it out.")
+    if twice := repeated(members):
+        raise ValueError(f"kfac_optim: names in {where} must differ, got {listed(twice)} more than once.")
+    if payload not in _PAYLOADS:
+        allowed = ", ".join(map(str, _PAYLOADS))
+        raise ValueError(f"kfac_optim: the payload of {where} must be one of {allowed}, got {payload}.")
+    return where
+
+
+def _check_elements(where: str, name: str, elements: int) -> None:
+    if elements < 0:
+        raise ValueError(f"kfac_optim: {name!r} in {where} must have 0 elements or more, got {elements}.")
+
+
+def _check_rank(what: str, rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"kfac_optim: {what} must be ranks from 0 to {world_size - 1}, got {rank}.")

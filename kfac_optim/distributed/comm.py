@@ -1,0 +1,520 @@
+"""Bucketed asynchronous collectives that every rank launches in one fixed order.
+
+A collective is matched between ranks by its place in the order in which they launch, and by nothing else: ranks that
+launch in another order hang, or take each other's numbers for their own where the sizes agree. Hooks run in the
+order in which a backward happens to reach them, once, twice or never. So buckets have a fixed layout and a fixed
+order; hooks only report to a `Launcher`; and what was not reported goes as zeros.
+
+Two kinds of bucket, by what they are for:
+
+- `ReduceBucket`: each slot's sum over all ranks, for the one rank that owns it. A rank sends `(w·S, w)`, its mean and
+  the mass `w` behind it, so that means merge exactly, `Σ w·S / Σ w`, whatever the ranks' shares, none included.
+- `ShareBucket`: each parcel goes from one rank to some or all others, bit by bit.
+
+[Note: one form for each device] gloo's reduce-scatter moves as much as its all-reduce, and its reduce overwrites what
+the other ranks gave; its all-to-all moves the least and takes uneven parts, empty ones too. So on the CPU a sum is an
+all-to-all, and then a sum on the owner in the order of ranks, the same bits every time. On accelerators it is a
+reduce-scatter where all sections have one size; otherwise an all-to-all too, since padding would move zeros. A payload
+narrower than float32 is always exchanged and summed in float32: each sum in bfloat16 would round again.
+"""
+
+import hashlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kfac_optim.distributed.base import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, listed, repeated
+
+T = TypeVar("T")
+
+# How often a rank that waits looks whether another has given up: gloo tells only those that were to hear from a rank
+# that is gone, not those that wait for them in turn.
+_LOOKOUT = timedelta(seconds=1)
+
+# How long a rank that gives up waits for all others that wait to do so too.
+_ROLL_CALL = timedelta(seconds=3)
+
+# Key in the store of a process group.
+_GIVEN_UP = "kfac_optim/given-up"
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or took too long; says which, with its layers and the ranks. The process group is lost."""
+
+
+# -- what a launch gives -----------------------------------------------------------------------------------------
+
+
+class Cause(Enum):
+    """Why a collective was launched when it was."""
+
+    CALLED = "called"
+    """By its own call, at the same place in the program on all ranks."""
+    COMPLETE = "complete"
+    """The last member of the bucket, and of all before it, was reported."""
+    FLUSHED = "flushed"
+    """The round ended before that."""
+    LATE = "late"
+    """On some rank a member was reported again after the launch."""
+
+
+class Launch(NamedTuple):
+    """One line of a trace."""
+
+    bucket: str
+    cause: Cause
+    sent_bytes: float
+    """By this rank to others; of an all-reduce `2(P - 1)/P` of it, as a ring moves: not always whole."""
+
+
+class Event:
+    """The end of one collective on this rank."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
+
+    def wait(self) -> None:
+        """Return when the result is valid; on an accelerator, for what is queued in the present stream from now on.
+
+        Waiting again does nothing.
+
+        Raises:
+            CollectiveError: it failed, or took longer than the communicator's time-out. (With NCCL, which runs beside
+                the program, its own watchdog ends the process instead.)
+        """
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+
+class InFlight(NamedTuple, Generic[T]):
+    """A collective under way."""
+
+    result: T
+    """Valid once `event` was waited for."""
+    event: Event
+
+    def wait(self) -> T:
+        """The result, when it is valid; see `Event.wait`."""
+        self.event.wait()
+        return self.result
+
+
+# -- collectives -------------------------------------------------------------------------------------------------
+
+
+class Communicator:
+    """Launches the collectives of one process group, in the form that suits the device.
+
+    [Note: one order] All ranks must call its methods in the same order. A `Launcher` does so whatever its hooks do, if
+    nothing else is launched between the first report of a round and its flush; what has to be then goes through another
+    communicator.
+
+    Args:
+        group: used by nobody else, see `of_all_ranks`.
+        device: that all tensors lie on.
+        timeout: how long an event waits on the CPU; on accelerators that of the group counts.
+        observe: told of every launch, for traces.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        observe: Callable[[Launch], None] | None = None,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.device = device
+        self._timeout = timeout
+        self._observe = observe
+
+    @classmethod
+    def of_all_ranks(
+        cls, device: torch.device, timeout: timedelta, observe: Callable[[Launch], None] | None = None
+    ) -> "Communicator":
+        """With a process group of its own, which all ranks must make at the same place in the program."""
+        return cls(dist.new_group(timeout=timeout), device, timeout, observe)
+
+    def reduce(
+        self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
+    ) -> InFlight[dict[str, Merged]]:
+        """Sum a bucket to the owners of its slots.
+
+        Args:
+            bucket: the same on all ranks.
+            contributions: of this rank; not to be written to until the event was waited for.
+            cause: for the trace.
+
+        Returns:
+            The slots that this rank owns, by name.
+        """
+        self._check_world(bucket.name, bucket.world_size)
+        given = contributions.sections
+        total = given.new_empty(bucket.sections[self.rank])
+        record = Launch(bucket.name, cause, bucket.sent_bytes(self.rank))
+        if self._scatters(bucket):
+            event = self._launch(
+                record,
+                bucket.names,
+                lambda: dist.reduce_scatter_single(total, given, group=self.group, async_op=True),
+            )
+        else:
+            own = bucket.wire_sections[self.rank]
+            sent = bucket.encode(given)
+            received = sent.new_empty(self.world_size, own)
+
+            def add_up() -> None:
+                total.zero_()
+                for part in received:  # in the order of ranks
+                    total.add_(bucket.decode(part, self.rank))
+
+            to, from_ = bucket.wire_sections, [own] * self.world_size
+            event = self._exchange(record, bucket.names, (sent, to), (received.flatten(), from_), add_up)
+        return InFlight(bucket.merged(total, self.rank), event)
+
+    def share(self, bucket: ShareBucket, values: Mapping[str, Tensor]) -> InFlight[dict[str, Tensor]]:
+        """Send parcels from their sources to their targets.
+
+        Args:
+            bucket: the same on all ranks.
+            values: the parcels whose source this rank is, by name, in any shape; others are left alone.
+
+        Returns:
+            The parcels that this rank is a target of, by name, `[elements]`: the same bits on all of their targets.
+        """
+        self._check_world(bucket.name, bucket.world_size)
+        going, coming = bucket.sent_by(self.rank), bucket.received_by(self.rank)
+        arriving = list(itertools.chain(*coming))
+        received = torch.empty(_elements(arriving), dtype=bucket.payload, device=self.device)
+        record = Launch(bucket.name, Cause.CALLED, bucket.sent_bytes(self.rank))
+        if bucket.is_even_gather:
+            own = self._joined(bucket, going[self.rank], values)
+            event = self._launch(
+                record,
+                bucket.names,
+                lambda: dist.all_gather_single(received, own, group=self.group, async_op=True),
+            )
+        else:
+            sent = self._joined(bucket, itertools.chain(*going), values)
+            to, from_ = list(map(_elements, going)), list(map(_elements, coming))
+            event = self._exchange(record, bucket.names, (sent, to), (received, from_))
+        parts = torch.split(received, [parcel.elements for parcel in arriving])
+        return InFlight({parcel.name: part for parcel, part in zip(arriving, parts, strict=True)}, event)
+
+    def all_reduce(
+        self,
+        name: str,
+        values: Tensor,
+        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        layers: Sequence[str] = (),
+    ) -> InFlight[Tensor]:
+        """Reduce a few numbers to all ranks, the same bits on each.
+
+        Args:
+            name: for messages and traces.
+            values: of one shape and dtype on all ranks; left as they are.
+            operation: `SUM`, `MAX`, …
+            layers: that the numbers are about, for messages.
+        """
+        result = values.detach().clone(memory_format=torch.contiguous_format)
+        record = Launch(name, Cause.CALLED, 2 * (self.world_size - 1) * result.nbytes / self.world_size)
+        event = self._launch(
+            record, layers, lambda: dist.all_reduce(result, op=operation, group=self.group, async_op=True)
+        )
+        return InFlight(result, event)
+
+    def check_agreement(self, fingerprint: int, lines: Sequence[str]) -> None:
+        """Raise on all ranks alike, unless all have planned the same; to be called before any other collective.
+
+        Args:
+            fingerprint: 64 bits, signed, of all that decides on the order and the sizes of collectives.
+            lines: what it was taken of, in order and in words: names of layers, shapes, owners.
+
+        Raises:
+            RuntimeError: names what one rank has and another lacks, or has elsewhere.
+            CollectiveError: some rank never came.
+        """
+        name = "start-up check"
+        own = torch.tensor([fingerprint], dtype=torch.int64, device=self.device)
+        gathered = own.new_empty(self.world_size)
+        record = Launch(name, Cause.CALLED, (self.world_size - 1) * own.nbytes)
+        self._launch(record, (), lambda: dist.all_gather_single(gathered, own, group=self.group, async_op=True)).wait()
+        fingerprints = gathered.tolist()
+        odd = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
+        if not odd:
+            return
+        # All ranks compare the same fingerprints, so that all of them come here.
+        everyones: list[list[str]] = [[] for _ in range(self.world_size)]
+        with self._blaming(name, ()):
+            dist.all_gather_object(everyones, list(lines), group=self.group)
+        raise RuntimeError(
+            f"kfac_optim: the ranks disagree about what is to be communicated. Of {self.world_size} ranks "
+            f"{', '.join(map(str, odd))} differ from rank 0 (this is rank {self.rank}). Rank {odd[0]}: "
+            f"{_difference(everyones[0], everyones[odd[0]])}. Build the same model, with the same arguments of "
+            f"KFACOptimizer, on every rank."
+        )
+
+    def _scatters(self, bucket: ReduceBucket) -> bool:
+        """See [Note: one form for each device]."""
+        even = len(set(bucket.sections)) == 1
+        return self.device.type != "cpu" and even and bucket.payload == bucket.sum_dtype
+
+    def _joined(self, bucket: ShareBucket, parcels: Iterable[Parcel], values: Mapping[str, Tensor]) -> Tensor:
+        """`[elements of all parcels]`, as they travel."""
+        pieces = [torch.empty(0, dtype=bucket.payload, device=self.device)]
+        for parcel in parcels:
+            value = values.get(parcel.name)
+            if value is None or value.numel() != parcel.elements:
+                raise ValueError(
+                    f"kfac_optim: rank {self.rank} is to send {parcel.elements} elements of {parcel.name!r} in bucket "
+                    f"{bucket.name!r}, got {'nothing' if value is None else value.numel()}."
+                )
+            pieces.append(value.detach().flatten().to(bucket.payload))
+        return torch.cat(pieces)
+
+    def _check_world(self, name: str, world_size: int) -> None:
+        if world_size != self.world_size:
+            raise ValueError(
+                f"kfac_optim: bucket {name!r} was laid out for {world_size} ranks, the process group has "
+                f"{self.world_size}; plan again for this group."
+            )
+
+    def _exchange(
+        self,
+        record: Launch,
+        names: Sequence[str],
+        sent: tuple[Tensor, Sequence[int]],
+        received: tuple[Tensor, Sequence[int]],
+        finish: Callable[[], None] | None = None,
+    ) -> Event:
+        """An all-to-all: each buffer with the number of its elements that go to, or come from, each rank."""
+        (source, to), (target, from_) = sent, received
+        return self._launch(
+            record,
+            names,
+            lambda: dist.all_to_all_single(target, source, list(from_), list(to), group=self.group, async_op=True),
+            finish,
+        )
+
+    def _launch(
+        self,
+        record: Launch,
+        names: Sequence[str],
+        launch: Callable[[], dist.Work | None],
+        finish: Callable[[], None] | None = None,
+    ) -> Event:
+        """Launch, and make the event that waits for the end, and then finishes."""
+        with self._blaming(record.bucket, names):
+            work = launch()
+        assert work is not None, "only a rank outside of the group gets none"
+        if self._observe is not None:
+            self._observe(record)
+
+        def wait() -> None:
+            with self._blaming(record.bucket, names):
+                if self.device.type == "cpu":
+                    self._wait_on_host(work)
+                else:
+                    work.wait()  # makes the stream wait; with a time-out it would be the host
+            if finish is not None:
+                finish()
+
+        return Event(wait)
+
+    def _wait_on_host(self, work: dist.Work) -> None:
+        """Until it is done, the time is out, or another rank has given up."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                work.wait(min(left, _LOOKOUT))
+                return
+            except RuntimeError as error:
+                if work.is_completed() or left <= _LOOKOUT:
+                    raise
+                if self.group.get_group_store().check([_GIVEN_UP]):
+                    raise RuntimeError("another rank gave up") from error
+
+    @contextmanager
+    def _blaming(self, bucket: str, names: Sequence[str]) -> Iterator[None]:
+        """Turn what `torch.distributed` raises into an error that says what was under way, and who is missing."""
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            layers = f" (layers {listed(names)})" if names else ""
+            raise CollectiveError(
+                f"kfac_optim: on rank {self.rank} of {self.world_size} the collective of {bucket!r}{layers} failed "
+                f"after {seconds:.1f} s (time-out {self._timeout.total_seconds():g} s): {error}. "
+                f"{self._call_the_roll()} Look for the first error in the logs of the other ranks; where one was only "
+                f"slow, raise the time-out. To go on, start all ranks again from the last checkpoint."
+            ) from error
+
+    def _call_the_roll(self) -> str:
+        """Which ranks do not give up too: they are gone, or not waiting."""
+        silent = [rank for rank in range(self.world_size) if rank != self.rank]
+        deadline = time.monotonic() + _ROLL_CALL.total_seconds()
+        try:
+            store = self.group.get_group_store()
+            store.set(f"{_GIVEN_UP}/{self.rank}", "")
+            store.set(_GIVEN_UP, "")
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.05)
+                silent = [rank for rank in silent if not store.check([f"{_GIVEN_UP}/{rank}"])]
+        except RuntimeError as error:
+            return f"Who is missing is not known, as the store of the process group is gone too ({error})."
+        if not silent:
+            return "All ranks gave up in a collective."
+        ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        return f"No word from {ranks}: gone, or at another place in the program."
+
+
+def _elements(parcels: Iterable[Parcel]) -> int:
+    return sum(parcel.elements for parcel in parcels)
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------
+
+
+def fingerprint(lines: Iterable[str]) -> int:
+    """64 bits, signed, that differ where the lines or their order do; the same in every process."""
+    digest = hashlib.sha256()
+    for line in lines:
+        encoded = line.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return int.from_bytes(digest.digest()[:8], "little", signed=True)
+
+
+def _difference(first: Sequence[str], other: Sequence[str]) -> str:
+    """What another rank has, against what rank 0 has."""
+    missing, extra = list(Counter(first) - Counter(other)), list(Counter(other) - Counter(first))
+    if missing or extra:
+        lacks = [f"lacks {listed(missing)}"] if missing else []
+        return " and ".join([*lacks, f"has {listed(extra)} that rank 0 has not"] if extra else lacks)
+    for place, (ours, theirs) in enumerate(zip(first, other, strict=True)):
+        if ours != theirs:
+            return f"has the same in another order: as number {place + 1} {theirs!r}, where rank 0 has {ours!r}"
+    return "has the same names, but other shapes, owners or settings"
+
+
+# -- launching ---------------------------------------------------------------------------------------------------
+
+
+class Late(Enum):
+    """What becomes of a member that is reported again when its bucket is under way.
+
+    A second backward before the step does that, or a layer called twice whose reports come one by one.
+    """
+
+    RESEND = "resend"
+    """In the same round: at the flush all ranks agree which buckets go again. Exact; the flush waits for one small
+    all-reduce, on accelerators with a host synchronisation."""
+    CARRY = "carry"
+    """In the next round: nothing is counted twice, and the flush waits for nothing. For running averages, which are
+    linear, or where no member is reported twice. What is carried is in no checkpoint."""
+
+
+class Round(NamedTuple):
+    """All that was launched up to a flush, in order."""
+
+    flights: tuple[InFlight[dict[str, Merged]], ...]
+
+    def wait(self) -> dict[str, Merged]:
+        """Every slot that this rank owns, by name, when all are there; see `Event.wait`."""
+        merged: dict[str, Merged] = {}
+        for flight in self.flights:
+            for name, part in flight.wait().items():
+                merged[name] = merged[name].plus(part) if name in merged else part
+        return merged
+
+
+class Launcher:
+    """Launches buckets in their order, each as soon as it and all before it are complete.
+
+    Members may be reported in any order, any number of times, or never, and differently on each rank: every rank
+    launches the same collectives in the same order, and what was not reported weighs nothing. Reports of one member
+    add up. Not thread-safe: it serves the hooks of one device.
+
+    Args:
+        communicator: see [Note: one order].
+        buckets: the same on all ranks, in the order in which they are to be launched; slot names differ throughout.
+        late: what becomes of reports that come when their bucket is under way.
+    """
+
+    def __init__(self, communicator: Communicator, buckets: Sequence[ReduceBucket], late: Late = Late.RESEND) -> None:
+        if twice := repeated([name for bucket in buckets for name in bucket.names]):
+            raise ValueError(f"kfac_optim: a name may be in one bucket only, got {listed(twice)} more than once.")
+        self._communicator = communicator
+        self._buckets = tuple(buckets)
+        self._late = late
+        self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
+        self._filling: list[Contributions | None] = [None] * len(buckets)
+        self._start_round()
+
+    def ready(self, name: str, values: Tensor, mass: float | Tensor) -> None:
+        """Report a member: a mean, and the mass behind it; mass 0 if there is nothing, whatever the values are then.
+
+        Args:
+            name: of a slot.
+            values: of as many elements as the slot, in any shape; copied.
+            mass: a number, or `[]` on the same device; of a plain sum what it is to be multiplied by.
+        """
+        index = self._index.get(name)
+        if index is None:
+            raise ValueError(f"kfac_optim: no bucket has {name!r}; was the model changed after the plan was made?")
+        self._contributions(index).add(name, values, mass)
+        self._unseen[index].discard(name)
+        while self._next < len(self._buckets) and not self._unseen[self._next]:
+            self._launch_next(Cause.COMPLETE)
+
+    def flush(self) -> Round:
+        """Launch what is left, complete or not, and start the next round. All ranks must call it at the same place."""
+        while self._next < len(self._buckets):
+            self._launch_next(Cause.FLUSHED)
+        if self._late is Late.RESEND:
+            for index in self._agreed_late():
+                self._launch(index, Cause.LATE)
+        done = Round(tuple(self._flights))
+        self._start_round()
+        return done
+
+    def _start_round(self) -> None:
+        self._flights: list[InFlight[dict[str, Merged]]] = []
+        self._next = 0
+        self._unseen = [set(bucket.names) for bucket in self._buckets]
+
+    def _contributions(self, index: int) -> Contributions:
+        """What the next launch of a bucket takes."""
+        contributions = self._filling[index]
+        if contributions is None:
+            contributions = self._filling[index] = Contributions(self._buckets[index], self._communicator.device)
+        return contributions
+
+    def _launch_next(self, cause: Cause) -> None:
+        self._launch(self._next, cause)
+        self._next += 1
+
+    def _launch(self, index: int, cause: Cause) -> None:
+        contributions = self._contributions(index)
+        self._filling[index] = None
+        self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))
+
+    def _agreed_late(self) -> list[int]:
+        """Buckets that some rank has more for."""
+        flags = [contributions is not None for contributions in self._filling]
+        mine = torch.tensor(flags, dtype=torch.uint8, device=self._communicator.device)
+        anyones = self._communicator.all_reduce("late members", mine, dist.ReduceOp.MAX, tuple(self._index)).wait()
+        return [index for index, late in enumerate(anyones.tolist()) if late]

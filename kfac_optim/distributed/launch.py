@@ -1,0 +1,218 @@
+"""Which launcher started this process, which of its processes it is, and the process group they form.
+
+torchrun, mpirun (Open MPI; Hydra, which MPICH and Intel MPI share) and SLURM's srun each tell a process its place in
+variables of their own. The innermost counts: srun may start mpirun, and either may start torchrun.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+
+import torch.distributed as dist
+
+# torch's own default.
+_PORT = 29500
+
+# Ports for SLURM's steps: below those that systems hand out by themselves (from 32768 on Linux), above those of
+# well-known services. Steps of one job have neighbouring ones, and neighbouring jobs lie a hundred apart, so that what
+# shares a machine does not meet.
+_SLURM_PORTS = range(15000, 30000)
+
+
+class Launcher(Enum):
+    """Who started the processes."""
+
+    NONE = "no launcher"
+    TORCHRUN = "torchrun"
+    """Or whatever sets the same variables."""
+    OPEN_MPI = "Open MPI's mpirun"
+    HYDRA = "Hydra's mpirun (MPICH, Intel MPI)"
+    SLURM = "SLURM's srun"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """One process among those that were started together.
+
+    Attributes:
+        launcher: who started them.
+        rank: its number.
+        local_rank: its number among those on the same machine: the accelerator to use is the one of that number.
+        world_size: how many there are.
+        address: of the machine of rank 0.
+        port: on that machine, where the processes find each other.
+    """
+
+    launcher: Launcher
+    rank: int
+    local_rank: int
+    world_size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Variables:
+    """What a launcher calls things.
+
+    Attributes:
+        marks: it is at work where one of these is set.
+        rank: and so on, as in `ProcessPlace`.
+        local_size: number of processes on this machine; None where all machines are told.
+    """
+
+    launcher: Launcher
+    marks: tuple[str, ...]
+    rank: str
+    local_rank: str
+    world_size: str
+    local_size: str | None
+
+
+# From the innermost to the outermost. Not PMI_RANK marks Hydra: srun may set it too, but not MPI_LOCALRANKID. And not
+# SLURM_PROCID marks a step of srun: it is also set in the batch script, which runs once, whatever the number of tasks.
+_LAUNCHERS = (
+    _Variables(Launcher.TORCHRUN, ("RANK", "WORLD_SIZE"), "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    _Variables(
+        Launcher.OPEN_MPI,
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Variables(Launcher.HYDRA, ("MPI_LOCALRANKID",), "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    _Variables(Launcher.SLURM, ("SLURM_STEP_ID",), "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", None),
+)
+
+
+def find_place(environ: Mapping[str, str]) -> ProcessPlace:
+    """The place that the launcher's variables give this process; rank 0 of 1 where no launcher left any.
+
+    MASTER_ADDR and MASTER_PORT count with every launcher. Without them the address is that of the first machine of the
+    step under SLURM, and this one's where all processes run here; the port is 29500, or one by the number of SLURM's
+    job and step.
+
+    Raises:
+        ValueError: a variable is missing, or holds what it cannot; says which, and who should have set it.
+    """
+    for variables in _LAUNCHERS:
+        if any(mark in environ for mark in variables.marks):
+            return _place(variables, environ)
+    return ProcessPlace(Launcher.NONE, 0, 0, 1, "127.0.0.1", _PORT)
+
+
+def initialize(backend: str | None = None, timeout: timedelta | None = None) -> ProcessPlace:
+    """Form the process group that the launcher's variables describe, unless there is one.
+
+    To be called first in the program. The accelerator is chosen by the caller, before or after:
+
+        place = initialize()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(place.local_rank)
+
+    Without a launcher nothing is formed: the program runs alone, as it would without this call.
+
+    Args:
+        backend: as of `torch.distributed.init_process_group`; None takes gloo for the CPU and NCCL for CUDA.
+        timeout: likewise.
+
+    Raises:
+        ValueError: see `find_place`.
+        RuntimeError: there is a process group already, of another size or with another rank than the variables say.
+    """
+    place = find_place(os.environ)
+    if dist.is_initialized():
+        _check_same(place)
+    elif place.launcher is Launcher.TORCHRUN:
+        # By way of the variables: torchrun may keep the store itself, and says so in further ones.
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    elif place.launcher is not Launcher.NONE:
+        host = f"[{place.address}]" if ":" in place.address else place.address
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{host}:{place.port}",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    return place
+
+
+def _place(variables: _Variables, environ: Mapping[str, str]) -> ProcessPlace:
+    launcher = variables.launcher
+    needed = [variables.rank, variables.local_rank, variables.world_size]
+    if launcher is Launcher.TORCHRUN:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if name not in environ]
+    if missing:
+        found = ", ".join(name for name in dict.fromkeys((*variables.marks, *needed)) if name in environ)
+        raise ValueError(
+            f"kfac_optim: {found} in the environment say that {launcher.value} started this process, but there is no "
+            f"{', no '.join(missing)}. Start the program by {launcher.value}, or set all of {', '.join(needed)}; unset "
+            f"them to run alone."
+        )
+    world_size = _integer(variables.world_size, environ, at_least=1)
+    rank = _integer(variables.rank, environ, at_most=world_size - 1)
+    return ProcessPlace(
+        launcher,
+        rank,
+        _integer(variables.local_rank, environ, at_most=world_size - 1),
+        world_size,
+        _address(variables, environ, world_size),
+        _port(launcher, environ),
+    )
+
+
+def _integer(name: str, environ: Mapping[str, str], *, at_least: int = 0, at_most: int | None = None) -> int:
+    text = environ[name]
+    number = int(text) if re.fullmatch(r"\d+", text) else -1
+    if number < at_least or (at_most is not None and number > at_most):
+        bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"kfac_optim: {name} in the environment must be an integer {bounds}, got {text!r}.")
+    return number
+
+
+def _address(variables: _Variables, environ: Mapping[str, str], world_size: int) -> str:
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"]
+    if variables.launcher is Launcher.SLURM:
+        nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+        if nodes:
+            return _first_host(nodes)
+    elif variables.local_size is not None and environ.get(variables.local_size) == str(world_size):
+        return "127.0.0.1"
+    raise ValueError(
+        f"kfac_optim: {variables.launcher.value} started {world_size} processes, as it seems on several machines, and "
+        f"does not say where rank 0 runs. Set MASTER_ADDR on all of them, by `-x MASTER_ADDR=...` with Open MPI and "
+        f"`-genv MASTER_ADDR ...` with Hydra."
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """Of a list as SLURM writes it: `gpu[03-06,11],login1` starts with `gpu03`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "it matches the empty string too"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def _port(launcher: Launcher, environ: Mapping[str, str]) -> int:
+    if "MASTER_PORT" in environ:
+        return _integer("MASTER_PORT", environ, at_least=1, at_most=65535)
+    if launcher is Launcher.SLURM and "SLURM_JOB_ID" in environ:
+        number = 100 * _integer("SLURM_JOB_ID", environ) + _integer("SLURM_STEP_ID", environ)
+        return _SLURM_PORTS[number % len(_SLURM_PORTS)]
+    return _PORT
+
+
+def _check_same(place: ProcessPlace) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (place.rank, place.world_size):
+        raise RuntimeError(
+            f"kfac_optim: there is a process group already, in which this process is rank {rank} of {world_size}, but "
+            f"the environment says rank {place.rank} of {place.world_size} ({place.launcher.value}). Call initialize() "
+            f"first, instead of torch.distributed.init_process_group, or not at all."
+        )

@@ -1,0 +1,20 @@
+"""Processes that all tests of a session share."""
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
