@@ -3,7 +3,7 @@
 A collective is matched between ranks by its place in the order in which they launch, and by nothing else: ranks that
 launch in another order hang, or take each other's numbers for their own where the sizes agree. Hooks run in the
 order in which a backward happens to reach them, once, twice or never. So buckets have a fixed layout and a fixed
-order; hooks only report to a `Launcher`; and what was not reported goes as zeros.
+order; hooks only report to a `Reducer`; and what was not reported goes as zeros.
 
 Two kinds of bucket, by what they are for:
 
@@ -115,7 +115,7 @@ class InFlight(NamedTuple, Generic[T]):
 class Communicator:
     """Launches the collectives of one process group, in the form that suits the device.
 
-    [Note: one order] All ranks must call its methods in the same order. A `Launcher` does so whatever its hooks do, if
+    [Note: one order] All ranks must call its methods in the same order. A `Reducer` does so whatever its hooks do, if
     nothing else is launched between the first report of a round and its flush; what has to be then goes through another
     communicator.
 
@@ -441,7 +441,7 @@ class Round(NamedTuple):
         return merged
 
 
-class Launcher:
+class Reducer:
     """Launches buckets in their order, each as soon as it and all before it are complete.
 
     Members may be reported in any order, any number of times, or never, and differently on each rank: every rank

@@ -27,7 +27,7 @@ from kfac_optim.distributed.comm import (
     InFlight,
     Late,
     Launch,
-    Launcher,
+    Reducer,
     fingerprint,
 )
 from kfac_optim.linalg import pack_triangle, triangle_size, unpack_triangle
@@ -37,14 +37,14 @@ PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Report(NamedTuple):
-    """One call of `Launcher.ready`."""
+    """One call of `Reducer.ready`."""
 
     name: str
     values: Tensor
     mass: float
 
 
-# -- the launcher, without communication -------------------------------------------------------------------------
+# -- the reducer, without communication -------------------------------------------------------------------------
 
 
 class Recorder:
@@ -75,11 +75,11 @@ def play(
     def one_pass(anyones_late: Tensor | None) -> list[Recorder]:
         recorders = [Recorder(anyones_late) for _ in reports]
         for recorder, own in zip(recorders, reports, strict=True):
-            launcher = Launcher(recorder, buckets, late)  # type: ignore[arg-type]
+            reducer = Reducer(recorder, buckets, late)  # type: ignore[arg-type]
             for report in own:
-                launcher.ready(*report)
+                reducer.ready(*report)
             for _ in range(flushes):
-                launcher.flush()
+                reducer.flush()
         return recorders
 
     first = one_pass(None)
@@ -149,15 +149,15 @@ def test_a_bucket_goes_when_it_and_all_before_it_are_complete_and_not_before(
 ) -> None:
     buckets, reports = program
     recorder = Recorder()
-    launcher = Launcher(recorder, buckets, Late.CARRY)  # type: ignore[arg-type]
+    reducer = Reducer(recorder, buckets, Late.CARRY)  # type: ignore[arg-type]
     seen: set[str] = set()
     for report in reports[0]:
-        launcher.ready(*report)
+        reducer.ready(*report)
         seen.add(report.name)
         complete = [seen.issuperset(bucket.names) for bucket in buckets]
         assert len(recorder.launched) == [*complete, False].index(False)
     early = len(recorder.launched)
-    launcher.flush()
+    reducer.flush()
     causes = [cause for _, cause, _ in recorder.launched]
     assert causes == [Cause.COMPLETE] * early + [Cause.FLUSHED] * (len(buckets) - early)
 
@@ -181,10 +181,10 @@ def test_a_late_report_on_one_rank_sends_its_bucket_again_on_all_and_no_other() 
 
 def test_each_round_starts_from_nothing() -> None:
     recorder = Recorder()
-    launcher = Launcher(recorder, one_slot_each(1, "a", "b"))  # type: ignore[arg-type]
+    reducer = Reducer(recorder, one_slot_each(1, "a", "b"))  # type: ignore[arg-type]
     for value in (1.0, 2.0):
-        launcher.ready("a", torch.tensor(value), 1)
-        launcher.flush()
+        reducer.ready("a", torch.tensor(value), 1)
+        reducer.flush()
     assert [(cause, sections.tolist()) for _, cause, sections in recorder.launched] == [
         (Cause.COMPLETE, [1]),
         (Cause.FLUSHED, [0]),
@@ -195,11 +195,19 @@ def test_each_round_starts_from_nothing() -> None:
 
 def test_names_that_no_bucket_has_or_two_have_are_refused() -> None:
     recorder = Recorder()
-    launcher = Launcher(recorder, one_slot_each(1, "a"))  # type: ignore[arg-type]
+    reducer = Reducer(recorder, one_slot_each(1, "a"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kfac_optim: no bucket has 'c'; was the model changed"):
-        launcher.ready("c", torch.ones(1), 1)
+        reducer.ready("c", torch.ones(1), 1)
     with pytest.raises(ValueError, match="kfac_optim: a name may be in one bucket only, got 'a' more than once"):
-        Launcher(recorder, one_slot_each(1, "a", "b", "a"))  # type: ignore[arg-type]
+        Reducer(recorder, one_slot_each(1, "a", "b", "a"))  # type: ignore[arg-type]
+
+
+def test_what_has_ended_is_not_waited_for_again() -> None:
+    waits: list[str] = []
+    flight = InFlight("result", Event(lambda: waits.append("once")))
+    assert flight.wait() == flight.wait() == "result"
+    flight.event.wait()
+    assert waits == ["once"]
 
 
 # -- on processes ------------------------------------------------------------------------------------------------
@@ -276,15 +284,15 @@ def merge_factors(rank: int, payload: torch.dtype, orders: int) -> dict[str, Any
     trace: list[Launch] = []
     with communicator(trace) as comm, counted_bytes() as counted:
         buckets = factor_buckets(comm.world_size, payload)
-        launcher = Launcher(comm, buckets)
+        reducer = Reducer(comm, buckets)
         shuffle = random.Random(rank).shuffle
         rounds = []
         for _ in range(orders):
             reports = [(layer, pack_triangle(mean), rows) for layer, (mean, rows) in local_means(rank).items()]
             shuffle(reports)
             for report in reports:
-                launcher.ready(*report)
-            merged = launcher.flush().wait()
+                reducer.ready(*report)
+            merged = reducer.flush().wait()
             rounds.append({name: (part.total.clone(), part.mass, part.mean()) for name, part in merged.items()})
     return {"rounds": rounds, "trace": trace, "counted": counted}
 
@@ -328,10 +336,10 @@ def merge_in(rank: int, payloads: Sequence[torch.dtype]) -> list[dict[str, tuple
     merged = []
     with communicator() as comm:
         for payload in payloads:
-            launcher = Launcher(comm, factor_buckets(comm.world_size, payload))
+            reducer = Reducer(comm, factor_buckets(comm.world_size, payload))
             for layer, (mean, rows) in local_means(rank).items():
-                launcher.ready(layer, pack_triangle(mean), rows)
-            merged.append({name: tuple(part) for name, part in launcher.flush().wait().items()})
+                reducer.ready(layer, pack_triangle(mean), rows)
+            merged.append({name: tuple(part) for name, part in reducer.flush().wait().items()})
     return merged
 
 
@@ -361,10 +369,10 @@ def scatter(rank: int) -> tuple[dict[str, tuple[Tensor, Tensor | None]], list[bo
     slots = (Slot("a", 3, 1), Slot("b", 2, 0), Slot("c", 2, 0, weighted=False))
     even = ReduceBucket("even", (*slots, Slot("d", 1, 1, weighted=False)), 2, torch.float64)
     with communicator(kind=Scattering) as comm:
-        launcher = Launcher(comm, [even])
+        reducer = Reducer(comm, [even])
         for slot in even.slots:
-            launcher.ready(slot.name, torch.arange(slot.elements) + rank, rank + 1)
-        merged = {name: tuple(part) for name, part in launcher.flush().wait().items()}
+            reducer.ready(slot.name, torch.arange(slot.elements) + rank, rank + 1)
+        merged = {name: tuple(part) for name, part in reducer.flush().wait().items()}
         narrow = ReduceBucket("narrow", even.slots, 2, torch.bfloat16)
         uneven = ReduceBucket("uneven", slots, 2)
         on = [Communicator(comm.group, torch.device(kind), timedelta(1)) for kind in ("cuda", "cpu")]
@@ -414,12 +422,12 @@ def run_wild(rank: int, late: Late) -> list[tuple[list[str], dict[str, tuple[Ten
         trace: list[Launch] = []
         with communicator(trace) as comm:
             buckets = wild_buckets(seed, comm.world_size)
-            launcher = Launcher(comm, buckets, late)
+            reducer = Reducer(comm, buckets, late)
             for report in wild_reports(seed, buckets, rank):
-                launcher.ready(*report)
-            merged = launcher.flush().wait()
+                reducer.ready(*report)
+            merged = reducer.flush().wait()
             if late is Late.CARRY:
-                rest = launcher.flush().wait()
+                rest = reducer.flush().wait()
                 merged = {name: part.plus(rest[name]) for name, part in merged.items()}
         answers.append(([launch.bucket for launch in trace], {name: tuple(part) for name, part in merged.items()}))
     return answers
@@ -604,14 +612,12 @@ def fingerprint_of(_: int, lines: Sequence[str]) -> int:
 
 def wait_for_a_slow_rank(rank: int) -> str:
     with communicator() as patient:
-        launcher = Launcher(
-            Communicator(patient.group, CPU, timedelta(seconds=1.5)), one_slot_each(2, "fc1 A", "fc1 G")
-        )
+        reducer = Reducer(Communicator(patient.group, CPU, timedelta(seconds=1.5)), one_slot_each(2, "fc1 A", "fc1 G"))
         if rank == 1:
             time.sleep(5.5)
             return ""
-        launcher.ready("fc1 A", torch.ones(1), 1)
-        bucket = launcher._flights[0]
+        reducer.ready("fc1 A", torch.ones(1), 1)
+        bucket = reducer._flights[0]
         start = time.monotonic()
         with pytest.raises(RuntimeError) as error:
             bucket.wait()
@@ -632,14 +638,14 @@ def test_a_collective_that_takes_too_long_names_its_bucket_its_layers_and_the_ra
 
 def go_on_without_one(rank: int) -> str:
     with communicator() as comm:
-        launcher = Launcher(comm, one_slot_each(4, "fc1 A", "fc1 G"))
-        launcher.ready("fc1 A", torch.ones(1), 1)
-        launcher._flights[0].wait()
+        reducer = Reducer(comm, one_slot_each(4, "fc1 A", "fc1 G"))
+        reducer.ready("fc1 A", torch.ones(1), 1)
+        reducer._flights[0].wait()
         if rank == 2:
             os._exit(1)
-        launcher.ready("fc1 G", torch.ones(1), 1)
+        reducer.ready("fc1 G", torch.ones(1), 1)
         with pytest.raises(RuntimeError) as error:
-            launcher.flush().wait()
+            reducer.flush().wait()
         return f"{type(error.value).__name__}: {error.value}"
 
 
