@@ -341,6 +341,26 @@ def test_groups_share_refreshes_as_well_as_preconditioning() -> None:
     assert placed["a"].workers != placed["c"].workers
 
 
+def test_fractions_become_divisors_of_the_ranks() -> None:
+    for ranks in range(1, 200):
+        divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
+        assert [Replicated(each / ranks).workers(ranks) for each in divisors] == divisors
+    assert [Replicated(f).workers(8) for f in (0.01, 0.2, 0.49, 0.5, 0.99)] == [1, 1, 2, 4, 4]
+    assert [Replicated(f).workers(6) for f in (0.34, 0.5, 0.9)] == [2, 3, 3]
+
+
+def test_owners_send_to_the_one_worker_alone() -> None:
+    plan = make_plan(equal_layers(3, 6, 4), 6, Sharded(Placement.FACTORS), COST)
+    away = {
+        frozenset((part.owner, layer.workers.start)): part.owner
+        for layer in plan.layers
+        for part in layer.parts
+        if part.owner not in layer.workers
+    }
+    assert max(abs(one - other) for one, other in away) > 1
+    assert {frozenset(bucket.members) for bucket in plan.buckets_of(Payload.INVERSES)} == set(away)
+
+
 # -- buckets -----------------------------------------------------------------------------------------------------
 
 
