@@ -5,7 +5,7 @@ Imports within this folder go only to a lower storey of its own:
     costs                       L0  how long operations and collectives take
     strategies                  L0  the user's choices about who does what
     volumes                     L0  closed forms of what strategies send
-    base                        L0  what is sent together: layouts, what a rank gives, what an owner gets
+    layouts                     L0  what is sent together: layouts, what a rank gives, what an owner gets
     launch                      L0  which launcher started the processes, and their process group
     assignment                  L1  work laid on ranks, the largest first
     buckets                     L1  what is sent together, in an order that all ranks share

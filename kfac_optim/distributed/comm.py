@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_optim.distributed.base import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, listed, repeated
+from kfac_optim.distributed.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, listed, repeated
 
 T = TypeVar("T")
 

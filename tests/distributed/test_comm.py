@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from ranks import RankError, Ranks
 from torch import Tensor
 
-from kfac_optim.distributed.base import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, Slot
 from kfac_optim.distributed.comm import (
     Cause,
     Communicator,
@@ -30,6 +29,7 @@ from kfac_optim.distributed.comm import (
     Reducer,
     fingerprint,
 )
+from kfac_optim.distributed.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, Slot
 from kfac_optim.linalg import pack_triangle, triangle_size, unpack_triangle
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_optim.distributed.base import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, Slot
+from kfac_optim.distributed.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, Slot
 from kfac_optim.linalg import pack_triangle, triangle_size, unpack_triangle
 
 CPU = torch.device("cpu")
