@@ -1,4 +1,4 @@
-"""Refreshes on a thread of their own, and on accelerators in a stream of their own, around any executor."""
+"""Refreshes on a thread of their own, and on accelerators in a stream of their own, whoever does the work."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -6,38 +6,31 @@ from contextlib import ExitStack
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock, RefreshUnderWay
-from kfac_optim.execution import Executor
+from kfac_optim.execution import AtOnce, Executor
 from kfac_optim.refresh import Background
 
 _Lane = tuple[torch.Stream, torch.Event]
 """A side stream of one device, and when the copies were made that it is to read."""
 
 
-class BackgroundExecutor:
-    """Has `inner` refresh copies of blocks while training goes on, and takes the results over between two steps.
+class BackgroundRefresher:
+    """Has `executor` refresh copies of blocks while training goes on, and takes the results over between two steps.
 
     [Note: who owns what] A shadow, the copy of a block, belongs to the worker from when its refresh is begun until
     that is done; then to the block, until its result is taken over; then to this object, for the next time. A block
     that gives a refresh up (restarted, moved, restored from a checkpoint) lets go of the shadow, which the worker alone
     then holds: so nothing writes to what another thread reads, and nothing has to be waited for or cancelled. As the
-    worker holds shadows and `inner` alone, the optimizer may go at any time.
+    worker holds shadows and `executor` alone, the optimizer may go at any time.
     """
 
-    def __init__(self, inner: Executor, choice: Background) -> None:
-        self._inner = inner
+    def __init__(self, executor: Executor, choice: Background) -> None:
+        self._executor = executor
         self._choice = choice
         self._worker = ThreadPoolExecutor(1, "kfac-refresh")  # one thread: refreshes run in the order they were begun
         self._spares: WeakKeyDictionary[KFACBlock, KFACBlock] = WeakKeyDictionary()
         self._streams: dict[torch.device, torch.Stream] = {}
-
-    def reduce(self, block: KFACBlock) -> None:
-        self._inner.reduce(block)
-
-    def wait(self) -> None:
-        self._inner.wait()
 
     def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
         collected = []
@@ -45,28 +38,19 @@ class BackgroundExecutor:
             if block.under_way is not None and self._is_awaited(block, block.under_way):
                 self._take_over(block, block.under_way, blocks)
                 collected.append(block)
+        if collected:
+            self._executor.share(collected)
         return collected
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
         # What is outdated led to a step that was taken back, and would lead to it again.
         at_once = [block for block in blocks if block.clock.outdated or not block.is_ready]
         begun = [block for block in blocks if block not in at_once and block.under_way is None]
-        refreshed = self._inner.refresh(at_once) if at_once else ()
+        refreshed = AtOnce(self._executor).refresh(at_once) if at_once else ()
         if begun:
+            self._executor.merge(begun)
             self._begin(begun)
         return [*refreshed, *self.collect(begun)] if self._choice.max_staleness == 0 else refreshed
-
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
-        return self._inner.precondition(blocks, grads)
-
-    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return self._inner.owned(params)
-
-    def publish(self, params: Sequence[nn.Parameter]) -> None:
-        self._inner.publish(params)
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return self._inner.all_reduce_scalars(values)
 
     def _is_awaited(self, block: KFACBlock, under_way: RefreshUnderWay) -> bool:
         """Whether the result is to be taken over at this step, waited for or not."""
@@ -77,7 +61,7 @@ class BackgroundExecutor:
     def _begin(self, blocks: Sequence[KFACBlock]) -> None:
         shadows = [block.shadow(self._spares.pop(block, None)) for block in blocks]
         done = self._worker.submit(
-            _refresh, self._inner.refresh, shadows, self._lanes(shadows), torch.get_num_threads()
+            _refresh, self._executor.solve, shadows, self._lanes(shadows), torch.get_num_threads()
         )
         for block, shadow in zip(blocks, shadows, strict=True):
             block.under_way = RefreshUnderWay(shadow, done)
@@ -111,7 +95,7 @@ class BackgroundExecutor:
 
 
 def _refresh(
-    refresh: Callable[[Sequence[KFACBlock]], object],
+    solve: Callable[[Sequence[KFACBlock]], None],
     shadows: Sequence[KFACBlock],
     lanes: Sequence[_Lane],
     threads: int,
@@ -123,7 +107,7 @@ def _refresh(
         for stream, copied in lanes:
             stack.enter_context(stream)
             stream.wait_event(copied)
-        refresh(shadows)
+        solve(shadows)
     # Done is done on the device too: the step that takes the results over need not wait for this stream, and memory of
     # a shadow that is let go may be used anew.
     for stream, _ in lanes:

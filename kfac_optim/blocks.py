@@ -175,13 +175,19 @@ class KFACBlock:
             self.spec = spec
             self.restart()
 
+    def has_pending(self) -> bool:
+        """Whether this step gave statistics."""
+        return self.inverse.has_pending(self.state)
+
     def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
-        """Take this step's sums into the averages; a step that gave none leaves the block as it is."""
-        if not self.inverse.has_pending(self.state):
-            return
+        """Take this step's sums into the averages; without any, those of other processes are more than ours."""
         clock = self.clock
         elapsed = clock.step - clock.folded_at if clock.folds else 0
-        self.inverse.fold(self.state, count.averaged, self.group["factor_decay"] ** elapsed, gradient_scale)
+        decay = self.group["factor_decay"] ** elapsed
+        if self.has_pending():
+            self.inverse.fold(self.state, count.averaged, decay, gradient_scale)
+        else:
+            self.inverse.age(self.state, decay)
         clock.folded_at = clock.step
         clock.summed_terms = count.summed
         clock.folds += 1
@@ -199,12 +205,10 @@ class KFACBlock:
         return (fresh and outgrown) or clock.step % period == int(self.phase * period)
 
     def mark_refreshed(self) -> None:
-        """Note the refresh; until a sample was accepted there is nothing behind it, and it does not count."""
-        self.under_way = None  # by now that would be older
-        if self.is_ready or self.inverse.has_statistics(self.state):
-            self.clock.refreshed_at = self.clock.step
-            self.clock.folds_at_refresh = self.clock.folds
-            self.clock.outdated = False
+        """Note the refresh."""
+        self.clock.refreshed_at = self.clock.step
+        self.clock.folds_at_refresh = self.clock.folds
+        self.clock.outdated = False
 
     def shadow(self, spare: "KFACBlock | None" = None) -> "KFACBlock":
         """A copy of state, clock and numbers of the groups as they are now, made in `spare` where that fits."""
@@ -222,13 +226,16 @@ class KFACBlock:
         self.clock.refreshed_at = shadow.clock.step
         self.clock.folds_at_refresh = shadow.clock.folds
 
-    def gradient(self) -> Tensor | None:
-        """`∇h` `[groups, out, in]` in at least float32, missing parts zero; None when no parameter has a gradient.
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any of its parameters has."""
+        return any(param.grad is not None for param in self.params)
+
+    def gradient(self) -> Tensor:
+        """`∇h` `[groups, out, in]` in at least float32, missing parts zero.
 
         It is as inverses see it, `spec.by_blocks()`.
         """
-        if all(param.grad is None for param in self.params):
-            return None
         dtype = torch.promote_types(self.dtype, torch.float32)
         grads = [
             torch.zeros_like(param) if param.grad is None else regularised(param, group)

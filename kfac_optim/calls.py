@@ -119,6 +119,10 @@ class Ledger:
         self._forget_calls()
         return count
 
+    def summed(self) -> float:
+        """`LossCount.summed` of the terms so far."""
+        return self._tally.summed()
+
     def name_loss(self, *, mean: bool) -> None:
         """The loss is known, and with it the terms of each forward of the model."""
         self._tally.name_loss(mean=mean)

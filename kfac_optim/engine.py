@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.execution import Executor
+from kfac_optim.execution import Agreement, Executor, Refresher
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.replay import Objective
 from kfac_optim.step_size import Group, Proposal, Sized, StepSize, by_group
@@ -43,6 +43,8 @@ def step(
     blocks: Sequence[KFACBlock],
     window: CaptureWindow,
     executor: Executor,
+    refresher: Refresher,
+    agreement: Agreement,
     step_size: StepSize,
     objective: Objective | None,
     *,
@@ -57,6 +59,8 @@ def step(
         blocks: the preconditioned part of the model.
         window: what was captured since the last step.
         executor: who does the work.
+        refresher: when it recomputes inverses.
+        agreement: what all workers know of this step.
         step_size: how far the step goes.
         objective: the loss of this step, where it is known; `check` was asked already.
         gradient_scale: what the output gradients behind `G` are multiplied by; those of parameters are not.
@@ -70,29 +74,32 @@ def step(
     kl_clip = check(groups, blocks, step_size)
     trained = [param for group in groups for param in group["params"] if param.grad is not None]
     _follow_model(state, blocks)
-    count = window.close()
+    count = window.close()._replace(summed=agreement.summed)
     scale = gradient_scale(count)
-    executor.wait()
     with record_function("kfac.fold"):
         for block in blocks:
-            block.fold(count, scale)
+            if block in agreement.sampled:
+                block.fold(count, scale)
     with record_function("kfac.refresh"):
-        collected = executor.collect(blocks)
-        refreshed = executor.refresh([block for block in blocks if block.refresh_due()])
+        collected = refresher.collect(blocks)
+        refreshed = refresher.refresh([block for block in blocks if block.refresh_due()])
         for block in refreshed:
-            block.mark_refreshed()
+            block.under_way = None  # by now that would be older
+            # Until a sample was accepted there is nothing behind a refresh, and it does not count.
+            if block.is_ready or executor.has_statistics(block):
+                block.mark_refreshed()
         if nonfinite_limit is not None:
-            _check_setbacks([*collected, *refreshed], nonfinite_limit)
+            _check_setbacks([*collected, *refreshed], executor, nonfinite_limit)
     proposal, measures, unpreconditioned = _precondition(groups, blocks, state, executor, kl_clip, count, objective)
     sized = _AS_IT_IS
-    if proposal.blocks or (objective is not None and trained):
+    if proposal.covered or (objective is not None and trained):
         with record_function("kfac.step_size"):
             sized = step_size.size(proposal)
     with record_function("kfac.update"):
         for group in groups:
             params = executor.owned([param for param in group["params"] if param.grad is not None])
             _sgd(group, params, sized, state)
-            executor.publish(params)
+        executor.publish(trained)
     for block in blocks:
         block.clock.step += 1
     return StepRecord({**measures, **sized.measures}, count, tuple(unpreconditioned))
@@ -133,14 +140,9 @@ def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock
         block.follow()
 
 
-def _check_setbacks(blocks: Sequence[KFACBlock], limit: int) -> None:
-    """Raise where a layer has had too many in a row. One host synchronisation."""
-    if not blocks:
-        return
-    device = blocks[0].params[0].device
-    counts = [count.to(device, non_blocking=True) for block in blocks for count in block.inverse.setbacks(block.state)]
-    numbers = torch.stack(counts).tolist()
-    for block, refused, failed in zip(blocks, numbers[::2], numbers[1::2], strict=True):
+def _check_setbacks(blocks: Sequence[KFACBlock], executor: Executor, limit: int) -> None:
+    """Raise where a layer has had too many in a row."""
+    for block, (refused, failed) in zip(blocks, executor.setbacks(blocks), strict=True):
         if refused >= limit:
             raise RuntimeError(
                 f"kfac_optim: the statistics of layer {block.name!r} were not finite {refused} times in a row "
@@ -166,48 +168,56 @@ def _precondition(
     objective: Objective | None,
 ) -> tuple[Proposal, Mapping[str, Tensor], list[str]]:
     """The preconditioned gradients, what was measured of them, and blocks whose gradient had no inverse to meet."""
-    active: list[KFACBlock] = []
-    grads: list[Tensor] = []
+    covered: list[KFACBlock] = []
     unpreconditioned: list[str] = []
     matrices: list[Tensor] = []
     with record_function("kfac.precondition"):
         for block in blocks:
-            grad = block.gradient()
-            if grad is None:
+            if not block.has_gradient:
                 continue
-            if not block.is_ready or block.is_parametrized:
-                # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
-                # Looking synchronises, for blocks that have no inverse yet.
-                if block.is_parametrized or grad.is_meta or grad.any():
-                    unpreconditioned.append(block.name)
-                continue
-            active.append(block)
-            grads.append(grad)
-        if active:
-            matrices = executor.precondition(active, grads)
+            if block.is_ready and not block.is_parametrized:
+                covered.append(block)
+            # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
+            # Looking synchronises, for blocks that have no inverse yet.
+            elif block.is_parametrized or _is_used(block):
+                unpreconditioned.append(block.name)
+        here = executor.gradients(covered)
+        active, grads = [block for block, _ in here], [grad for _, grad in here]
+        matrices = executor.precondition(active, grads)
     products: list[tuple[Group, Tensor]] = []
     measures: dict[str, Tensor] = {}
-    if active:
-        products, measures = _measure(active, grads, matrices, executor)
-    proposal = Proposal(groups, state, active, grads, matrices, products, kl_clip, count, executor, objective)
+    if covered:
+        products, measures = _measure(covered, active, grads, matrices, executor)
+    proposal = Proposal(groups, state, covered, active, grads, matrices, products, kl_clip, count, executor, objective)
     return proposal, measures, unpreconditioned
 
 
+def _is_used(block: KFACBlock) -> bool:
+    return any(param.grad is not None and (param.grad.is_meta or bool(param.grad.any())) for param in block.params)
+
+
 def _measure(
-    blocks: Sequence[KFACBlock], grads: Sequence[Tensor], matrices: Sequence[Tensor], executor: Executor
+    covered: Sequence[KFACBlock],
+    blocks: Sequence[KFACBlock],
+    grads: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    executor: Executor,
 ) -> tuple[list[tuple[Group, Tensor]], dict[str, Tensor]]:
     """`Δᵀ∇` of each param group, as weight and bias may be of several; and the measures of a `StepRecord`."""
-    device = blocks[0].params[0].device
+    device = covered[0].params[0].device
+    # Of every group that has covered blocks, also where these are preconditioned by other workers.
+    groups: dict[int, Group] = {id(group): group for block in covered for group in block.groups}
     pairs: list[tuple[Group, Tensor, Tensor]] = []
     for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
         whole = all(group is block.group for group in block.groups)
         parts = ((matrix,), (grad,)) if whole else (block.unpack(matrix), block.unpack(grad))
         pairs += zip(block.groups, *parts, strict=False)
-    found = list(by_group(pairs))
-    sums = [inner_product(lefts, rights, device) for _, lefts, rights in found]
+    found = {id(group): inner_product(lefts, rights, device) for group, lefts, rights in by_group(pairs)}
+    nothing = inner_product([], [], device)
+    sums = [found.get(key, nothing) for key in groups]
     sums += [inner_product(matrices, matrices, device), inner_product(grads, grads, device)]
     *by_groups, direction_square, gradient_square = executor.all_reduce_scalars(torch.stack(sums)).unbind()
-    products = [(group, product) for (group, _, _), product in zip(found, by_groups, strict=True)]
+    products = list(zip(groups.values(), by_groups, strict=True))
     measures = {
         "inner": torch.stack(by_groups).sum(),
         "direction_square": direction_square,

@@ -1,70 +1,179 @@
-"""Who refreshes, preconditions and updates what. The engine knows only this protocol."""
+"""Who refreshes, preconditions and updates what, and when refreshes are done. The engine knows only protocols."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.inverses.base import Inverse
 
+Names = Callable[[], Mapping[nn.Parameter, str]]
+"""Fully qualified names of the optimizer's parameters."""
+
+
+class Agreement(NamedTuple):
+    """What all workers know of a step as it begins."""
+
+    finite: bool
+    """Whether every gradient is, on every worker."""
+    summed: float
+    """`LossCount.summed`, the largest of all workers."""
+    sampled: Collection[KFACBlock]
+    """Blocks that took statistics on some worker."""
+
 
 class Executor(Protocol):
     """Carries out the engine's steps on one process or many."""
 
-    def reduce(self, block: KFACBlock) -> None:
-        """Told during backward that `block` took statistics; may start to share them."""
+    def emitted(self, block: KFACBlock) -> None:
+        """Told during backward that `block` took statistics; may begin to share them."""
 
-    def wait(self) -> None:
-        """Finish what `reduce` started; after it the pending sums are those of all workers."""
+    def agree(
+        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
+    ) -> Agreement:
+        """Begin a step.
 
-    def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        """Take over refreshes of earlier steps that are finished, or waited for now; the blocks that got an inverse."""
+        Args:
+            blocks: all there are.
+            params: of the optimizer.
+            names: of these.
+            finite: whether the gradients are, here.
+            summed: `LossCount.summed`, here.
 
-    def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        """Recompute the inverses of `blocks`, those that are due; the ones that have theirs now, not at a later step.
+        Raises:
+            RuntimeError: the workers do not train the same model.
+        """
+
+    def merge(self, blocks: Sequence[KFACBlock]) -> None:
+        """The first part of a refresh: bring the statistics of all workers to those that recompute inverses."""
+
+    def solve(self, blocks: Sequence[KFACBlock]) -> None:
+        """The second: recompute.
 
         Touches nothing but the blocks it is given: they may be copies, on another thread.
         """
 
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        """The third: bring the inverses to those that precondition."""
+
+    def has_statistics(self, block: KFACBlock) -> bool:
+        """Whether any sample was ever accepted, by the time of the last refresh."""
+
+    def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
+        """Samples refused in a row and refreshes failed in a row, of each block."""
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+        """The gradient `[groups, out, in]` of those of `blocks` that have one whose direction is to be known here."""
+
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The preconditioned gradient `[groups, out, in]` of each block."""
+        """The preconditioned gradient `[groups, out, in]` of each, for what `gradients` gave."""
+
+    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        """What the matrices of `blocks` are to each parameter that is updated here, of all blocks that are `covered`.
+
+        As the parameter is, in shape, dtype and layout.
+        """
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """Those of `params` that this worker updates."""
+        """Those of `params` that are updated here, in whole or in part."""
 
     def publish(self, params: Sequence[nn.Parameter]) -> None:
         """Share updated parameters with the workers that did not update them."""
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """Sum `values` `[n]` over workers that hold different blocks."""
+        """Sum `values` `[n]` over workers that update different parameters."""
+
+    def average(self, values: Tensor) -> Tensor:
+        """The mean of `values` over workers that see different examples, as it is taken of gradients."""
+
+    def clip_grad_norm_(
+        self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Clip the norm of all gradients together; the norm before, `[]`."""
 
 
-class SingleDevice:
-    """Everything here and now, in one process."""
+class Refresher(Protocol):
+    """Has an executor recompute inverses."""
 
-    def reduce(self, block: KFACBlock) -> None:
-        pass
+    def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
+        """Take over refreshes of earlier steps that are finished, or waited for now; the blocks that got an inverse."""
 
-    def wait(self) -> None:
-        pass
+    def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
+        """Have `blocks`, those that are due, refreshed; the ones that have their inverse now, not at a later step."""
+
+
+class AtOnce:
+    """At the step at which they are due."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
 
     def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
         return ()
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
+        if blocks:
+            self._executor.merge(blocks)
+            self._executor.solve(blocks)
+            self._executor.share(blocks)
+        return blocks
+
+
+class SingleDevice:
+    """Everything here and now, in one process."""
+
+    def emitted(self, block: KFACBlock) -> None:
+        pass
+
+    def agree(
+        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
+    ) -> Agreement:
+        return Agreement(finite, summed, {block for block in blocks if block.has_pending()})
+
+    def merge(self, blocks: Sequence[KFACBlock]) -> None:
+        pass
+
+    def solve(self, blocks: Sequence[KFACBlock]) -> None:
         by_inverse: defaultdict[Inverse[Any], list[KFACBlock]] = defaultdict(list)
         for block in blocks:
             by_inverse[block.inverse].append(block)
         for inverse, alike in by_inverse.items():
             inverse.refresh([b.state for b in alike], [b.damping for b in alike])
-        return blocks
+
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        pass
+
+    def has_statistics(self, block: KFACBlock) -> bool:
+        return block.inverse.has_statistics(block.state)
+
+    def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
+        if not blocks:
+            return []
+        device = blocks[0].params[0].device
+        counts = [
+            count.to(device, non_blocking=True) for block in blocks for count in block.inverse.setbacks(block.state)
+        ]
+        numbers = torch.stack(counts).tolist()  # the one host synchronisation of it
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+        return [(block, block.gradient()) for block in blocks]
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
         return [
             block.inverse.apply(block.state, grad, block.damping) for block, grad in zip(blocks, grads, strict=True)
         ]
+
+    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        return {
+            param: part
+            for block, matrix in blocks.items()
+            for param, part in zip(block.params, block.split(matrix), strict=True)
+            if param.grad is not None
+        }
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         return params
@@ -74,3 +183,11 @@ class SingleDevice:
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return values
+
+    def average(self, values: Tensor) -> Tensor:
+        return values
+
+    def clip_grad_norm_(
+        self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -85,6 +85,12 @@ class LossTally:
         """Add stated terms, which stand for all counted ones."""
         self._stated = terms if self._stated is None else self._stated + terms
 
+    def summed(self) -> float:
+        """Terms so far that are summed; 1 for a mean, infinity where the number is unknown."""
+        if self._rule is not LossTerms.SUM:
+            return 1
+        return math.inf if self._rootless else max(self._counted.values(), default=0)
+
     def result(self) -> LossCount:
         """The terms so far.
 
@@ -94,7 +100,7 @@ class LossTally:
         # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
         counted = max(self._counted.values(), default=0)
         if self._rule is LossTerms.SUM:
-            return LossCount(averaged=1, summed=math.inf if self._rootless else counted)
+            return LossCount(averaged=1, summed=self.summed())
         if self._stated is not None:
             return LossCount(averaged=self._stated, summed=1)
         if self._rootless:

@@ -11,14 +11,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine
-from kfac_optim.background import BackgroundExecutor
+from kfac_optim.background import BackgroundRefresher
 from kfac_optim.batch_watch import BatchWatch
 from kfac_optim.binding import ModelBinding
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import Empirical, Estimate, NamedLoss
-from kfac_optim.execution import Executor, SingleDevice
+from kfac_optim.execution import AtOnce, Executor, Refresher, SingleDevice
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
@@ -234,12 +234,15 @@ class KFACOptimizer(Optimizer):
         )
         if given is not None:
             options.check_patterns(given)
-        self._executor = _choose_executor(distributed, refresh)
+        self._executor = _choose_executor(distributed)
+        self._refresher: Refresher = AtOnce(self._executor)
+        if isinstance(refresh, Background):
+            self._refresher = BackgroundRefresher(self._executor, refresh)
         self._window = CaptureWindow(loss_terms)
         self._step_size = step_size
         self._record: engine.StepRecord | None = None
         self._warned = False
-        self._binding = ModelBinding(given, options, self._window, self._executor.reduce)
+        self._binding = ModelBinding(given, options, self._window, self._executor.emitted)
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         self._estimate = estimate
         estimate.arm(self._window)
@@ -471,7 +474,14 @@ class KFACOptimizer(Optimizer):
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
-        if scale.overflowed or not all_finite(gradients.values()):
+        agreement = self._executor.agree(
+            self._binding.coverage.blocks,
+            self._params(),
+            self._names,
+            finite=not scale.overflowed and all_finite(gradients.values()),
+            summed=self._window.summed(),
+        )
+        if not agreement.finite:
             self._skip(gradients)
             return False
         self._skipped_in_a_row = 0
@@ -482,6 +492,8 @@ class KFACOptimizer(Optimizer):
             self._binding.coverage.blocks,
             self._window,
             self._executor,
+            self._refresher,
+            agreement,
             self._step_size,
             self._objective if self._step_size.needs_objective else None,
             gradient_scale=lambda count: self._estimate.scale(count, scale.factor),
@@ -650,7 +662,7 @@ def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:
     return model
 
 
-def _choose_executor(distributed: bool | None, refresh: Refresh) -> Executor:
+def _choose_executor(distributed: bool | None) -> Executor:
     if distributed is not None and distributed is not False:
         raise TypeError(f"kfac_optim: distributed must be None or False, got {distributed!r}.")
     if distributed is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -659,4 +671,4 @@ def _choose_executor(distributed: bool | None, refresh: Refresh) -> Executor:
             "so that their parameters drift apart. Sharing factors is not supported yet; train on one process, or "
             "pass distributed=False where every rank trains a model of its own."
         )
-    return BackgroundExecutor(SingleDevice(), refresh) if isinstance(refresh, Background) else SingleDevice()
+    return SingleDevice()

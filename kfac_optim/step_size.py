@@ -34,7 +34,8 @@ class Proposal:
     Attributes:
         groups: the optimizer's param groups.
         state: the optimizer's state, for momentum buffers.
-        blocks: those that were preconditioned.
+        covered: blocks whose gradients are preconditioned, by whatever worker.
+        blocks: those of them whose matrices are known here.
         grads: the gradient of each, `[groups, out, in]`.
         matrices: what preconditioning made of it, likewise.
         products: `Δᵀ∇` over the parameters of each param group that has any, `[]`, of all workers.
@@ -46,6 +47,7 @@ class Proposal:
 
     groups: Sequence[dict[str, Any]]
     state: MutableMapping[Tensor, Any]
+    covered: Sequence[KFACBlock]
     blocks: Sequence[KFACBlock]
     grads: Sequence[Tensor]
     matrices: Sequence[Tensor]
@@ -56,13 +58,8 @@ class Proposal:
     objective: Objective | None
 
     def direction(self) -> Direction:
-        """What the preconditioned matrices are to each of their parameters that has a gradient."""
-        return {
-            param: part
-            for block, matrix in zip(self.blocks, self.matrices, strict=True)
-            for param, part in zip(block.params, block.split(matrix), strict=True)
-            if param.grad is not None
-        }
+        """What the preconditioned matrices are to each parameter that is updated here and has a gradient."""
+        return self.executor.direction(dict(zip(self.blocks, self.matrices, strict=True)), self.covered)
 
     def momentum(self, param: nn.Parameter) -> Tensor | None:
         """That of earlier steps."""
@@ -130,7 +127,7 @@ class TrustRegion(StepSize):
         rates = [(_scalar(group["lr"], one.device), product) for group, product in proposal.products]
         decrease = torch.stack([rate * product for rate, product in rates]).sum()
         quadratic = torch.stack([rate**2 * product for rate, product in rates]).sum()
-        summed = max(block.clock.summed_terms for block in proposal.blocks)
+        summed = max(block.clock.summed_terms for block in proposal.covered)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         buffers = _buffers(proposal)
         promised = proposal.executor.all_reduce_scalars(_promised(buffers, one.device).reshape(1))[0]
@@ -153,7 +150,7 @@ class TrustRegion(StepSize):
         ]
         sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, proposal.grads, one.device)])
         quadratic, decrease = proposal.executor.all_reduce_scalars(sums).unbind()
-        summed = max(block.clock.summed_terms for block in proposal.blocks)
+        summed = max(block.clock.summed_terms for block in proposal.covered)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         _scale(proposal.matrices, scale)
         _scale([buffer for _, buffer, _ in _buffers(proposal)], scale)
@@ -221,6 +218,7 @@ class QuadraticModel(StepSize):
         ways = [direction, before] if before else [direction]
         slope = -torch.stack([_dot(way, gradient, device) for way in ways])
         curved = objective.curvature({param: param.detach() for param in gradient}, ways, proposal.count)
+        curved = proposal.executor.average(curved)
         curved = curved.to(slope.dtype) + _ridge(proposal.groups, ways, slope, l2)
         damped = curved + _ridge(proposal.groups, ways, slope, lambda group: group["damping"])
         weights = minimum(damped, slope)
@@ -267,12 +265,16 @@ def _dot(left: Direction, right: Direction, device: torch.device) -> Tensor:
 
 
 def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
-    """Momentum of the blocks' parameters, with its param group and the gradient."""
+    """Momentum of the parameters that are updated here and covered, with its param group and the gradient."""
+    here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
     return [
         (group, buffer, param.grad)
-        for block in proposal.blocks
+        for block in proposal.covered
         for param, group in zip(block.params, block.groups, strict=True)
-        if param.grad is not None and group["momentum"] != 0 and (buffer := proposal.momentum(param)) is not None
+        if param in here
+        and param.grad is not None
+        and group["momentum"] != 0
+        and (buffer := proposal.momentum(param)) is not None
     ]
 
 

@@ -37,7 +37,7 @@ from kfac_optim import (
     Structure,
     Together,
 )
-from kfac_optim.background import BackgroundExecutor, _refresh
+from kfac_optim.background import BackgroundRefresher, _refresh
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.execution import SingleDevice
 
@@ -630,7 +630,7 @@ def test_a_checkpoint_whose_parts_under_way_do_not_fit_is_refused_and_nothing_ch
 def at_rest(gate: Gate, optimizer: KFACOptimizer) -> None:
     """Open the gate, and see the worker through all that it has to do."""
     gate.open.set()
-    optimizer._executor._worker.submit(int).result(60)
+    optimizer._refresher._worker.submit(int).result(60)
 
 
 def test_loading_gives_up_what_is_under_way_without_waiting(gate: Gate) -> None:
@@ -690,7 +690,7 @@ def test_an_optimizer_that_is_dropped_in_mid_flight_goes_at_once_and_its_thread_
     others = set(threading.enumerate())
     model, optimizer = gated(gate, max_staleness=50)
     (worker,) = set(threading.enumerate()) - others
-    gone = weakref.ref(optimizer), weakref.ref(model), weakref.ref(optimizer._executor)
+    gone = weakref.ref(optimizer), weakref.ref(model), weakref.ref(optimizer._refresher)
     del model, optimizer
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
@@ -744,24 +744,35 @@ class Several(SingleDevice):
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("_") and name != "asked":
-            self.asked.append(name)
-        return super().__getattribute__(name)
+    def merge(self, blocks: Sequence[KFACBlock]) -> None:
+        self.asked.append("merge")
+
+    def solve(self, blocks: Sequence[KFACBlock]) -> None:
+        self.asked.append("solve")
+        super().solve(blocks)
+
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        self.asked.append("share")
 
 
-def test_any_executor_can_be_wrapped_and_does_all_but_the_timing() -> None:
-    inner = Several()
-    executor = BackgroundExecutor(inner, Background(max_staleness=1))
-    params = list(mlp().parameters())
-    values = torch.ones(2)
-    executor.reduce(None)
-    executor.wait()
-    assert executor.precondition([], []) == []
-    assert executor.owned(params) is params
-    executor.publish(params)
-    assert executor.all_reduce_scalars(values) is values
-    assert inner.asked == ["reduce", "wait", "precondition", "owned", "publish", "all_reduce_scalars"]
+@pytest.mark.parametrize("at_once", [True, False])
+def test_statistics_are_merged_when_a_refresh_begins_and_results_shared_when_it_ends(at_once: bool) -> None:
+    executor = Several()
+    model = mlp()
+    optimizer = KFACOptimizer(model, refresh=Background(max_staleness=0 if at_once else 2, deterministic=True))
+    optimizer._executor = executor
+    optimizer._refresher = BackgroundRefresher(executor, Background(max_staleness=0 if at_once else 2))
+    asked = []
+    for _ in range(5):
+        executor.asked.clear()
+        square_loss(model(torch.randn(8, model[0].in_features, dtype=model[0].weight.dtype))).backward()
+        optimizer.step()
+        optimizer._refresher._worker.submit(int).result(60)
+        asked.append(list(executor.asked))
+        optimizer.zero_grad()
+    together = ["merge", "solve", "share"]
+    assert asked[:2] == ([together] * 2 if at_once else [together, ["merge", "solve"]])
+    assert at_once or ["share"] in asked[2:]
 
 
 class Stream:
