@@ -1,0 +1,55 @@
+"""How several processes train one model: the user's choices, as one value."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from kfac_optim.distributed.costs import CostModel
+from kfac_optim.distributed.strategies import Auto, Replicated, Strategy, check_strategy
+from kfac_optim.validation import check_dtype, check_flag, check_integer, check_kind
+
+# What plans reckon with where nobody says otherwise: a recent accelerator, in a node or on a fast network. Of two
+# strategies it is mostly the ratio of the rates that decides.
+_COST = CostModel(flop_rate=1e14, bandwidth=2e10, latency=2e-5, solver_rate=2e12)
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """What the ranks of a process group share, and how. Must be equal on all of them.
+
+    Args:
+        strategy: who preconditions and updates what: `Replicated(...)`, the default, `Sharded(...)`, or `Auto(...)`.
+            With parameters that FSDP2 has sharded it is who preconditions that counts; the rest is FSDP2's.
+        group: of the ranks that train one model on different examples; None is all there are.
+        timeout: how long a collective may take before it is an error.
+        overlap: whether sums of statistics are sent while backward goes on, where it is known to be the last before a
+            step: under DDP.
+        bucket_bytes: the most that is sent at once; a tensor that is larger goes alone.
+        sums_dtype: in which statistics are sent; None is that of the factors. They are summed in float32 at least.
+        cost: rates of the machines, by which `Auto` chooses and plans predict.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: a number out of range.
+    """
+
+    strategy: Strategy | Auto = Replicated()
+    group: dist.ProcessGroup | None = None
+    timeout: timedelta = timedelta(minutes=10)
+    overlap: bool = True
+    bucket_bytes: int = 25 * 2**20
+    sums_dtype: torch.dtype | None = None
+    cost: CostModel = field(default=_COST)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strategy, Auto):
+            check_strategy("strategy of DistributedConfig", self.strategy)
+        check_kind("timeout of DistributedConfig", self.timeout, timedelta)
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"kfac_optim: timeout of DistributedConfig must be above 0, got {self.timeout}.")
+        check_flag("overlap of DistributedConfig", self.overlap, optional=False)
+        check_integer("bucket_bytes of DistributedConfig", self.bucket_bytes)
+        check_dtype("sums_dtype of DistributedConfig", self.sums_dtype)
+        check_kind("cost of DistributedConfig", self.cost, CostModel)

@@ -1,0 +1,81 @@
+"""DistributedDataParallel: is this backward the last before a step, and its gradients, sent to owners alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_optim.distributed.gradients import ShardedGradients
+
+
+def find_wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
+    """The wrapper among the model and its modules, if there is one."""
+    modules = () if model is None else model.modules()
+    return next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
+
+
+def synchronises(wrapper: DistributedDataParallel) -> bool:
+    """Whether the backward that is running reduces gradients: it is none under `no_sync`."""
+    return bool(wrapper.require_backward_grad_sync)
+
+
+class OwnersHook:
+    """Communication hook (`register_comm_hook`) that brings the mean of a gradient to its owner, and not to the others.
+
+    An all-to-all moves half of what the all-reduce does. Where there is no plan yet, it is that all-reduce.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.flow: ShardedGradients | None = None
+        self._group = wrapper.process_group
+        try:
+            wrapper.register_comm_hook(None, self)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "kfac_optim: Sharded() brings gradients to their owners by a communication hook of "
+                "DistributedDataParallel, which has one already, and takes only one. Build the optimizer before or "
+                f"without it, or use Replicated(). ({error})"
+            ) from error
+
+    # torch looks at these annotations.
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
+        flow = self.flow
+        if flow is None:
+            work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
+            return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+        flow.reduced = True
+        pieces = _by_owner(bucket.parameters(), bucket.gradients(), flow.owner_of, ranks)
+        sizes = [sum(piece.numel() for piece in owned) for owned in pieces]
+        own = pieces[dist.get_rank(self._group)]
+        sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
+        share = sizes[dist.get_rank(self._group)]
+        received = sent.new_empty(ranks * share)
+        work = dist.all_to_all_single(received, sent, [share] * ranks, sizes, group=self._group, async_op=True)
+        assert work is not None
+
+        def add_up(future: torch.futures.Future[Any]) -> Tensor:
+            future.wait()
+            total = received.view(ranks, share).sum(0, dtype=_at_least_float32(received.dtype)) / ranks
+            for piece, mean in zip(own, torch.split(total, [piece.numel() for piece in own]), strict=True):
+                piece.copy_(mean.view(piece.shape))
+            return buffer
+
+        return work.get_future().then(add_up)  # type: ignore[no-any-return]
+
+
+def _by_owner(
+    params: Sequence[Tensor], grads: Sequence[Tensor], owner_of: Mapping[Any, int], ranks: int
+) -> list[list[Tensor]]:
+    """The gradients in a bucket, views of its buffer, of each owner."""
+    pieces: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for param, grad in zip(params, grads, strict=True):
+        pieces[owner_of[param]].append(grad)
+    return pieces
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

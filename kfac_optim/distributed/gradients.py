@@ -1,0 +1,203 @@
+"""How gradients come to those that precondition them, and what becomes of it to those that update."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks import KFACBlock
+from kfac_optim.distributed.comm import Communicator
+from kfac_optim.distributed.layouts import Contributions
+from kfac_optim.distributed.plan import Plan
+from kfac_optim.distributed.wire import (
+    gradient_buckets,
+    parameter_buckets,
+    preconditioned_buckets,
+    preconditioned_name,
+)
+from kfac_optim.execution import SingleDevice
+from kfac_optim.partition import matrix_by_blocks, matrix_of_layer
+
+_ALONE = SingleDevice()
+
+
+class GradientFlow(Protocol):
+    """The way of gradients under one kind of strategy; methods are those of `Executor`, where not told."""
+
+    def reduce(self) -> None:
+        """Bring the gradients of this step to where they are needed, if they are not there yet."""
+
+    def restore(self) -> None:
+        """Undo `reduce`: have all gradients that other ranks have, as the owners are about to change."""
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]: ...
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def direction(
+        self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]
+    ) -> dict[nn.Parameter, Tensor]: ...
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]: ...
+
+    def publish(self) -> None:
+        """Share updated parameters."""
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor: ...
+
+
+class ReplicatedGradients:
+    """Every rank has the mean of all gradients and updates all parameters; some precondition a layer for all."""
+
+    def __init__(self, plan: Plan, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._plan = plan
+        self._workers = {layer.name: layer.workers for layer in plan.layers}
+
+    def reduce(self) -> None:
+        pass
+
+    def restore(self) -> None:
+        pass
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+        return _ALONE.gradients(blocks)
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+        rank = self._communicator.rank
+        here = [block for block in blocks if rank in self._workers[block.name]]
+        grad_of = dict(zip(blocks, grads, strict=True))
+        matrices = dict(zip(here, _ALONE.precondition(here, [grad_of[block] for block in here]), strict=True))
+        if len(here) == len(blocks) and all(len(workers) == self._plan.ranks for workers in self._workers.values()):
+            return [matrices[block] for block in blocks]
+        by_name = {block.name: block for block in blocks}
+        for bucket in preconditioned_buckets(self._plan, by_name):
+            values = {
+                preconditioned_name(block.name, rank - self._workers[block.name].start): matrix_of_layer(
+                    matrix, block.spec
+                )
+                for block, matrix in matrices.items()
+            }
+            received = self._communicator.share(bucket, values).wait()
+            for name, block in by_name.items():
+                workers = self._workers[name]
+                found = received.get(preconditioned_name(name, rank % len(workers)))
+                if found is not None:
+                    spec = block.spec
+                    matrix = found.to(grad_of[block].dtype).view(spec.groups, spec.out_dim, spec.in_dim)
+                    matrices[block] = matrix_by_blocks(matrix, spec)
+        return [matrices[block] for block in blocks]
+
+    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        return _ALONE.direction(blocks, covered)
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return params
+
+    def publish(self) -> None:
+        pass
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        return values
+
+
+class ShardedGradients:
+    """Each layer's gradient goes to its owner, who updates; all parameters are gathered after the step.
+
+    Args:
+        plan: of `Sharded`.
+        communicator: for the main line of the program.
+        params: of each covered layer and each other parameter, by its name in the plan.
+        reduced: whether DDP has brought the gradients of this step to their owners.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        self._communicator = communicator
+        self._plan = plan
+        self._params = params
+        owners = {layer.name: layer.workers.start for layer in plan.layers}
+        owners |= {each.name: each.owner for each in plan.parameters if each.owner is not None}
+        self._owners = owners
+        self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
+        self.reduced = False
+
+    def reduce(self) -> None:
+        """Sum to owners what no wrapper has; their `.grad` becomes the mean."""
+        if self.reduced:
+            return
+        self.reduced = True
+        rank, ranks = self._communicator.rank, self._communicator.world_size
+        flights = []
+        for bucket in gradient_buckets(self._plan, self._params):
+            given = Contributions(bucket, rank, self._communicator.device)
+            for slot in bucket.slots:
+                if slot.owner != rank:
+                    given.put(slot.name, self._flat(slot.name), 1.0)
+            flights.append(self._communicator.reduce(bucket, given))
+        for flight in flights:
+            for name, merged in flight.wait().items():
+                sizes = [param.numel() for param in self._params[name]]
+                for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
+                    _average(param, others.view(param.shape), ranks)
+
+    def restore(self) -> None:
+        if self.reduced:
+            self._gather(lambda param: torch.zeros_like(param) if param.grad is None else param.grad, _set_gradient)
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+        return _ALONE.gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+        return _ALONE.precondition(blocks, grads)
+
+    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        return _ALONE.direction(blocks, covered)
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return [param for param in params if self.owner_of[param] == self._communicator.rank]
+
+    def publish(self) -> None:
+        self._gather(lambda param: param, lambda param, value: param.detach().copy_(value))
+        self.reduced = False
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        return self._communicator.all_reduce("scalars", values).wait()
+
+    def _flat(self, name: str) -> Tensor:
+        """The gradients of a layer's parameters, in a row."""
+        return torch.cat(
+            [(torch.zeros_like(param) if param.grad is None else param.grad).flatten() for param in self._params[name]]
+        )
+
+    def _gather(
+        self, read: Callable[[nn.Parameter], Tensor], write: Callable[[nn.Parameter, Tensor], object]
+    ) -> None:
+        """What owners have of their parameters, to all other ranks."""
+        rank = self._communicator.rank
+        owned = [name for name, owner in self._owners.items() if owner == rank]
+        values = {name: torch.cat([read(param).detach().flatten() for param in self._params[name]]) for name in owned}
+        flights = [
+            self._communicator.share(bucket, values) for bucket in parameter_buckets(self._plan, self._params)
+        ]
+        for flight in flights:
+            for name, joined in flight.wait().items():
+                sizes = [param.numel() for param in self._params[name]]
+                for param, value in zip(self._params[name], torch.split(joined, sizes), strict=True):
+                    write(param, value.view(param.shape))
+
+
+def _average(param: nn.Parameter, others: Tensor, ranks: int) -> None:
+    """Make the gradient, of this rank alone until now, the mean over ranks."""
+    if param.grad is None:
+        if not bool(others.any()):
+            return  # no rank has one
+        param.grad = torch.zeros_like(param)
+    own = param.grad.to(others.dtype)
+    param.grad.copy_((own + others) / ranks)
+
+
+def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
+    if param.grad is None:
+        param.grad = torch.empty_like(param)
+    param.grad.copy_(value)

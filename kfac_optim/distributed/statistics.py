@@ -1,0 +1,221 @@
+"""The statistics of all ranks to those that refresh by them, and the results to those that need them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfac_optim.blocks import KFACBlock
+from kfac_optim.distributed.comm import Communicator
+from kfac_optim.distributed.plan import LayerPlan, PartPlan, Plan
+from kfac_optim.distributed.reducer import Reducer
+from kfac_optim.distributed.strategies import Statistics
+from kfac_optim.distributed.voting import largest
+from kfac_optim.distributed.wire import result_buckets, result_name, slot_name, sum_buckets
+from kfac_optim.factors import Elsewhere, Factor
+from kfac_optim.inverses.base import Result
+from kfac_optim.linalg import drop, hold, pack_triangle, triangle_size, unpack_triangle
+
+
+class Status(NamedTuple):
+    """Of one block at its last refresh, the same on all ranks."""
+
+    held: bool
+    """Whether any sample was ever accepted."""
+    refused: int
+    """Samples refused in a row, on the rank that refused most."""
+    failed: int
+    """Refreshes failed in a row."""
+
+
+class StatisticsExchange:
+    """Sums to owners, and results from owners, as a plan lays them out.
+
+    Args:
+        plan: of these blocks.
+        early: for sums, which are launched in backward; nothing else may be launched on it.
+        main: for the rest.
+    """
+
+    def __init__(self, plan: Plan, early: Communicator, main: Communicator) -> None:
+        self.plan = plan
+        self.status: dict[str, Status] = {}
+        self._early, self._main = early, main
+        self._layers = {layer.name: layer for layer in plan.layers}
+        self._merges = plan.ranks > 1 and plan.strategy.statistics is Statistics.ALL
+        self._reducers: dict[tuple[str, ...], Reducer] = {}
+        self._told: dict[str, dict[str, Elsewhere]] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._main.rank
+
+    def owns(self, block: KFACBlock) -> bool:
+        """Whether this rank refreshes any of it."""
+        return any(part.owner == self.rank for part in self._layers[block.name].parts)
+
+    def measures(self, block: KFACBlock) -> bool:
+        """Whether this rank takes statistics of it."""
+        return self._merges or self.owns(block)
+
+    def reducer(self, blocks: Sequence[KFACBlock]) -> Reducer:
+        """For the sums of these blocks."""
+        names = tuple(block.name for block in blocks)
+        if names not in self._reducers:
+            self._reducers[names] = Reducer(self._early, sum_buckets(self.plan, names))
+        return self._reducers[names]
+
+    def slots(self, block: KFACBlock, state: Any) -> Iterator[tuple[str, Factor]]:
+        """The running averages of a block, here or in a copy of its state, by their names on the way."""
+        for part in self._layers[block.name].parts:
+            for number, factor in enumerate(block.inverse.averages(state, part.part.name)):
+                yield slot_name(block.name, part.part.name, number), factor
+
+    def merge(self, blocks: Sequence[KFACBlock], again: Sequence[bool] | None = None) -> None:
+        """Bring what ranks measured of these blocks to the owners.
+
+        Args:
+            blocks: the same on all ranks.
+            again: of each bucket, whether some rank launched it with other numbers than it has now.
+        """
+        if self._merges:
+            factors = {name: factor for block in blocks for name, factor in self.slots(block, block.state)}
+            reducer = self.reducer(blocks)
+
+            def final(name: str) -> tuple[Tensor, Tensor]:
+                return factors[name].packed(), factors[name].mass
+
+            merged = reducer.finish(final, again or [False] * len(reducer.buckets))
+            for block, _, part in self._parts(blocks):
+                name = part.part.name
+                if part.owner == self.rank:
+                    names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
+                    block.inverse.merge(block.state, name, [(merged[n].total, merged[n].mass) for n in names])
+                else:
+                    for factor in block.inverse.averages(block.state, name):
+                        factor.forget()
+        self._tell_of_each_other([block for block in blocks if _is_apart(self._layers[block.name])])
+
+    def mark_elsewhere(self, blocks: Sequence[KFACBlock]) -> None:
+        """Have each state solve for what this rank owns alone; `blocks` may be copies."""
+        for block in blocks:
+            for name, told in self._told.get(block.name, {}).items():
+                (factor,) = block.inverse.averages(block.state, name)
+                factor.elsewhere = told
+
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        """Tell all ranks how refreshes of these blocks went, and the results to those that need them."""
+        self._tell_status(blocks)
+        by_name = {block.name: block for block in blocks}
+        for bucket in result_buckets(self.plan, by_name):
+            values = {}
+            wanted = {parcel.name for parcel in bucket.parcels if parcel.source == self.rank}
+            for block, _, part in self._parts(blocks):
+                for name, results in _parcels(block, part):
+                    if name in wanted:
+                        values[name] = _joined([each for _, each in results], bucket.payload)
+            received = self._main.share(bucket, values).wait()
+            for block, _, part in self._parts(blocks):
+                for name, results in _parcels(block, part):
+                    if name in received:
+                        block.inverse.take(block.state, part.part.name, _split(received[name], results))
+
+    def place(self, block: KFACBlock) -> None:
+        """Give up the memory of results that this rank does not need, or take it back."""
+        device = block.params[0].device
+        layer = self._layers[block.name]
+        block.measured_here = self.measures(block)
+        for part in layer.parts:
+            for result in block.inverse.results(block.state, part.part.name):
+                needed = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self._merges)
+                if device.type == "meta" or needed != result.tensor.is_meta:
+                    continue
+                if needed:
+                    hold(result.tensor, device)
+                else:
+                    drop(result.tensor)
+
+    def _tell_status(self, blocks: Sequence[KFACBlock]) -> None:
+        counts = [count for block in blocks for count in block.inverse.setbacks(block.state)]
+        device = self._main.device
+        numbers = torch.stack([count.to(device) for count in counts]).tolist() if counts else []
+        words: list[int] = []
+        for index, block in enumerate(blocks):
+            owns = self.owns(block)
+            nothing = owns and not block.is_ready and not block.inverse.has_statistics(block.state)
+            words += [int(nothing), numbers[2 * index], numbers[2 * index + 1] if owns else 0]
+        names = [block.name for block in blocks]
+        found = largest(self._main, words, "status", names)
+        for index, name in enumerate(names):
+            nothing_held, refused, failed = found[3 * index : 3 * index + 3]
+            self.status[name] = Status(not nothing_held, refused, failed)
+
+    def _tell_of_each_other(self, blocks: Sequence[KFACBlock]) -> None:
+        """Where A and G have different owners, each needs the other's trace, by which λ is shared among them."""
+        parts = [(block, part) for block, _, part in self._parts(blocks)]
+        if not parts:
+            return
+        pieces = []
+        for block, part in parts:
+            (factor,) = block.inverse.averages(block.state, part.part.name)
+            factor.elsewhere = None  # what was told at the last refresh
+            known = torch.cat([factor.trace().double().flatten(), factor.mass.double().reshape(1)])
+            pieces.append(known if part.owner == self.rank or not self._merges else torch.zeros_like(known))
+        told = torch.cat(pieces)
+        if self._merges:
+            told = self._main.all_reduce("traces", told, layers=[block.name for block in blocks]).wait()
+        for (block, part), words in zip(parts, torch.split(told, [len(piece) for piece in pieces]), strict=True):
+            if part.owner != self.rank:
+                kept = self._told.setdefault(block.name, {})
+                (factor,) = block.inverse.averages(block.state, part.part.name)
+                dtype = factor.mass.dtype
+                kept[part.part.name] = Elsewhere(words[:-1].to(factor.average.dtype), words[-1].to(dtype))
+        self.mark_elsewhere(blocks)
+
+    def _parts(self, blocks: Sequence[KFACBlock]) -> Iterator[tuple[KFACBlock, LayerPlan, PartPlan]]:
+        for block in blocks:
+            layer = self._layers[block.name]
+            for part in layer.parts:
+                yield block, layer, part
+
+
+def _is_apart(layer: LayerPlan) -> bool:
+    return len({part.owner for part in layer.parts}) > 1
+
+
+_Numbered = list[tuple[int, Result]]
+
+
+def _parcels(block: KFACBlock, part: PartPlan) -> Iterator[tuple[str, _Numbered]]:
+    """The parcels that the results of a part may go in, with their numbers among these."""
+    numbered = list(enumerate(block.inverse.results(block.state, part.part.name)))
+    for measuring in (True, False):
+        chosen = [(number, each) for number, each in numbered if each.measuring is measuring]
+        yield result_name(block.name, part.part.name, measuring=measuring), chosen
+
+
+def _joined(results: Sequence[Result], dtype: torch.dtype) -> Tensor:
+    return torch.cat(
+        [(pack_triangle(tensor) if symmetric else tensor).flatten().to(dtype) for tensor, symmetric, _ in results]
+    )
+
+
+def _split(joined: Tensor, results: _Numbered) -> dict[int, Tensor]:
+    """By number, in the shape of the tensors."""
+    sizes = [_size(each) for _, each in results]
+    return {
+        number: _unpacked(flat, each) for (number, each), flat in zip(results, torch.split(joined, sizes), strict=True)
+    }
+
+
+def _size(result: Result) -> int:
+    tensor, symmetric, _ = result
+    return tensor.shape[0] * triangle_size(tensor.shape[-1]) if symmetric else tensor.numel()
+
+
+def _unpacked(flat: Tensor, result: Result) -> Tensor:
+    tensor, symmetric, _ = result
+    if not symmetric:
+        return flat.view(tensor.shape)
+    return unpack_triangle(flat.view(tensor.shape[0], -1), tensor.shape[-1])
