@@ -1,11 +1,22 @@
 """One Kronecker factor: a debiased running average in which every sample weighs its mass."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kfac_optim.linalg import pack_triangle, unpack_triangle
 from kfac_optim.specs import Structure
+
+
+class Elsewhere(NamedTuple):
+    """What another rank, which keeps an average, tells of it."""
+
+    trace: Tensor
+    """`[groups]`."""
+    mass: Tensor
+    """`[]`."""
 
 
 class Factor:
@@ -21,13 +32,18 @@ class Factor:
     Within a step, moments are summed as they are (`add`) and normalised once (`fold`): only then is it known
     how many rows and loss terms the step had.
 
+    Where several ranks see samples each keeps an average of its own share. From time to time the shares go to one
+    rank, which merges them (`packed`, `merge`), and the others start anew (`forget`).
+
     Attributes:
         average: `[groups, d, d]` (dense) or `[groups, d]` (diagonal).
         mass: `[]`, on the factor's device so that refusing a sample needs no host synchronisation.
         pending: raw sum since the last fold, shaped like `average`, or None.
+        elsewhere: of the whole, where another rank merges it; `average` is then this rank's share, and not solved for
+            here. It is no part of checkpoints: it is told anew with every merge.
     """
 
-    __slots__ = ("average", "mass", "pending", "structure")
+    __slots__ = ("average", "elsewhere", "mass", "pending", "structure")
 
     def __init__(
         self, groups: int, dim: int, structure: Structure, *, dtype: torch.dtype, device: torch.device
@@ -37,6 +53,7 @@ class Factor:
         self.average = torch.zeros(shape, dtype=dtype, device=device)
         self.mass = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.pending: Tensor | None = None
+        self.elsewhere: Elsewhere | None = None
 
     def add(self, moment: Tensor) -> None:
         """Add raw second moments to the sum of this step, shaped like `average` or one for all groups."""
@@ -70,9 +87,40 @@ class Factor:
         self.average.lerp_(sample, gain.to(sample.dtype))
         self.pending = None
 
+    def packed(self) -> Tensor:
+        """The average as it is sent, `[FactorShape.packed]`: of dense matrices one triangle each."""
+        return (pack_triangle(self.average) if self.structure is Structure.DENSE else self.average).flatten()
+
+    def merge(self, total: Tensor, mass: Tensor) -> None:
+        """Take in the averages of other ranks; where they have no mass this one stays as it is, to the bit.
+
+        Args:
+            total: `Σ w·S` of theirs, laid out as by `packed`, in the dtype of `mass` or a narrower one.
+            mass: `Σ w`, `[]`.
+        """
+        total = total.to(self.mass.dtype).view(len(self.average), -1)
+        if self.structure is Structure.DENSE:
+            total = unpack_triangle(total, self.average.shape[-1])
+        any_held = mass > 0
+        self.mass.add_(mass)
+        gain = torch.where(any_held, mass / self.mass, 0.0)
+        # In the dtype of masses: a narrow average is rounded once.
+        merged = self.average.to(total.dtype).lerp(torch.where(any_held, total / mass, 0.0), gain.to(total.dtype))
+        self.average.copy_(torch.where(any_held, merged, self.average))
+
+    def forget(self) -> None:
+        """Start the average anew, in place; the sum of this step stays."""
+        self.average.zero_()
+        self.mass.zero_()
+
+    def held(self) -> Tensor:
+        """`[]` bool: whether any sample was ever accepted, here or, as far as was told, elsewhere."""
+        held = self.mass > 0
+        return held if self.elsewhere is None else held | (self.elsewhere.mass > 0)
+
     def trace(self) -> Tensor:
-        """`[groups]`."""
-        return self._diagonal(self.average).sum(-1)
+        """`[groups]`, of the whole, where that is elsewhere."""
+        return self._diagonal(self.average).sum(-1) if self.elsewhere is None else self.elsewhere.trace
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds; the sum of an unfinished step is, like `.grad`, not part of it."""

@@ -1,7 +1,7 @@
 """The two Kronecker factors of a block, as its layer's calls make them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.rows import on_host
 from kfac_optim.specs import LayerSpec, Structure
+
+T = TypeVar("T")
 
 
 class FactorPair:
@@ -71,6 +73,13 @@ class FactorPair:
             if factor is not None:
                 factor.mass.mul_(decay)
 
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        """The running averages behind one part of the block's inverse, as `Part.sums` lists them."""
+        return of_part(part, self.a, self.g)
+
+    def combine(self) -> None:
+        """Make anew what is made of the running averages."""
+
     def discard(self) -> None:
         for factor in (self.a, self.g):
             if factor is not None:
@@ -80,7 +89,7 @@ class FactorPair:
     def held(self) -> Tensor:
         """`[]` bool: whether any sample was ever accepted."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
-        return torch.stack([factor.mass > 0 for factor in present]).all()
+        return torch.stack([factor.held() for factor in present]).all()
 
     def tensors(self) -> dict[str, Any]:
         nested: dict[str, Any] = {"refused": self.refused, "refused_in_a_row": self.refused_in_a_row}
@@ -131,7 +140,14 @@ class OpposedPair(FactorPair):
             else:
                 pair.age(decay)
         self._count_refusals()
-        self._combine()
+        self.combine()
+
+    def age(self, decay: float) -> None:
+        self.own.age(decay)
+        self.opposed.age(decay)
+
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        return self.own.averages(part) + self.opposed.averages(part)
 
     def discard(self) -> None:
         self.own.discard()
@@ -147,13 +163,13 @@ class OpposedPair(FactorPair):
         self.own.load(tensors["own"])
         self.opposed.load(tensors["opposed"])
         self._count_refusals()
-        self._combine()
+        self.combine()
 
     def _count_refusals(self) -> None:
         self.refused.copy_(self.own.refused + self.opposed.refused)
         self.refused_in_a_row.copy_(torch.maximum(self.own.refused_in_a_row, self.opposed.refused_in_a_row))
 
-    def _combine(self) -> None:
+    def combine(self) -> None:
         a_sides = (self.own.a, self.opposed.g)
         g_sides = (self.own.g, self.opposed.a)
         a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
@@ -163,6 +179,12 @@ class OpposedPair(FactorPair):
             self.a.average.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
         if self.g is not None:
             self.g.average.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
+
+
+def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
+    """Of what there is for `A` and for `G` that which belongs to one part of a block (`Part.name`)."""
+    assert part in ("A", "G", ""), part
+    return tuple(each for name, each in (("A", a), ("G", g)) if each is not None and part in (name, ""))
 
 
 def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> FactorPair:

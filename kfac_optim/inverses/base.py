@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,21 @@ from torch import Tensor
 from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
+from kfac_optim.memory import copy_held
 from kfac_optim.pairs import make_pair
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 
 S = TypeVar("S")
+
+
+class Result(NamedTuple):
+    """One tensor that `refresh` computed, as others need it."""
+
+    tensor: Tensor
+    symmetric: bool = False
+    """Whether it is made of symmetric matrices `[groups, d, d]`, of which one triangle says all."""
+    measuring: bool = False
+    """Whether it is needed to take statistics."""
 
 
 class Inverse(ABC, Generic[S]):
@@ -113,13 +124,61 @@ class Inverse(ABC, Generic[S]):
     def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
         """What of one block's inverse can be recomputed apart; their operations add up to those of `flops`."""
 
+    # What several processes need. Each folds its own samples. Before a refresh the averages of all go to the rank that
+    # recomputes the part, which merges them, and the others start anew; after it the results go to whom they concern.
+
+    def averages(self, state: S, part: str) -> tuple[Factor, ...]:
+        """The running averages behind one of `parts`, by its name, in the order of its `sums`."""
+        self._refuse_sharing()
+
+    def merge(self, state: S, part: str, others: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take in what other ranks measured for one part: for each of `averages` what `Factor.merge` gets."""
+        for factor, (total, mass) in zip(self.averages(state, part), others, strict=True):
+            factor.merge(total, mass)
+
+    def age(self, state: S, decay: float) -> None:
+        """A fold without a sample, where others had some: all that is held weighs less."""
+        self._refuse_sharing()
+
+    def results(self, state: S, part: str) -> tuple[Result, ...]:
+        """What a rank that did not recompute the part needs to apply it, or to take statistics; no copies.
+
+        A rank that does neither may drop their memory (`memory.drop`): what is measured does not read them.
+        """
+        self._refuse_sharing()
+
+    def take(self, state: S, part: str, received: Mapping[int, Tensor]) -> None:
+        """Take over results of another rank, or its own as the others got them.
+
+        Flags only ever turn true: parts that have one in common may come from different ranks.
+
+        Args:
+            state: of one block.
+            part: by its name.
+            received: by their index in `results`, in the shape of the tensors there, and any dtype that holds numbers;
+                some may be missing.
+        """
+        results = self.results(state, part)
+        for index, tensor in received.items():
+            kept = results[index].tensor
+            if kept.dtype != torch.bool:
+                copy_held(kept, tensor)
+            elif not kept.is_meta:
+                kept.logical_or_(tensor != 0)
+
+    def _refuse_sharing(self) -> NoReturn:
+        raise NotImplementedError(
+            f"kfac_optim: the inverses of {type(self).__name__} cannot be shared among processes. Write its methods "
+            f"averages(), age() and results(), see kfac_optim.Inverse, or choose another representation."
+        )
+
     @abstractmethod
     def tensors(self, state: S) -> dict[str, Any]:
         """The state as a nested dict of tensors, for checkpoints; no copies."""
 
     @abstractmethod
     def load(self, state: S, tensors: Mapping[str, Any]) -> None:
-        """Copy what `tensors` gave, of equal shapes, into `state`."""
+        """Copy what `tensors` gave, of equal shapes, into `state`, but for results that have no memory."""
 
 
 class InverseRule(ABC):
@@ -164,6 +223,10 @@ class PairState(ABC):
     def results(self) -> dict[str, Tensor]:
         """What `refresh` computed, by its name in checkpoints; no copies."""
 
+    @abstractmethod
+    def shared(self, part: str) -> tuple[Result, ...]:
+        """Of these what other ranks need of one part, in a fixed order."""
+
     def measures(self) -> dict[str, Tensor]:
         """What it counted and measured, likewise."""
         return {
@@ -195,10 +258,23 @@ class PairInverse(Inverse[P]):
     def fold(self, state: P, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
         state.pair.fold(loss_terms, decay, loss_scale)
 
+    def averages(self, state: P, part: str) -> tuple[Factor, ...]:
+        return state.pair.averages(part)
+
+    def merge(self, state: P, part: str, others: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().merge(state, part, others)
+        state.pair.combine()
+
+    def age(self, state: P, decay: float) -> None:
+        state.pair.age(decay)
+
+    def results(self, state: P, part: str) -> tuple[Result, ...]:
+        return state.shared(part)
+
     def adopt(self, state: P, shadow: P) -> None:
         theirs = shadow.measures() | shadow.results()
         for name, tensor in (state.measures() | state.results()).items():
-            tensor.copy_(theirs[name])
+            copy_held(tensor, theirs[name])
 
     def factors(self, state: P) -> tuple[Tensor | None, Tensor | None]:
         a, g = state.pair.a, state.pair.g
@@ -258,7 +334,7 @@ class PairInverse(Inverse[P]):
     def load(self, state: P, tensors: Mapping[str, Any]) -> None:
         state.pair.load(tensors["factors"])
         for name, tensor in (state.measures() | state.results()).items():
-            tensor.copy_(tensors[name])
+            copy_held(tensor, tensors[name])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,7 +421,7 @@ class DampedJob(FactorJob):
 
 
 def damped_jobs(state: PairState, inverses: tuple[Tensor | None, Tensor | None], damping: float) -> list[DampedJob]:
-    """One for each factor of the block, λ shared among them; `inverses` of `A` and `G` take the results."""
+    """One for each factor of the block that is kept here, λ shared among all; `inverses` of `A` and `G` take them."""
     present = [
         (side, factor, inverse)
         for side, (factor, inverse) in enumerate(zip((state.pair.a, state.pair.g), inverses, strict=True))
@@ -356,6 +432,7 @@ def damped_jobs(state: PairState, inverses: tuple[Tensor | None, Tensor | None],
     return [
         DampedJob(state, side, factor, share, inverse)
         for (side, factor, inverse), share in zip(present, damped, strict=True)
+        if factor.elsewhere is None
     ]
 
 

@@ -10,6 +10,7 @@ from kfac_optim.inverses.base import (
     DampedJob,
     PairInverse,
     PairState,
+    Result,
     batches,
     damped_jobs,
     dense_flops,
@@ -18,6 +19,7 @@ from kfac_optim.inverses.base import (
     take_reciprocals,
 )
 from kfac_optim.linalg import damped_cholesky_inverse, norm1, sandwich
+from kfac_optim.pairs import of_part
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 
 
@@ -41,6 +43,10 @@ class CholeskyState(PairState):
     def results(self) -> dict[str, Tensor]:
         named = {"A_inverse": self.a_inverse, "G_inverse": self.g_inverse}
         return {name: inverse for name, inverse in named.items() if inverse is not None}
+
+    def shared(self, part: str) -> tuple[Result, ...]:
+        inverses = of_part(part, self.a_inverse, self.g_inverse)
+        return tuple(Result(inverse, symmetric=inverse.dim() == 3) for inverse in inverses)
 
 
 @dataclass(frozen=True)

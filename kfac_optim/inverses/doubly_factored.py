@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import Inverse
+from kfac_optim.inverses.base import Inverse, Result
 from kfac_optim.layers.base import LayerStatistics, RowStatistics
 from kfac_optim.linalg import damped_cholesky_inverse, leading_singular_triple, norm1
+from kfac_optim.memory import copy_held
 from kfac_optim.rows import active_rows, on_host, total
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.validation import check_integer
@@ -65,7 +66,7 @@ class DoublyFactoredState:
 
     def held(self) -> Tensor:
         """`[]` bool: whether any sample was ever accepted."""
-        return torch.stack([factor.mass > 0 for factor in self.factors.values()]).all()
+        return torch.stack([factor.held() for factor in self.factors.values()]).all()
 
     def measures(self) -> dict[str, Tensor]:
         """What was counted and measured, by its name in checkpoints; no copies."""
@@ -156,6 +157,16 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         state.refused_in_a_row.copy_(torch.where(accept, 0, state.refused_in_a_row + 1))
         state.rows = 0
 
+    def averages(self, state: DoublyFactoredState, part: str) -> tuple[Factor, ...]:
+        return tuple(state.factors.values())
+
+    def age(self, state: DoublyFactoredState, decay: float) -> None:
+        for factor in state.factors.values():
+            factor.mass.mul_(decay)
+
+    def results(self, state: DoublyFactoredState, part: str) -> tuple[Result, ...]:
+        return tuple(Result(inverse, symmetric=True) for inverse in state.inverses.values())
+
     def refresh(self, states: Sequence[DoublyFactoredState], dampings: Sequence[float]) -> None:
         alike: defaultdict[tuple[Any, ...], list[_Job]] = defaultdict(list)
         for state, damping in zip(states, dampings, strict=True):
@@ -166,7 +177,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
 
     def adopt(self, state: DoublyFactoredState, shadow: DoublyFactoredState) -> None:
         for name, inverse in state.inverses.items():
-            inverse.copy_(shadow.inverses[name])
+            copy_held(inverse, shadow.inverses[name])
         for name in ("retried", "failed", "failed_in_a_row", "conditions"):
             getattr(state, name).copy_(getattr(shadow, name))
 
@@ -239,7 +250,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         for name, factor in state.factors.items():
             factor.load(tensors["factors"][name])
         for name, inverse in state.inverses.items():
-            inverse.copy_(tensors["inverses"][name])
+            copy_held(inverse, tensors["inverses"][name])
         for name, tensor in state.measures().items():
             tensor.copy_(tensors[name])
         self.discard(state)

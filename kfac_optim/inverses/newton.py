@@ -11,6 +11,7 @@ from kfac_optim.inverses.base import (
     DampedJob,
     PairInverse,
     PairState,
+    Result,
     batches,
     damped_jobs,
     dense_flops,
@@ -26,6 +27,7 @@ from kfac_optim.linalg import (
     norm1,
     sandwich,
 )
+from kfac_optim.pairs import of_part
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.validation import check_dtype, check_integer, check_number
 
@@ -68,6 +70,9 @@ class NewtonSchulzState(PairState):
             if side is not None:
                 named |= {f"{name}_inverse": side.inverse, f"{name}_solved": side.solved}
         return named
+
+    def shared(self, part: str) -> tuple[Result, ...]:
+        return tuple(Result(each) for side in of_part(part, self.a, self.g) for each in (side.inverse, side.solved))
 
     def measures(self) -> dict[str, Tensor]:
         return super().measures() | {"fallbacks": self.fallbacks}

@@ -1,7 +1,7 @@
 """What the representations in the eigenbases of the factors have in common."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kfac_optim.damping import factored_tikhonov
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, batches
+from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, Result, batches
 from kfac_optim.linalg import eigendecomposition
-from kfac_optim.specs import FactorShape, LayerSpec, Structure
+from kfac_optim.pairs import of_part
+from kfac_optim.specs import FactorShape, LayerSpec, Part, Structure
 
 # Of an eigendecomposition, per d³ of one dense factor, on the scale where a Cholesky inverse is 1. Fewer are counted
 # (about 9), but at a lower rate: 20-30 times as long on a GPU, 3.5-5 times on one CPU core (torch 2.13, float32, d from
@@ -57,6 +58,11 @@ class EigenState(PairState):
                     named[f"{name}_basis"] = spectrum.basis
         return named
 
+    def shared(self, part: str) -> tuple[Result, ...]:
+        spectra = of_part(part, self.a, self.g)
+        tensors = [tensor for spectrum in spectra for tensor in spectrum if tensor is not None]
+        return tuple(Result(tensor) for tensor in (*tensors, self.solved))
+
     def eigenvalues(self) -> Tensor:
         """`s_G s_Aᵀ`, `[groups, out, in]`; the axis of an identity factor has size 1."""
         return outer(
@@ -93,10 +99,14 @@ class EigenbasisInverse(PairInverse[E]):
         return True
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
-        """Basis, eigenvalues, and whether they were ever computed."""
+        """Basis and eigenvalues."""
         values = factor.groups * factor.dim
         numbers = values + (factor.numel if factor.structure is Structure.DENSE else 0)
-        return numbers + factor.groups, numbers
+        return numbers, numbers
+
+    def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
+        """With each goes `solved`."""
+        return tuple(replace(part, sent=part.sent + spec.groups) for part in super().parts(spec))
 
     def apply(self, state: E, grad: Tensor, damping: float) -> Tensor:
         a, g = state.a, state.g
@@ -169,7 +179,7 @@ def _eigen_jobs(state: EigenState) -> list[EigenJob]:
     return [
         EigenJob(state, side, factor, spectrum)
         for side, (factor, spectrum) in enumerate(sides)
-        if factor is not None and spectrum is not None
+        if factor is not None and factor.elsewhere is None and spectrum is not None
     ]
 
 
@@ -180,12 +190,22 @@ def _take_diagonal(jobs: Sequence[EigenJob]) -> None:
 
 
 def _measure_condition(state: EigenState, damping: float) -> None:
-    present = [(side, spectrum.values) for side, spectrum in enumerate((state.a, state.g)) if spectrum is not None]
-    traces = [values.sum(-1) for _, values in present]
-    shares = factored_tikhonov(traces, [values.shape[-1] for _, values in present], damping)
-    for (side, values), share in zip(present, shares, strict=True):
-        damped = values * share.scale[:, None] + share.shift[:, None]
-        state.condition[side] = (damped.amax(-1) / damped.amin(-1)).max()
+    """Of the sides that are kept here."""
+    sides = ((state.pair.a, state.a), (state.pair.g, state.g))
+    present = [
+        (side, factor, spectrum.values)
+        for side, (factor, spectrum) in enumerate(sides)
+        if factor is not None and spectrum is not None
+    ]
+    traces = [
+        values.sum(-1) if factor.elsewhere is None else factor.trace().to(state.condition.dtype)
+        for _, factor, values in present
+    ]
+    shares = factored_tikhonov(traces, [values.shape[-1] for _, _, values in present], damping)
+    for (side, factor, values), share in zip(present, shares, strict=True):
+        if factor.elsewhere is None:
+            damped = values * share.scale[:, None] + share.shift[:, None]
+            state.condition[side] = (damped.amax(-1) / damped.amin(-1)).max()
 
 
 def _unit_spectrum(factor: Factor, dtype: torch.dtype) -> Spectrum:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kfac_optim.calls import LayerCall
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import dense_flops, dense_sides
+from kfac_optim.inverses.base import Result, dense_flops, dense_sides
 from kfac_optim.inverses.eigenbasis.base import EIGH_FLOPS, EigenbasisInverse, EigenState, Spectrum, outer
 from kfac_optim.layers.base import LayerStatistics
-from kfac_optim.pairs import FactorPair, OpposedPair
+from kfac_optim.memory import copy_held
+from kfac_optim.pairs import FactorPair, OpposedPair, of_part
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.validation import check_flag
 
@@ -28,6 +29,8 @@ class EKFACState(EigenState):
     Attributes:
         scales: running average of `S`, kept as `[groups, out · in]`; its mass is what was sampled since the block first
             had a basis, and 0 where an identity leaves nothing to sample.
+        applied: `S` of the samples of all ranks as of the last refresh, which is what divides the gradient, `[groups,
+            out, in]`; `scales` then holds what this rank has sampled since. None on one process, where they are one.
         measured: whether `S` is sampled: no factor is an identity.
         expressed: whether the samples since the last fold can all be had from rows.
         substituted: folds in which they could not, `[]` int64.
@@ -35,13 +38,23 @@ class EKFACState(EigenState):
         refused_in_a_row: likewise, since the last that was accepted, `[]` int64.
     """
 
-    __slots__ = ("expressed", "measured", "refused", "refused_in_a_row", "scales", "shape", "substituted")
+    __slots__ = (
+        "applied",
+        "expressed",
+        "measured",
+        "refused",
+        "refused_in_a_row",
+        "scales",
+        "shape",
+        "substituted",
+    )
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype=dtype, device=device)
         self.shape = (spec.groups, spec.out_dim, spec.in_dim)
         compute = self.condition.dtype
         self.scales = Factor(spec.groups, spec.out_dim * spec.in_dim, Structure.DIAGONAL, dtype=compute, device=device)
+        self.applied: Tensor | None = None
         self.measured = Structure.IDENTITY not in spec.structure
         self.expressed = True
         self.substituted = torch.zeros((), dtype=torch.int64, device=device)
@@ -52,6 +65,16 @@ class EKFACState(EigenState):
     def second_moments(self) -> Tensor:
         """`S`, `[groups, out, in]`; a view."""
         return self.scales.average.view(self.shape)
+
+    def shared(self, part: str) -> tuple[Result, ...]:
+        """Bases, `solved` and `S`; eigenvalues are for the rank that refreshes.
+
+        Samples of `S` stay on each rank, so that what is applied is another tensor there. Where it is not sampled it is
+        one of the results, `[groups, out · in]`.
+        """
+        bases = [spectrum.basis for spectrum in of_part(part, self.a, self.g) if spectrum.basis is not None]
+        scales = self.second_moments if self.measured else self.scales.average
+        return *(Result(each, measuring=self.measured) for each in (*bases, self.solved)), Result(scales)
 
     def sampled(self) -> dict[str, Tensor]:
         """What folds made of the samples, by its name in checkpoints; no copies."""
@@ -72,14 +95,15 @@ class EKFACState(EigenState):
         """Bring `S` from the bases before to the present ones: of `U diag(S) Uᵀ` take the diagonal in the new basis.
 
         Entry i is `Σ_j S_j (u_j · u'_i)²`: none is negative, their sum stays, and eigenvectors that change sign or
-        place keep theirs. What was sampled before there was a basis is nothing to carry over.
+        place keep theirs; in bases that are the same all stay, to the bit. What was sampled before there was a basis is
+        nothing to carry over.
         """
         moments = self.second_moments
         a, g = _basis(self.a), _basis(self.g)
         if old.a is not None and a is not None:
-            moments.copy_(moments @ (old.a.mT @ a).square())
+            moments.copy_(moments @ _squared_overlaps(old.a, a))
         if old.g is not None and g is not None:
-            moments.copy_((old.g.mT @ g).square().mT @ moments)
+            moments.copy_(_squared_overlaps(old.g, g).mT @ moments)
         self.scales.mass.mul_(old.ready)
         moments.copy_(torch.where(self.scales.mass > 0, moments, self.eigenvalues()))
 
@@ -184,11 +208,33 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         used, refused = _used(state.pair), state.pair.refused.clone()
         super().fold(state, loss_terms, decay, loss_scale)
         accepted = state.pair.refused == refused
-        if not state.measured:
-            state.second_moments.copy_(state.expected())
-        else:
+        if state.measured:
             self._fold_sample(state, loss_terms, used, decay, loss_scale, accepted)
+        elif state.applied is None and not state.scales.average.is_meta:
+            # Among several ranks the refresh says what it is, of the samples of all.
+            state.second_moments.copy_(state.expected())
         state.forget_pending()
+
+    def averages(self, state: EKFACState, part: str) -> tuple[Factor, ...]:
+        return super().averages(state, part) + ((state.scales,) if state.measured else ())
+
+    def age(self, state: EKFACState, decay: float) -> None:
+        super().age(state, decay)
+        state.scales.mass.mul_(decay)
+
+    def take(self, state: EKFACState, part: str, received: Mapping[int, Tensor]) -> None:
+        last = len(self.results(state, part)) - 1  # S
+        if not state.measured:
+            super().take(state, part, received)
+            if last in received:
+                state.applied = state.second_moments
+            return
+        # On the rank that refreshed the bases may be those it has: then nothing is carried over twice.
+        old = state.standing()
+        super().take(state, part, {index: tensor for index, tensor in received.items() if index != last})
+        state.carry_over(old)
+        if last in received:
+            state.applied = received[last].to(state.condition.dtype, copy=True)
 
     def refresh(self, states: Sequence[EKFACState], dampings: Sequence[float]) -> None:
         before = [state.standing() for state in states]
@@ -202,7 +248,8 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         state.carry_over(old)
 
     def damped(self, state: EKFACState, damping: float) -> Tensor:
-        return torch.where(state.solved[:, None, None], state.second_moments + damping, 1.0)
+        moments = state.second_moments if state.applied is None else state.applied
+        return torch.where(state.solved[:, None, None], moments + damping, 1.0)
 
     def setbacks(self, state: EKFACState) -> tuple[Tensor, Tensor]:
         refused, failed = super().setbacks(state)
@@ -214,12 +261,15 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         return {**counted, "substituted_statistics": state.substituted}
 
     def tensors(self, state: EKFACState) -> dict[str, Any]:
-        return {**super().tensors(state), **state.sampled()}
+        applied = {} if state.applied is None else {"S_applied": state.applied}
+        return {**super().tensors(state), **state.sampled(), **applied}
 
     def load(self, state: EKFACState, tensors: Mapping[str, Any]) -> None:
         super().load(state, tensors)
         for name, tensor in state.sampled().items():
-            tensor.copy_(tensors[name])
+            copy_held(tensor, tensors[name])
+        applied = tensors.get("S_applied")
+        state.applied = None if applied is None else torch.empty_like(state.second_moments).copy_(applied)
         state.forget_pending()
 
     def flops(self, spec: LayerSpec) -> Cost:
@@ -233,15 +283,16 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         parts = super().parts(spec)
         scales = FactorShape(Structure.DIAGONAL, spec.groups, spec.out_dim * spec.in_dim)
         measured = Structure.IDENTITY not in spec.structure
-        results = sum(part.sent for part in parts)
+        # Eigenvalues serve the rank that refreshes alone; `solved` goes once.
+        bases = spec.groups + sum(groups * dim**2 for dim, groups in dense_sides(spec))
         return (
             Part(
                 "",
                 self.flops(spec).refresh,
                 tuple(factor for part in parts for factor in part.sums) + ((scales,) if measured else ()),
-                sent=results + scales.numel,
+                sent=bases + scales.numel,
                 held=sum(part.held for part in parts) + (0 if measured else scales.numel),
-                measuring=results if measured else 0,
+                measuring=bases if measured else 0,
             ),
         )
 
@@ -285,6 +336,13 @@ class EKFAC(EigenbasisInverse[EKFACState]):
 
 def _basis(spectrum: Spectrum | None) -> Tensor | None:
     return None if spectrum is None else spectrum.basis
+
+
+def _squared_overlaps(old: Tensor, new: Tensor) -> Tensor:
+    """`(u_j · u'_i)²`, `[groups, d, d]`; of a basis that is the same exactly the identity."""
+    same = (old == new).flatten(1).all(1)[:, None, None]
+    identity = torch.eye(old.shape[-1], dtype=old.dtype, device=old.device)
+    return torch.where(same, identity, (old.mT @ new).square())
 
 
 def _diagonal_in(factor: Factor | None, spectrum: Spectrum | None) -> Tensor | None:
