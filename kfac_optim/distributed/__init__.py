@@ -9,10 +9,12 @@ Imports within this folder go only to a lower storey of its own:
     launch                      L0  which launcher started the processes, and their process group
     assignment                  L1  work laid on ranks, the largest first
     buckets                     L1  what is sent together, in an order that all ranks share
-    comm                        L1  collectives in one fixed order, launched as their members become ready
+    comm                        L1  collectives, launched in one order on all ranks
+    reducer                     L2  buckets of sums, launched as their slots become ready
     prediction                  L2  seconds of a step
     plan                        L3  the frozen plan of a model
-    planner                     L4  its making
+    wire                        L4  its layouts as collectives take them
+    planner                     L5  its making
 """
 
 from kfac_optim.distributed.costs import Collective, CostModel

@@ -35,23 +35,13 @@ class Item(NamedTuple):
     """Of its layer in the model, in forward order."""
 
 
-class Segment(NamedTuple):
-    """Consecutive words of an item."""
-
-    name: str
-    start: int
-    words: int
-    rank: int
-    position: int
-
-
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Segments that one collective, or one for each rank that is a root, takes in this order.
+    """Items that one collective, or one for each rank that is a root, takes in this order.
 
     Attributes:
         payload: what it holds.
-        segments: in order.
+        items: in order; never cut.
         itemsize: bytes of a word.
         members: ranks of the group.
         collective: how it is sent.
@@ -59,7 +49,7 @@ class Bucket:
     """
 
     payload: Payload
-    segments: tuple[Segment, ...]
+    items: tuple[Item, ...]
     itemsize: int
     members: range
     collective: Collective
@@ -67,7 +57,7 @@ class Bucket:
 
     @property
     def words(self) -> int:
-        return sum(segment.words for segment in self.segments)
+        return sum(item.words for item in self.items)
 
     @property
     def size(self) -> int:
@@ -75,42 +65,40 @@ class Bucket:
         return self.words * self.itemsize
 
 
-def fill(items: Iterable[Item], limit: int) -> list[tuple[Segment, ...]]:
-    """Items in their order, in buckets of at most `limit` words.
+def fill(items: Iterable[Item], limit: int) -> list[tuple[Item, ...]]:
+    """Items in their order, in buckets of at most `limit` words; what is larger has a bucket of its own.
 
-    An item that fits into a bucket is never cut; what is larger fills whole buckets, and the last shares its own.
+    Items of no words are left out. Without some of the items there are never more buckets.
     """
-    full: list[tuple[Segment, ...]] = []
-    open_: list[Segment] = []
+    buckets: list[list[Item]] = []
     used = 0
-    for name, words, rank, position in items:
-        start = 0
-        while start < words:
-            if open_ and used + (words - start) > limit:
-                full.append(tuple(open_))
-                open_, used = [], 0
-            taken = min(limit, words - start)
-            open_.append(Segment(name, start, taken, rank, position))
-            start, used = start + taken, used + taken
-    return [*full, tuple(open_)] if open_ else full
+    for item in items:
+        if not item.words:
+            continue
+        if not buckets or used + item.words > limit:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(item)
+        used += item.words
+    return [tuple(bucket) for bucket in buckets]
 
 
 def make_buckets(
     payload: Payload, items: Sequence[Item], *, limit: int, itemsize: int, members: range, cost: CostModel
 ) -> tuple[Bucket, ...]:
-    """Buckets of at most `limit` bytes, with the collective that the cost model finds quickest for each."""
+    """Buckets of at most `limit` words, with the collective that the cost model finds quickest for each."""
     return tuple(
-        Bucket(payload, segments, itemsize, members, *_transport(payload, segments, itemsize, len(members), cost))
-        for segments in fill(items, max(limit // itemsize, 1))
+        Bucket(payload, together, itemsize, members, *_transport(payload, together, itemsize, len(members), cost))
+        for together in fill(items, limit)
     )
 
 
 def _transport(
-    payload: Payload, segments: Sequence[Segment], itemsize: int, ranks: int, cost: CostModel
+    payload: Payload, items: Sequence[Item], itemsize: int, ranks: int, cost: CostModel
 ) -> tuple[Collective, float]:
     shares: defaultdict[int, float] = defaultdict(float)
-    for segment in segments:
-        shares[segment.rank] += segment.words * itemsize
+    for item in items:
+        shares[item.rank] += item.words * itemsize
     if set(shares) == {-1}:
         return cost.all_reducing(shares[-1], ranks)
     to_owners = payload in (Payload.GRADIENTS, Payload.SUMS)

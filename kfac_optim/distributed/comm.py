@@ -3,12 +3,12 @@
 A collective is matched between ranks by its place in the order in which they launch, and by nothing else: ranks that
 launch in another order hang, or take each other's numbers for their own where the sizes agree. Hooks run in the
 order in which a backward happens to reach them, once, twice or never. So buckets have a fixed layout and a fixed
-order; hooks only report to a `Reducer`; and what was not reported goes as zeros.
+order, and hooks launch nothing themselves (see `reducer`).
 
 Two kinds of bucket, by what they are for:
 
-- `ReduceBucket`: each slot's sum over all ranks, for the one rank that owns it. A rank sends `(w·S, w)`, its mean and
-  the mass `w` behind it, so that means merge exactly, `Σ w·S / Σ w`, whatever the ranks' shares, none included.
+- `ReduceBucket`: each slot's sum over all other ranks, for the one rank that owns it. A rank sends `(w·S, w)`, its mean
+  and the mass `w` behind it, so that means merge exactly, `Σ w·S / Σ w`, whatever the ranks' shares, none included.
 - `ShareBucket`: each parcel goes from one rank to some or all others, bit by bit.
 
 [Note: one form for each device] gloo's reduce-scatter moves as much as its all-reduce, and its reduce overwrites what
@@ -20,8 +20,8 @@ narrower than float32 is always exchanged and summed in float32: each sum in bfl
 
 import hashlib
 import itertools
+import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_optim.distributed.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, listed, repeated
+from kfac_optim.distributed.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, listed
 
 T = TypeVar("T")
 
@@ -42,6 +42,9 @@ _LOOKOUT = timedelta(seconds=1)
 
 # How long a rank that gives up waits for all others that wait to do so too.
 _ROLL_CALL = timedelta(seconds=3)
+
+# Differences between ranks in one message.
+_SHOWN = 8
 
 # Key in the store of a process group.
 _GIVEN_UP = "kfac_optim/given-up"
@@ -60,11 +63,11 @@ class Cause(Enum):
     CALLED = "called"
     """By its own call, at the same place in the program on all ranks."""
     COMPLETE = "complete"
-    """The last member of the bucket, and of all before it, was reported."""
-    FLUSHED = "flushed"
+    """The last slot of the bucket, and of all before it, was reported."""
+    LEFT_OVER = "left over"
     """The round ended before that."""
-    LATE = "late"
-    """On some rank a member was reported again after the launch."""
+    AGAIN = "again"
+    """Some rank had other numbers after the launch."""
 
 
 class Launch(NamedTuple):
@@ -116,7 +119,7 @@ class Communicator:
     """Launches the collectives of one process group, in the form that suits the device.
 
     [Note: one order] All ranks must call its methods in the same order. A `Reducer` does so whatever its hooks do, if
-    nothing else is launched between the first report of a round and its flush; what has to be then goes through another
+    nothing else is launched between the first report of a round and its end; what has to be then goes through another
     communicator.
 
     Args:
@@ -150,7 +153,7 @@ class Communicator:
     def reduce(
         self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
     ) -> InFlight[dict[str, Merged]]:
-        """Sum a bucket to the owners of its slots.
+        """Sum a bucket over all ranks but the owner of each slot, to that owner.
 
         Args:
             bucket: the same on all ranks.
@@ -171,16 +174,15 @@ class Communicator:
                 lambda: dist.reduce_scatter_single(total, given, group=self.group, async_op=True),
             )
         else:
-            own = bucket.wire_sections[self.rank]
-            sent = bucket.encode(given)
-            received = sent.new_empty(self.world_size, own)
+            sent = bucket.encode(given, self.rank)
+            received = sent.new_empty(self.world_size - 1, bucket.wire_sections[self.rank])
 
             def add_up() -> None:
                 total.zero_()
                 for part in received:  # in the order of ranks
                     total.add_(bucket.decode(part, self.rank))
 
-            to, from_ = bucket.wire_sections, [own] * self.world_size
+            to, from_ = bucket.sent_sections(self.rank), bucket.received_sections(self.rank)
             event = self._exchange(record, bucket.names, (sent, to), (received.flatten(), from_), add_up)
         return InFlight(bucket.merged(total, self.rank), event)
 
@@ -235,19 +237,23 @@ class Communicator:
         )
         return InFlight(result, event)
 
-    def check_agreement(self, fingerprint: int, lines: Sequence[str]) -> None:
+    def check_agreement(
+        self, mine: Mapping[str, str], differences: Callable[[Mapping[str, str], Mapping[str, str]], Sequence[str]]
+    ) -> None:
         """Raise on all ranks alike, unless all have planned the same; to be called before any other collective.
 
         Args:
-            fingerprint: 64 bits, signed, of all that decides on the order and the sizes of collectives.
-            lines: what it was taken of, in order and in words: names of layers, shapes, owners.
+            mine: all that decides on the order and the sizes of collectives, by name (`Plan.agreement`).
+            differences: tells in what two of these differ, in words that call the first "here" and the second "there"
+                (`plan.differences`).
 
         Raises:
-            RuntimeError: names what one rank has and another lacks, or has elsewhere.
+            RuntimeError: names layers, owners or options in which ranks differ.
             CollectiveError: some rank never came.
         """
         name = "start-up check"
-        own = torch.tensor([fingerprint], dtype=torch.int64, device=self.device)
+        digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
+        own = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=self.device)
         gathered = own.new_empty(self.world_size)
         record = Launch(name, Cause.CALLED, (self.world_size - 1) * own.nbytes)
         self._launch(record, (), lambda: dist.all_gather_single(gathered, own, group=self.group, async_op=True)).wait()
@@ -256,13 +262,15 @@ class Communicator:
         if not odd:
             return
         # All ranks compare the same fingerprints, so that all of them come here.
-        everyones: list[list[str]] = [[] for _ in range(self.world_size)]
+        everyones: list[dict[str, str]] = [{} for _ in range(self.world_size)]
         with self._blaming(name, ()):
-            dist.all_gather_object(everyones, list(lines), group=self.group)
+            dist.all_gather_object(everyones, dict(mine), group=self.group)
+        found = differences(everyones[0], everyones[odd[0]])
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise RuntimeError(
             f"kfac_optim: the ranks disagree about what is to be communicated. Of {self.world_size} ranks "
-            f"{', '.join(map(str, odd))} differ from rank 0 (this is rank {self.rank}). Rank {odd[0]}: "
-            f"{_difference(everyones[0], everyones[odd[0]])}. Build the same model, with the same arguments of "
+            f"{', '.join(map(str, odd))} differ from rank 0 (this is rank {self.rank}). Rank 0 (here) and rank "
+            f"{odd[0]} (there): {'; '.join(found[:_SHOWN])}{more}. Build the same model, with the same arguments of "
             f"KFACOptimizer, on every rank."
         )
 
@@ -384,137 +392,3 @@ class Communicator:
 
 def _elements(parcels: Iterable[Parcel]) -> int:
     return sum(parcel.elements for parcel in parcels)
-
-
-# -- agreement ---------------------------------------------------------------------------------------------------
-
-
-def fingerprint(lines: Iterable[str]) -> int:
-    """64 bits, signed, that differ where the lines or their order do; the same in every process."""
-    digest = hashlib.sha256()
-    for line in lines:
-        encoded = line.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return int.from_bytes(digest.digest()[:8], "little", signed=True)
-
-
-def _difference(first: Sequence[str], other: Sequence[str]) -> str:
-    """What another rank has, against what rank 0 has."""
-    missing, extra = list(Counter(first) - Counter(other)), list(Counter(other) - Counter(first))
-    if missing or extra:
-        lacks = [f"lacks {listed(missing)}"] if missing else []
-        return " and ".join([*lacks, f"has {listed(extra)} that rank 0 has not"] if extra else lacks)
-    for place, (ours, theirs) in enumerate(zip(first, other, strict=True)):
-        if ours != theirs:
-            return f"has the same in another order: as number {place + 1} {theirs!r}, where rank 0 has {ours!r}"
-    return "has the same names, but other shapes, owners or settings"
-
-
-# -- launching ---------------------------------------------------------------------------------------------------
-
-
-class Late(Enum):
-    """What becomes of a member that is reported again when its bucket is under way.
-
-    A second backward before the step does that, or a layer called twice whose reports come one by one.
-    """
-
-    RESEND = "resend"
-    """In the same round: at the flush all ranks agree which buckets go again. Exact; the flush waits for one small
-    all-reduce, on accelerators with a host synchronisation."""
-    CARRY = "carry"
-    """In the next round: nothing is counted twice, and the flush waits for nothing. For running averages, which are
-    linear, or where no member is reported twice. What is carried is in no checkpoint."""
-
-
-class Round(NamedTuple):
-    """All that was launched up to a flush, in order."""
-
-    flights: tuple[InFlight[dict[str, Merged]], ...]
-
-    def wait(self) -> dict[str, Merged]:
-        """Every slot that this rank owns, by name, when all are there; see `Event.wait`."""
-        merged: dict[str, Merged] = {}
-        for flight in self.flights:
-            for name, part in flight.wait().items():
-                merged[name] = merged[name].plus(part) if name in merged else part
-        return merged
-
-
-class Reducer:
-    """Launches buckets in their order, each as soon as it and all before it are complete.
-
-    Members may be reported in any order, any number of times, or never, and differently on each rank: every rank
-    launches the same collectives in the same order, and what was not reported weighs nothing. Reports of one member
-    add up. Not thread-safe: it serves the hooks of one device.
-
-    Args:
-        communicator: see [Note: one order].
-        buckets: the same on all ranks, in the order in which they are to be launched; slot names differ throughout.
-        late: what becomes of reports that come when their bucket is under way.
-    """
-
-    def __init__(self, communicator: Communicator, buckets: Sequence[ReduceBucket], late: Late = Late.RESEND) -> None:
-        if twice := repeated([name for bucket in buckets for name in bucket.names]):
-            raise ValueError(f"kfac_optim: a name may be in one bucket only, got {listed(twice)} more than once.")
-        self._communicator = communicator
-        self._buckets = tuple(buckets)
-        self._late = late
-        self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
-        self._filling: list[Contributions | None] = [None] * len(buckets)
-        self._start_round()
-
-    def ready(self, name: str, values: Tensor, mass: float | Tensor) -> None:
-        """Report a member: a mean, and the mass behind it; mass 0 if there is nothing, whatever the values are then.
-
-        Args:
-            name: of a slot.
-            values: of as many elements as the slot, in any shape; copied.
-            mass: a number, or `[]` on the same device; of a plain sum what it is to be multiplied by.
-        """
-        index = self._index.get(name)
-        if index is None:
-            raise ValueError(f"kfac_optim: no bucket has {name!r}; was the model changed after the plan was made?")
-        self._contributions(index).add(name, values, mass)
-        self._unseen[index].discard(name)
-        while self._next < len(self._buckets) and not self._unseen[self._next]:
-            self._launch_next(Cause.COMPLETE)
-
-    def flush(self) -> Round:
-        """Launch what is left, complete or not, and start the next round. All ranks must call it at the same place."""
-        while self._next < len(self._buckets):
-            self._launch_next(Cause.FLUSHED)
-        if self._late is Late.RESEND:
-            for index in self._agreed_late():
-                self._launch(index, Cause.LATE)
-        done = Round(tuple(self._flights))
-        self._start_round()
-        return done
-
-    def _start_round(self) -> None:
-        self._flights: list[InFlight[dict[str, Merged]]] = []
-        self._next = 0
-        self._unseen = [set(bucket.names) for bucket in self._buckets]
-
-    def _contributions(self, index: int) -> Contributions:
-        """What the next launch of a bucket takes."""
-        contributions = self._filling[index]
-        if contributions is None:
-            contributions = self._filling[index] = Contributions(self._buckets[index], self._communicator.device)
-        return contributions
-
-    def _launch_next(self, cause: Cause) -> None:
-        self._launch(self._next, cause)
-        self._next += 1
-
-    def _launch(self, index: int, cause: Cause) -> None:
-        contributions = self._contributions(index)
-        self._filling[index] = None
-        self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))
-
-    def _agreed_late(self) -> list[int]:
-        """Buckets that some rank has more for."""
-        flags = [contributions is not None for contributions in self._filling]
-        mine = torch.tensor(flags, dtype=torch.uint8, device=self._communicator.device)
-        anyones = self._communicator.all_reduce("late members", mine, dist.ReduceOp.MAX, tuple(self._index)).wait()
-        return [index for index, late in enumerate(anyones.tolist()) if late]

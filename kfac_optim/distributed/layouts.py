@@ -55,7 +55,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ReduceBucket:
-    """Slots that are summed over all ranks, each to its owner, in one collective.
+    """Slots that are summed over ranks, each to its owner, in one collective.
+
+    What an owner itself has of its slots takes no part: it adds the sums to what it holds.
 
     The section of an owner holds the values of its slots, in the order given, and then their masses. Masses are never
     rounded: where the payload is narrower than the sum, their bits travel as two numbers of the payload's dtype.
@@ -123,15 +125,23 @@ class ReduceBucket:
         """What `rank` sends to others in one launch. All ranks together: `P - 1` times the bucket."""
         return (sum(self.wire_sections) - self.wire_sections[rank]) * self.payload.itemsize
 
-    def encode(self, sections: Tensor) -> Tensor:
-        """All sections, `[sum(sections)]` in the dtype of sums, as they travel, `[sum(wire_sections)]`."""
-        if self.payload == self.sum_dtype:
-            return sections
+    def sent_sections(self, rank: int) -> list[int]:
+        """Elements that `rank` sends to each rank, in the dtype of the payload: to itself none."""
+        return [0 if owner == rank else size for owner, size in enumerate(self.wire_sections)]
+
+    def received_sections(self, rank: int) -> list[int]:
+        """Elements that `rank` gets from each rank, likewise."""
+        return [0 if source == rank else self.wire_sections[rank] for source in range(self.world_size)]
+
+    def encode(self, sections: Tensor, rank: int) -> Tensor:
+        """All sections, `[sum(sections)]` in the dtype of sums, as `rank` sends them, `[sum(sent_sections)]`."""
         pieces = []
         for owner, section in enumerate(torch.split(sections, list(self.sections))):
+            if owner == rank:
+                continue
             values, masses = self._parts(section, owner)
             pieces += [values.to(self.payload), masses.view(self.payload)]
-        return torch.cat(pieces)
+        return torch.cat(pieces) if pieces else sections.new_empty(0, dtype=self.payload)
 
     def decode(self, section: Tensor, owner: int) -> Tensor:
         """One section of what `encode` made, `[wire_sections[owner]]`, in the dtype of sums, `[sections[owner]]`."""
@@ -156,45 +166,47 @@ class ReduceBucket:
 
 
 class Merged(NamedTuple):
-    """One slot, summed over ranks."""
+    """One slot, summed over all ranks but its owner."""
 
     total: Tensor
     """`Σ w·S`, `[elements]`."""
     mass: Tensor | None
-    """`Σ w`, `[]`, 0 where no rank had anything; None of a slot that is not weighted."""
+    """`Σ w`, `[]`, 0 where none of them had anything; None of a slot that is not weighted."""
 
     def mean(self) -> Tensor:
-        """`Σ w·S / Σ w`, `[elements]`; zeros where no rank had anything."""
+        """`Σ w·S / Σ w`, `[elements]`; zeros where none of them had anything."""
         assert self.mass is not None, "a slot that is not weighted has no mean"
         return torch.where(self.mass > 0, self.total / self.mass, 0.0)
 
-    def plus(self, other: "Merged") -> "Merged":
-        """The sum of both."""
-        mass = None if self.mass is None or other.mass is None else self.mass + other.mass
-        return Merged(self.total + other.total, mass)
-
 
 class Contributions:
-    """What one rank gives to one launch of a bucket: zeros, until something is added.
+    """What one rank gives to one launch of a bucket: zeros, until something is put in.
+
+    Args:
+        bucket: which.
+        rank: which gives it; its own section stays zeros.
+        device: where the bucket is put together.
 
     Attributes:
         sections: of all owners, one after the other, `[sum(bucket.sections)]`.
     """
 
-    def __init__(self, bucket: ReduceBucket, device: torch.device) -> None:
+    def __init__(self, bucket: ReduceBucket, rank: int, device: torch.device) -> None:
         self._bucket = bucket
         self.sections = torch.zeros(sum(bucket.sections), dtype=bucket.sum_dtype, device=device)
-        owners = torch.split(self.sections, list(bucket.sections))
-        self._slots = {name: view for rank, own in enumerate(owners) for name, view in bucket.merged(own, rank).items()}
+        self._slots: dict[str, Merged] = {}
+        for owner, section in enumerate(torch.split(self.sections, list(bucket.sections))):
+            if owner != rank:
+                self._slots |= bucket.merged(section, owner)
 
     @torch.no_grad()
-    def add(self, name: str, values: Tensor, mass: float | Tensor) -> None:
-        """Add `mass · values` to a slot, and `mass` to its mass; nothing at all where the mass is not positive.
+    def put(self, name: str, values: Tensor, mass: float | Tensor) -> None:
+        """Make a slot `mass · values` and `mass`; zeros where the mass is not positive. What it held is gone.
 
         Args:
-            name: of the slot.
-            values: of as many elements as the slot, in any shape.
-            mass: a number, or `[]` on the same device.
+            name: of a slot that another rank owns.
+            values: of as many elements as the slot, in any shape; copied.
+            mass: a number, or `[]` on the same device; of a plain sum what it is to be multiplied by.
         """
         total, masses = self._slots[name]
         if values.numel() != total.numel():
@@ -206,9 +218,9 @@ class Contributions:
         weight = weight.to(total.dtype)
         counts = weight > 0
         # What weighs nothing may be anything: 0 · inf must not reach the sum.
-        total += torch.where(counts, values.flatten().to(total.dtype) * weight, 0.0)
+        total.copy_(torch.where(counts, values.detach().flatten().to(total.dtype) * weight, 0.0))
         if masses is not None:
-            masses += torch.where(counts, weight, 0.0)
+            masses.copy_(torch.where(counts, weight, 0.0))
 
 
 # -- parcels from their sources ----------------------------------------------------------------------------------

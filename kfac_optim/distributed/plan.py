@@ -26,7 +26,7 @@ class PlanOptions:
     Args:
         factor_update_period: steps between statistics.
         inverse_update_period: steps between refreshes.
-        bucket_bytes: the most that is sent by one collective; DDP's default.
+        bucket_bytes: the most that is sent together, except that a tensor is never cut; DDP's default.
         parameter_dtype: of parameters and gradients, in which they are sent.
         factor_dtype: of the running averages; inverses are kept and sent in it, and in float32 at least.
         sums_dtype: in which factor sums are sent; None is `factor_dtype`.
@@ -60,6 +60,11 @@ class PlanOptions:
         return self.sums_dtype or self.factor_dtype
 
     @property
+    def mass_words(self) -> int:
+        """Words of `sent_dtype` that the mass of a factor sum takes: it is not rounded to less than float32."""
+        return torch.promote_types(self.sent_dtype, torch.float32).itemsize // self.sent_dtype.itemsize
+
+    @property
     def inverse_dtype(self) -> torch.dtype:
         """Of inverses."""
         return torch.promote_types(self.factor_dtype, torch.float32)
@@ -70,6 +75,10 @@ class PlanOptions:
             return self.sent_dtype.itemsize
         return (self.inverse_dtype if payload is Payload.INVERSES else self.parameter_dtype).itemsize
 
+    def bucket_words(self, payload: Payload) -> int:
+        """The most words of a bucket that holds more than one item."""
+        return self.bucket_bytes // self.itemsize(payload)
+
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
@@ -78,7 +87,7 @@ class PartPlan:
     Attributes:
         part: what it costs and holds.
         owner: the rank that refreshes it.
-        sums: words that each other rank sends to the owner before a refresh: packed moments, masses, traces.
+        sums: words that each other rank sends to the owner before a refresh: packed moments and their masses.
     """
 
     part: Part
@@ -269,9 +278,9 @@ class Plan:
             found[f"owner of parameter {parameter.name!r}"] = str(parameter.owner)
         for payload in Payload:
             for number, bucket in enumerate(self.buckets_of(payload)):
-                segments = "; ".join(f"{s.name}[{s.start}+{s.words}] {s.rank}" for s in bucket.segments)
+                items = "; ".join(f"{item.name}[{item.words}] {item.rank}" for item in bucket.items)
                 group = f"{bucket.collective.value} of {_describe_range(bucket.members)}"
-                found[f"bucket {number} of {payload.value}"] = f"{group}, {bucket.itemsize} bytes a word: {segments}"
+                found[f"bucket {number} of {payload.value}"] = f"{group}, {bucket.itemsize} bytes a word: {items}"
         return found
 
     def fingerprint(self) -> str:

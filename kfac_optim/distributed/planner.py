@@ -11,6 +11,7 @@ from kfac_optim.distributed.costs import CostModel
 from kfac_optim.distributed.plan import LayerPlan, Memory, ParameterPlan, PartPlan, Plan, PlanOptions, Traffic
 from kfac_optim.distributed.prediction import Compute, Seconds, predict
 from kfac_optim.distributed.strategies import Auto, Replicated, Sharded, Statistics, Strategy, check_strategy
+from kfac_optim.distributed.wire import result_name
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import LayerSpec, Part, Structure
 from kfac_optim.validation import check_integer, check_kind
@@ -122,7 +123,7 @@ def predict_sgd(
     gradients = make_buckets(
         Payload.GRADIENTS,
         items if ranks > 1 else [],
-        limit=options.bucket_bytes,
+        limit=options.bucket_words(Payload.GRADIENTS),
         itemsize=options.itemsize(Payload.GRADIENTS),
         members=range(ranks),
         cost=cost,
@@ -204,7 +205,7 @@ class _Planner:
                 words=each.words,
                 apply=costs[name].apply,
                 workers=places[name].workers,
-                parts=_part_plans(parts[name], places[name]),
+                parts=_part_plans(parts[name], places[name], self.options.mass_words),
             )
             for name, (number, each) in covered.items()
         )
@@ -252,13 +253,15 @@ class _Planner:
 
     def _results(self, layer: LayerPlan, part: PartPlan) -> list[tuple[Item, range]]:
         """What the owner of a part sends of its result, and the group that it is sent in."""
-        name, everyone = part.name_in(layer.name), range(self.ranks)
+        group, needed = _with_owner(layer.workers, part.owner), part.part.measuring
         # Whoever takes statistics in the bases needs them.
-        wide = part.part.measuring if self.merges and self.workers < self.ranks else 0
-        sent = [(Item(f"{name} (bases)", wide, part.owner, layer.position), everyone)]
-        if len(group := _with_owner(layer.workers, part.owner)) > 1:
-            sent.append((Item(name, part.part.sent - wide, part.owner, layer.position), group))
-        return [(item, members) for item, members in sent if item.words]
+        takers = range(self.ranks) if self.merges else group
+        found = []
+        for measuring, words, members in ((True, needed, takers), (False, part.part.sent - needed, group)):
+            if words and len(members) > 1:
+                name = result_name(layer.name, part.part.name, measuring=measuring)
+                found.append((Item(name, words, part.owner, layer.position), members))
+        return found
 
     def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[Bucket, ...]:
         if payload is Payload.PRECONDITIONED:
@@ -271,11 +274,8 @@ class _Planner:
         return tuple(b for members, group in by_group.items() for b in self._filled(payload, group, members))
 
     def _filled(self, payload: Payload, items: Sequence[Item], members: range) -> tuple[Bucket, ...]:
-        options = self.options
-        itemsize = options.itemsize(payload)
-        return make_buckets(
-            payload, items, limit=options.bucket_bytes, itemsize=itemsize, members=members, cost=self.cost
-        )
+        limit, itemsize = self.options.bucket_words(payload), self.options.itemsize(payload)
+        return make_buckets(payload, items, limit=limit, itemsize=itemsize, members=members, cost=self.cost)
 
     def _traffic(self, payload: Payload, items: Sequence[Item]) -> Traffic:
         others, total = self.ranks - 1, sum(item.words for item in items)
@@ -341,16 +341,8 @@ class _Planner:
         return Compute(forward, 2 * forward + statistics / self.options.factor_update_period / share)
 
 
-def _part_plans(parts: Sequence[Part], where: Place) -> tuple[PartPlan, ...]:
-    apart = len({where.owners[part.name] for part in parts}) > 1
-    return tuple(
-        PartPlan(
-            part,
-            where.owners[part.name],
-            _packed(part) + len(part.sums) + (part.traces + 1 if apart and part.traces else 0),  # 1 is their mass
-        )
-        for part in parts
-    )
+def _part_plans(parts: Sequence[Part], where: Place, mass: int) -> tuple[PartPlan, ...]:
+    return tuple(PartPlan(part, where.owners[part.name], _packed(part) + mass * len(part.sums)) for part in parts)
 
 
 def _with_owner(workers: range, owner: int) -> range:

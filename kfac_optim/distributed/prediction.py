@@ -70,7 +70,7 @@ def finished(ready: Sequence[float], seconds: Sequence[float]) -> float:
 
 def in_order_of_backward(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Buckets of gradients and factor sums as they become ready, by their last layer in backward; gradients first."""
-    return sorted(buckets, key=lambda b: (-min(s.position for s in b.segments), b.payload is not Payload.GRADIENTS))
+    return sorted(buckets, key=lambda b: (-min(item.position for item in b.items), b.payload is not Payload.GRADIENTS))
 
 
 def exposed(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostModel) -> float:
@@ -79,7 +79,7 @@ def exposed(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostMode
     for position in reversed(range(len(layers))):
         clock += cost.computing(layers[position].backward)
         ready[position] = clock
-    begins = [max(ready[segment.position] for segment in bucket.segments) for bucket in buckets]
+    begins = [max(ready[item.position] for item in bucket.items) for bucket in buckets]
     return max(0.0, finished(begins, [bucket.seconds for bucket in buckets]) - clock)
 
 
@@ -89,8 +89,8 @@ def stalled(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostMode
     clock = 0.0
     for bucket in buckets:
         clock += bucket.seconds
-        for segment in bucket.segments:
-            arrives[segment.position] = clock
+        for item in bucket.items:
+            arrives[item.position] = clock
     clock = total = 0.0
     for layer, arrival in zip(layers, arrives, strict=True):
         seconds = cost.computing(layer.forward)
