@@ -10,6 +10,7 @@ to that of a folder around it):
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
     loss_scale                  L0  what a GradScaler multiplied the loss by
     random_state                L0  torch's generators, put back to where they stood
+    shards                      L0  parameters kept in shards, and what stands for them in use
     hooks                       L1  forward hooks and torch function modes, put on and taken off
     compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has
