@@ -11,6 +11,7 @@ to that of a folder around it):
     loss_scale                  L0  what a GradScaler multiplied the loss by
     random_state                L0  torch's generators, put back to where they stood
     memory                      L0  tensors that give up their memory and get it back
+    shards                      L0  parameters kept in shards, and what stands for them in use
     hooks                       L1  forward hooks and torch function modes, put on and taken off
     compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has
@@ -45,8 +46,7 @@ to that of a folder around it):
     execution                   L10  who does the work: one device, later many
     checkpoint                  L10  block state in and out of state_dict
     discovery                   L11  the blocks of a model
-    background                  L11  refreshes beside the training, around any executor
-    distributed/                L11  many processes; nothing below or beside imports it
+    background                  L11  refreshes beside the training, whoever does the work
     step_size                   L11  how far a step goes
     distributed/                L12  many processes: who works on what, and what they send
     engine                      L12  one step as a pipeline

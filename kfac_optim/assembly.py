@@ -33,11 +33,12 @@ class Coverage:
     frozen: set[nn.Parameter] = field(default_factory=set)
     """Parameters that were not trained, and had not been before."""
 
-    def owners(self, model: nn.Module) -> list[nn.Module]:
+    def owners(self, names: ModuleNames) -> list[nn.Module]:
         """Modules with parameters that are, or were, candidates."""
         claimed = {block.params[0] for block in self.blocks if isinstance(block.adapter, ProductAdapter)}
         shown = claimed | self.candidates
-        return [m for m in model.modules() if any(param in shown for param in m.parameters(recurse=False))]
+        modules = names.model.modules()
+        return [module for module in modules if any(param in shown for _, param in names.held_by(module))]
 
     def has_grown(self) -> bool:
         """Whether a parameter got its shape, or was unfrozen, since."""
@@ -46,12 +47,16 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Use:
-    """One module that uses a weight; `adapter` is None where it cannot be measured."""
+    """One module that uses a weight; `adapter` is None where it cannot be measured.
+
+    `params` are those it answers for, by their names within it; `trained` are some of these names.
+    """
 
     path: str
     name: str
     module: nn.Module
     adapter: LayerAdapter[Any] | None
+    params: Mapping[str, nn.Parameter]
     trained: set[str]
 
 
@@ -81,8 +86,8 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
     def refuse(reason: str) -> list[KFACBlock]:
         for use in uses:
             for local in use.trained:
-                coverage.uncovered[use.module.get_parameter(local)] = reason
-                coverage.candidates.discard(use.module.get_parameter(local))
+                coverage.uncovered[use.params[local]] = reason
+                coverage.candidates.discard(use.params[local])
         return []
 
     for use in uses:
@@ -99,7 +104,7 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
         }
         for use in uses:
             for local in use.trained - trained:
-                coverage.uncovered[use.module.get_parameter(local)] = "bias of a weight tied to other layers"
+                coverage.uncovered[use.params[local]] = "bias of a weight tied to other layers"
     described = [_describe(use, trained) for use in uses]
     opposed = [_opposed(first, use) for use in uses]
     if any(
@@ -112,7 +117,7 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
         block = build(assembly, uses, of_spec, opposed)
         if block is None:
             for local in of_spec[0].params:
-                coverage.uncovered[first.module.get_parameter(local)] = "structure keeps neither of its factors"
+                coverage.uncovered[first.params[local]] = "structure keeps neither of its factors"
         else:
             blocks.append(block)
     return blocks
@@ -155,7 +160,7 @@ def build(
     """
     names, options = assembly.names, assembly.options
     first, spec = uses[0], specs[0]
-    params = tuple(first.module.get_parameter(local) for local in spec.params)
+    params = tuple(first.params[local] for local in spec.params)
     structure: list[Kept] = list(options.structure.of(names, first.path))
     for each, other in zip(specs, opposed, strict=True):
         kept = reversed(each.structure) if other else each.structure
@@ -262,7 +267,7 @@ def _check(spec: LayerSpec, adapters: Sequence[LayerAdapter[Any]], inverse: Inve
 
 
 def _parameters(use: Use) -> dict[str, int]:
-    return {local: id(use.module.get_parameter(local)) for local in use.trained}
+    return {local: id(use.params[local]) for local in use.trained}
 
 
 def cover(coverage: Coverage, block: KFACBlock) -> None:

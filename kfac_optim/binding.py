@@ -199,6 +199,9 @@ class ModelBinding:
     def _build(self) -> None:
         """Find the blocks; keep those that exist, hook in those that are new."""
         assert self.model is not None
+        names = ModuleNames(self.model)
+        self._refuse_stand_ins(names)
+        self._window.shards = names.shards
         self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, self._excluded)
         blocks = self.coverage.blocks
         wanted = by_module(blocks)
@@ -213,10 +216,21 @@ class ModelBinding:
         self._watch_lazy(
             module for module in self.model.modules() if any(map(is_lazy, module.parameters(recurse=False)))
         )
-        self._functional.know(blocks, self.coverage.candidates, self.coverage.owners(self.model))
+        self._functional.know(blocks, self.coverage.candidates, self.coverage.owners(names))
         self.rebind(self._groups)
         for block in blocks:
             self._restore_waiting(block)
+
+    def _refuse_stand_ins(self, names: ModuleNames) -> None:
+        held = names.parameters()
+        for param in self._groups:
+            if names.shards.is_stand_in(param):
+                name = held[names.shards.known(param)]
+                raise RuntimeError(
+                    f"kfac_optim: {name!r} is kept in shards, but what was handed over is that parameter as FSDP2 has "
+                    "gathered it for a forward. Call reshard() on the modules that fully_shard wrapped before their "
+                    "parameters are handed to the optimizer."
+                )
 
     def _watch_lazy(self, modules: Iterable[nn.Module]) -> None:
         """Hook modules that learn their shapes as their first forward begins, so that it counts already."""

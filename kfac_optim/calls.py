@@ -26,6 +26,7 @@ from kfac_optim.autograd import Node, accumulator, reaches, version
 from kfac_optim.hooks import Handle
 from kfac_optim.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.precision import without_autocast
+from kfac_optim.shards import ShardedParameter, Shards
 from kfac_optim.specs import LossTerms
 
 
@@ -54,6 +55,7 @@ class LayerWatch:
         wanted: whether the layer's next forward should be captured.
         emit: receives each committed call; whether further backwards through it need its input again.
         discard: forgets the calls emitted since the last step.
+        sharded: the weight, where it is kept in shards; the ledger tells.
         number: of the watch, in compiled graphs.
         node: that accumulates into the weight's gradient, as it was when compiled graphs were last asked about.
     """
@@ -62,8 +64,15 @@ class LayerWatch:
     wanted: Callable[[], bool]
     emit: Callable[[LayerCall], bool]
     discard: Callable[[], None]
+    sharded: ShardedParameter | None = None
     number: int = field(default_factory=itertools.count().__next__)
     node: Node | None = None
+
+    @property
+    def used(self) -> nn.Parameter:
+        """What forwards multiply by and backwards accumulate into: the weight, or what stands for it in shards."""
+        gathered = None if self.sharded is None else self.sharded.gathered
+        return self.weight if gathered is None else gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +92,14 @@ class Ledger:
         rule: what the mean in the loss runs over.
         listening: whether backward passes count; an estimate says which do.
         dropped_calls: calls whose input was changed in place before the backward, ever.
+        shards: parameters that are kept in shards.
     """
 
     def __init__(self, rule: LossTerms) -> None:
         self.rule = rule
         self.listening = False
         self.dropped_calls = 0
+        self.shards = Shards()
         self._watches: list[LayerWatch] = []
         self._open: list[ForwardCall] = []
         self._tally = LossTally(rule)
@@ -97,7 +108,9 @@ class Ledger:
     def watch_calls(self, watch: LayerWatch) -> Handle:
         """Take the calls of a layer whose adapter notes them."""
         self._watches.append(watch)
-        watch.node = accumulator(watch.weight)
+        watch.sharded = self.shards.of(watch.weight)
+        watch.weight = self.shards.known(watch.weight)
+        watch.node = accumulator(watch.used)
         return _WatchHandle(self._watches, watch)
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
@@ -196,7 +209,7 @@ class ForwardCall:
         ledger, watch, traced = self._ledger(), self._watch(), layer_input is not None
         if ledger is None or watch is None or not ledger.listening:
             return
-        if not reaches(watch.weight, watch.node if traced else None):
+        if not reaches(watch.used, watch.node if traced else None):
             return
         if self._committed and self._gradient is None:
             return  # the call was counted in a window that has closed
@@ -225,7 +238,7 @@ class ForwardCall:
     def is_reached(self) -> bool:
         """Whether the backward that is running accumulates into the layer's weight."""
         watch = self._watch()
-        return watch is not None and reaches(watch.weight)
+        return watch is not None and reaches(watch.used)
 
     def open(self) -> bool:
         """Commit the call, whose gradients an estimate will hand over; whether it counts, or does already."""

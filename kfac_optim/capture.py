@@ -137,7 +137,7 @@ class CaptureWindow(Ledger):
         unbatched: bool = False,
         context: tuple[int, ...] = (),
     ) -> ForwardCall | None:
-        """Within a forward: `output` came of `layer_input` and `watch.weight`; commit when a backward reaches both.
+        """Within a forward: `output` came of `layer_input` and `watch.used`; commit when a backward reaches both.
 
         Args:
             watch: the layer.
@@ -275,7 +275,7 @@ class CaptureWindow(Ledger):
         """Operators of graphs cannot ask for these themselves; a model that is moved gets others."""
         if self._traced or self._traced_before:
             for watch in self._watches:
-                watch.node = accumulator(watch.weight) or watch.node  # a frozen weight has none
+                watch.node = accumulator(watch.used) or watch.node  # a frozen weight has none
 
 
 class _LayerHook:
@@ -304,7 +304,7 @@ class _LayerHook:
             return None
         if not isinstance(output, Tensor) or is_parametrized(module):
             return None
-        if self._name is not None and module._parameters.get(self._name) is not watch.weight:
+        if self._name is not None and module._parameters.get(self._name) is not watch.used:
             return None  # torch.func.functional_call runs the module with something else for its weight
         if in_mode:
             if not self._is_product:

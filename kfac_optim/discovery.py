@@ -71,19 +71,19 @@ def build_blocks(
             coverage.uncovered.setdefault(param, why)
         if adapter is None:
             for local in trained:
-                found[owned[local]].append(Use(path, name, module, None, set()))
+                found[owned[local]].append(Use(path, name, module, None, owned, set()))
         else:
             first = adapter.specs(module, name, trained)[0].params[0]
-            found[owned[first]].append(Use(path, name, module, adapter, trained))
+            found[owned[first]].append(Use(path, name, module, adapter, owned, trained))
     for uses in found.values():
         for block in merge(assembly, uses, coverage):
             cover(coverage, block)
     for block in existing:
         if isinstance(block.adapter, ProductAdapter) and coverage.candidates.issuperset(block.params):
-            path, _ = _owner(model, block.params[0])
+            path, _ = _owner(names, block.params[0])
             rename(block, _product_name(names.shown[path], block.spec.params[0]), names.shown[path])
             cover(coverage, block)
-    of_model = set(model.parameters())
+    of_model = {param for _, param in names.held_by(model, recurse=True)}
     for param in group_of:
         if param not in of_model:
             coverage.uncovered[param] = "not a parameter of the model"
@@ -102,8 +102,8 @@ def claim(
     if weight not in coverage.candidates or not (weight.requires_grad and weight.is_floating_point()):
         return None
     names = ModuleNames(model)
-    path, module = _owner(model, weight)
-    local, bias = _local_name(module, weight), _local_name(module, product.bias)
+    path, module = _owner(names, weight)
+    local, bias = _local_name(names, module, weight), _local_name(names, module, product.bias)
     if local is None:
         return None  # taken out of the model since
     adapter = ProductAdapter(transposes=product.transposed)
@@ -116,25 +116,26 @@ def claim(
     ):
         params = (local, bias)
     spec = LayerSpec(_product_name(names.shown[path], local), params, in_dim + len(params) - 1, out_dim)
-    use = Use(path, names.shown[path], module, adapter, set(params))
+    use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), set(params))
     block = build(Assembly(names, group_of, options), [use], [spec], [False])
     if block is not None:
         cover(coverage, block)
     return block
 
 
-def _owner(model: nn.Module, weight: nn.Parameter) -> tuple[str, nn.Module]:
+def _owner(names: ModuleNames, weight: nn.Parameter) -> tuple[str, nn.Module]:
     """Path and first module that has `weight` for its own; the model itself where none has."""
-    owners = ((path, module) for path, module in model.named_modules() if _local_name(module, weight) is not None)
-    return next(owners, ("", model))
+    modules = names.model.named_modules()
+    owners = ((path, module) for path, module in modules if _local_name(names, module, weight) is not None)
+    return next(owners, ("", names.model))
 
 
 def _product_name(module_name: str, local: str) -> str:
     return module_name if local == "weight" else f"{module_name}.{local}".lstrip(".")
 
 
-def _local_name(module: nn.Module, param: Tensor | None) -> str | None:
-    return next((name for name, own in module.named_parameters(recurse=False) if own is param), None)
+def _local_name(names: ModuleNames, module: nn.Module, param: Tensor | None) -> str | None:
+    return next((local for local, own in names.held_by(module) if own is param), None)
 
 
 def _owned(
@@ -149,7 +150,7 @@ def _owned(
     """The parameters of the optimizer that `module` answers for, by their names within it."""
     owns_children = adapter is not None and adapter.owns_children
     owned: dict[str, nn.Parameter] = {}
-    for local, param in module.named_parameters(recurse=owns_children):
+    for local, param in names.held_by(module, recurse=owns_children):
         child = local.rpartition(".")[0]
         skipped = _skipped(names, f"{path}.{child}".strip("."), options) if child else None
         if param in group_of and skipped is None:

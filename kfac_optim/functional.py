@@ -22,6 +22,7 @@ from kfac_optim.hooks import Handle
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
+from kfac_optim.shards import Shards
 
 Claim = Callable[[Product], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
@@ -138,7 +139,8 @@ class FunctionalUses:
 
     def _used(self, param: nn.Parameter, function: str) -> None:
         if not torch.compiler.is_compiling():
-            self.count_in(param, function)
+            window = self._window()
+            self.count_in(param if window is None else window.shards.known(param), function)
         elif (index := self._index(param)) >= 0:
             _count_in_in_graph(self.number, index, function)
 
@@ -166,13 +168,14 @@ class FunctionalUses:
         return weight in self._blocks
 
     def _seen(self, product: Product, output: Tensor) -> None:
-        window, weight = self._window(), product.weight
+        window = self._window()
         if window is None or not window.takes(output):
             return
         if torch.compiler.is_compiling():
             self._seen_in_graph(window, product, output)
             return
-        block = self._block_of(product)
+        product = _of_optimizer(product, window.shards)
+        weight, block = product.weight, self._block_of(product)
         if block is None or not block.wants_statistics():
             return
         opposed = _opposes(block, product.transposed)
@@ -269,6 +272,12 @@ def _is_noted_in_graph(uses: int, index: int) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
     return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)
+
+
+def _of_optimizer(product: Product, shards: Shards) -> Product:
+    """The product in terms of the optimizer's parameters, where it was asked for with what stands for them."""
+    bias = shards.known(product.bias) if isinstance(product.bias, nn.Parameter) else product.bias
+    return product._replace(weight=shards.known(product.weight), bias=bias)
 
 
 def _opposes(block: KFACBlock, transposed: bool) -> bool:

@@ -1,10 +1,12 @@
 """Names of modules without wrapper prefixes, and choosing layers by name glob or module class."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
 from torch import nn
+
+from kfac_optim.shards import Shards
 
 Pattern = str | type[nn.Module]
 """A glob over fully qualified names (`"encoder.*"`), or a module class (subclasses match)."""
@@ -24,10 +26,12 @@ class ModuleNames:
     Attributes:
         model: the model, wrapped or not.
         shown: path as in `model.named_modules()` → fully qualified name without wrapper prefixes.
+        shards: parameters of the model that are kept in shards.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.shards = Shards(model)
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.shown: dict[str, str] = {"": ""}
         for path in self._modules:
@@ -48,11 +52,16 @@ class ModuleNames:
         """Shown name and module of every module."""
         return [(self.shown[path], module) for path, module in self._modules.items()]
 
+    def held_by(self, module: nn.Module, *, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """`module.named_parameters`, as the optimizer knows them also where the module holds what stands for them."""
+        for local, param in module.named_parameters(recurse=recurse):
+            yield local, self.shards.known(param)
+
     def parameters(self) -> dict[nn.Parameter, str]:
         """The shown name of every parameter, of the first module that has it."""
         names: dict[nn.Parameter, str] = {}
         for path, module in self._modules.items():
-            for local, param in module.named_parameters(recurse=False):
+            for local, param in self.held_by(module):
                 names.setdefault(param, f"{self.shown[path]}.{local}".lstrip("."))
         return names
 

@@ -15,7 +15,8 @@ from kfac_optim.distributed.voting import largest
 from kfac_optim.distributed.wire import result_buckets, result_name, slot_name, sum_buckets
 from kfac_optim.factors import Elsewhere, Factor
 from kfac_optim.inverses.base import Result
-from kfac_optim.linalg import drop, hold, pack_triangle, triangle_size, unpack_triangle
+from kfac_optim.linalg import pack_triangle, triangle_size, unpack_triangle
+from kfac_optim.memory import drop, hold
 
 
 class Status(NamedTuple):

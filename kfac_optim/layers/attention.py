@@ -176,7 +176,8 @@ class _NotedAttention:
     def _projection_of(self, weight: Tensor) -> _Projection | None:
         for projection in self._projections:
             # The packed weight is used whole, or in parts that are views of it.
-            if weight is projection.watch.weight or weight._base is projection.watch.weight:
+            used = projection.watch.used
+            if weight is used or weight._base is used:
                 return projection
         return None
 

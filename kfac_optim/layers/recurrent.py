@@ -169,7 +169,7 @@ class _Forwards:
     def _note(self, sizes: tuple[int, ...], weight: Tensor, parts: Sequence[Tensor], output: Tensor) -> None:
         window = self._window()
         for watch in (ref() for ref in self._watches):
-            if window is not None and watch is not None and watch.weight is weight:
+            if window is not None and watch is not None and watch.used is weight:
                 layer_input = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
                 window.note(watch, layer_input, output, unbatched=self._unbatched and sizes[0] == 1, context=sizes)
 

@@ -1,0 +1,78 @@
+"""Parameters that FSDP2 (`torch.distributed.fsdp.fully_shard`) keeps in shards, and what stands for them in use.
+
+The optimizer's parameter is the sharded one, a DTensor. While its FSDP module has it gathered, modules hold another
+parameter in its place, the same one each time: forwards multiply by that, and backwards accumulate into it. Some
+modules stay gathered after a forward (`reshard_after_forward=False`, and the root unless told otherwise), so that an
+evaluation leaves stand-ins where parameters are looked for.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ShardedParameter:
+    """One parameter kept in shards.
+
+    Attributes:
+        param: the sharded parameter.
+    """
+
+    __slots__ = ("_held", "param")
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+        self.param: nn.Parameter = held.sharded_param
+
+    @property
+    def gathered(self) -> nn.Parameter | None:
+        """What modules hold in its place while it is gathered; None before it ever was."""
+        # Private, but asking for it in public (`FSDPModule.unshard`) gathers it.
+        gathered: nn.Parameter | None = getattr(self._held, "_unsharded_param", None)
+        return gathered
+
+
+class Shards:
+    """All parameters of a model that are kept in shards.
+
+    Args:
+        model: in which modules may be wrapped by `fully_shard`; None has no parameters.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        found = [] if model is None else [ShardedParameter(held) for held in _held(model)]
+        self._of = {sharded.param: sharded for sharded in found}
+        self._never_gathered = found
+        self._stand_ins: dict[nn.Parameter, ShardedParameter] = {}
+
+    def of(self, param: nn.Parameter) -> ShardedParameter | None:
+        """The sharded parameter that `param` is, or stands for; None where it is not kept in shards."""
+        return self._of.get(param) or self._known_stand_ins().get(param)
+
+    def known(self, tensor: nn.Parameter) -> nn.Parameter:
+        """The parameter as an optimizer knows it: the sharded one, where `tensor` stands for that."""
+        sharded = self._known_stand_ins().get(tensor)
+        return tensor if sharded is None else sharded.param
+
+    def is_stand_in(self, param: Tensor) -> bool:
+        """Whether it is held by modules in the place of a sharded parameter."""
+        return param in self._known_stand_ins()
+
+    def _known_stand_ins(self) -> dict[nn.Parameter, ShardedParameter]:
+        if self._never_gathered:
+            waiting, self._never_gathered = self._never_gathered, []
+            for sharded in waiting:
+                if (gathered := sharded.gathered) is None:
+                    self._never_gathered.append(sharded)
+                else:
+                    self._stand_ins[gathered] = sharded
+        return self._stand_ins
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters that it shards."""
+    for module in model.modules():
+        if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
+            for group in state_of()._fsdp_param_groups:
+                yield from group.fsdp_params
