@@ -31,6 +31,7 @@ class ModelBinding:
         options: the user's choices about layers.
         window: takes the statistics.
         emitted: told of each block that took statistics.
+        several: whether there are other processes, which may have what checkpoints lack here.
 
     Attributes:
         model: the model; a list of models where several were found, None before.
@@ -46,6 +47,8 @@ class ModelBinding:
         options: BlockOptions,
         window: CaptureWindow,
         emitted: Callable[[KFACBlock], None],
+        *,
+        several: bool = False,
     ) -> None:
         self.model: nn.Module | None = None
         self.given = model is not None
@@ -56,6 +59,7 @@ class ModelBinding:
         self._options = options
         self._window = window
         self._emitted = emitted
+        self._several = several
         self._groups: Groups = {}
         self._finder: ModelFinder | None = None
         self._settled = False
@@ -160,7 +164,7 @@ class ModelBinding:
         """Load what a checkpoint holds for each block, and keep the rest for those to come."""
         self.waiting = waiting
         for block, state in zip(self.coverage.blocks, states, strict=True):
-            checkpoint.restore(block, state)
+            checkpoint.restore(block, state, several=self._several)
         self._prepare()
 
     def awaits(self, param: nn.Parameter) -> bool:
@@ -257,7 +261,7 @@ class ModelBinding:
         state = self.waiting.get(block.params[0])
         if state is not None:
             checkpoint.check([block], [state], [], any_prefix=not self.given)
-            checkpoint.restore(block, state)
+            checkpoint.restore(block, state, several=self._several)
             del self.waiting[block.params[0]]
 
 

@@ -1,5 +1,6 @@
 """A block is what is preconditioned as one: a layer's gradient matrix, its adapter, its inverse and its clock."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -84,6 +85,7 @@ class KFACBlock:
         subsample: which rows make the statistics.
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
+        measured_here: whether this process takes its statistics.
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         under_way: the refresh that is, if any; a new state has none.
@@ -100,6 +102,7 @@ class KFACBlock:
     subsample: Subsample = field(default_factory=Subsample)
     notes: tuple[str, ...] = ()
     clock: Clock = field(default_factory=Clock)
+    measured_here: bool = True
     phase: Fraction = Fraction(0)
     state: Any = field(init=False)
     under_way: RefreshUnderWay | None = field(init=False)
@@ -147,6 +150,10 @@ class KFACBlock:
         """Whether the current step is one of statistics: by period, or because nothing is known yet."""
         return not self.is_ready or self.clock.step % self.group["factor_update_period"] == 0
 
+    def takes_statistics(self) -> bool:
+        """Whether this process takes them at the current step."""
+        return self.measured_here and self.wants_statistics()
+
     def accumulate(self, stats: LayerStatistics) -> None:
         self.follow()
         if not self.subsample.takes_all:
@@ -182,19 +189,31 @@ class KFACBlock:
     def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take this step's sums into the averages; without any, those of other processes are more than ours."""
         clock = self.clock
-        elapsed = clock.step - clock.folded_at if clock.folds else 0
-        decay = self.group["factor_decay"] ** elapsed
         if self.has_pending():
-            self.inverse.fold(self.state, count.averaged, decay, gradient_scale)
+            self.inverse.fold(self.state, count.averaged, self._decay(), gradient_scale)
         else:
-            self.inverse.age(self.state, decay)
+            self.inverse.age(self.state, self._decay())
         clock.folded_at = clock.step
         clock.summed_terms = count.summed
         clock.folds += 1
 
-    def refresh_due(self) -> bool:
-        """By period; at the first step with statistics; and at folds 1, 2, 3, 5, 8, … while the averages are young."""
+    def folded_ahead(self, count: LossCount, gradient_scale: float | Tensor) -> Any:
+        """A copy of the state, as `fold` would leave it; what `refresh` computed is not copied."""
+        parts = self.inverse.parts(self.spec.by_blocks())
+        results = (result.tensor for part in parts for result in self.inverse.results(self.state, part.name))
+        ahead = copy.deepcopy(self.state, {id(tensor): tensor for tensor in results})
+        self.inverse.fold(ahead, count.averaged, self._decay(), gradient_scale)
+        return ahead
+
+    def refresh_due(self, *, ahead: bool = False) -> bool:
+        """By period; at the first step with statistics; and at folds 1, 2, 3, 5, 8, … while the averages are young.
+
+        Args:
+            ahead: whether the statistics of this step are still to be folded.
+        """
         clock = self.clock
+        if ahead and self.wants_statistics():
+            clock = replace(clock, folds=clock.folds + 1, folded_at=clock.step)
         if clock.folds == 0:
             return False
         if clock.outdated:
@@ -261,6 +280,12 @@ class KFACBlock:
             for part, param in zip(self.unpack(matrix), self.params, strict=True)
         ]
 
+    def _decay(self) -> float:
+        """Of the averages since the last fold."""
+        elapsed = self.clock.step - self.clock.folded_at if self.clock.folds else 0
+        decay: float = self.group["factor_decay"] ** elapsed
+        return decay
+
     def _new_state(self) -> Any:
         self._home = self.dtype, self.params[0].device
         self.under_way = None
@@ -324,7 +349,7 @@ class Sink:
         return self.attachments[0][0].dtype
 
     def wanted(self) -> bool:
-        return any(block.wants_statistics() for block, _ in self.attachments)
+        return any(block.takes_statistics() for block, _ in self.attachments)
 
     def emit(self, index: int, stats: LayerStatistics) -> bool:
         block, use = self.attachments[index]

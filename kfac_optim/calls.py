@@ -136,6 +136,13 @@ class Ledger:
         """`LossCount.summed` of the terms so far."""
         return self._tally.summed()
 
+    def so_far(self) -> LossCount | None:
+        """The terms, if the step came now; None where their number is not known."""
+        try:
+            return self._tally.result()
+        except RuntimeError:
+            return None
+
     def name_loss(self, *, mean: bool) -> None:
         """The loss is known, and with it the terms of each forward of the model."""
         self._tally.name_loss(mean=mean)

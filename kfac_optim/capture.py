@@ -61,6 +61,7 @@ class CaptureWindow(Ledger):
         roots: forwards of the model.
         modes: those that forwards under way run in.
         capturing: whether graphs are to capture: they are traced once with it and once without.
+        scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
         estimate: told of each forward of the model that has ended, with the calls in it, the places where their
             gradients pass and the output, by an estimate that backpropagates gradients of its own. None where those of
             the training loop count.
@@ -79,6 +80,7 @@ class CaptureWindow(Ledger):
         self.roots = Roots()
         self.modes = ModeStack()
         self.capturing = False
+        self.scaled = False
         self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
         self.recorder: Recorder | None = None
         self.step = 0

@@ -16,25 +16,37 @@ KEY = "kfac"
 """Where a block's state stands in the optimizer's state of the block's first parameter."""
 
 
-def dump(block: KFACBlock, *, include_factors: bool) -> dict[str, Any]:
-    """The state of `block`; a refresh under way is waited for. The name is UTF-8 bytes, to name layers by."""
+def dump(block: KFACBlock, tensors: Mapping[str, Any] | None, *, under_way: bool = True) -> dict[str, Any]:
+    """The state of `block`. The name is UTF-8 bytes, to name layers by.
+
+    Args:
+        block: whose.
+        tensors: its statistics and inverse, as `Inverse.tensors` gives them; None leaves them out.
+        under_way: whether a refresh that is under way is waited for, and held beside them.
+    """
     state: dict[str, Any] = {
         "name": torch.tensor(list(block.name.encode()), dtype=torch.uint8),
         "clock": asdict(block.clock),
         "opposed": block.spec.opposed,
         "shared_input": block.spec.shared_input,
     }
-    if include_factors:
-        state["inverse"] = block.inverse.tensors(block.state)
+    if tensors is not None:
+        state["inverse"] = tensors
         # One that fails says so when it is to be taken over.
-        if block.under_way is not None and block.under_way.done.exception() is None:
+        if under_way and block.under_way is not None and block.under_way.done.exception() is None:
             shadow = block.under_way.shadow
             state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.inverse.tensors(shadow.state)}
     return state
 
 
-def restore(block: KFACBlock, state: Mapping[str, Any] | None) -> None:
-    """Copy into `block`; without factors its statistics start anew at the next step, without a state all does."""
+def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool = False) -> None:
+    """Copy into `block`; without factors its statistics start anew at the next step, without a state all does.
+
+    Args:
+        block: to copy into.
+        state: what `dump` gave.
+        several: whether there are other processes, which may have the factors that are missing here.
+    """
     if state is None:
         block.clock = Clock()
         block.spec = replace(block.spec, opposed=False)
@@ -49,6 +61,8 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None) -> None:
     else:
         block.clock.step = state["clock"]["step"]
         block.restart()
+        if several:
+            block.clock = Clock(**state["clock"])
 
 
 def check(

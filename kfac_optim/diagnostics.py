@@ -1,7 +1,7 @@
 """What the optimizer says of itself: `summary()`, `metrics()` and `factors()`, as functions over its blocks."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Summary:
                     *sides,
                     block.inverse,
                     describe_bytes(block.state_bytes),
-                    str(block.owner),
+                    " ".join(map(str, dict.fromkeys(block.owners))),
                     remarks,
                 )
             )
@@ -73,11 +73,16 @@ class Summary:
         return "\n".join([*table(rows), footer])
 
 
-def summary(coverage: Coverage, names: Mapping[nn.Parameter, str], params: Iterable[nn.Parameter]) -> Summary:
-    """Records of all blocks and of `params`, whose names come from `names`."""
+def summary(
+    coverage: Coverage,
+    names: Mapping[nn.Parameter, str],
+    params: Iterable[nn.Parameter],
+    owners: Callable[[KFACBlock], Sequence[int]],
+) -> Summary:
+    """Records of all blocks and of `params`, whose names come from `names`; `owners` of a block are ranks."""
     block_of = {param: block for block in coverage.blocks for param in block.params}
     return Summary(
-        blocks=tuple(_record(block) for block in coverage.blocks),
+        blocks=tuple(_record(block, tuple(owners(block))) for block in coverage.blocks),
         parameters=tuple(
             ParameterRecord(
                 name=names.get(param, "(unnamed)"),
@@ -159,8 +164,9 @@ def _merged_counters(blocks: Sequence[KFACBlock]) -> dict[str, float]:
     return merged
 
 
-def _record(block: KFACBlock) -> BlockRecord:
+def _record(block: KFACBlock, owners: tuple[int, ...]) -> BlockRecord:
     spec = block.spec
+    on_meta = block.params[0].is_meta  # else these are another rank's
     return BlockRecord(
         name=block.name,
         layer=type(block.uses[0].module).__name__,
@@ -173,8 +179,8 @@ def _record(block: KFACBlock) -> BlockRecord:
         factor_dims=block.inverse.factor_dims(spec),
         weight_sharing=spec.weight_sharing,
         inverse=repr(block.inverse),
-        state_bytes=sum(t.numel() * t.element_size() for t in _tensors(block.inverse.tensors(block.state))),
-        owner=0,
+        state_bytes=sum(t.nbytes for t in _tensors(block.inverse.tensors(block.state)) if not t.is_meta or on_meta),
+        owners=owners,
         notes=block.notes,
     )
 

@@ -80,6 +80,7 @@ def step(
         for block in blocks:
             if block in agreement.sampled:
                 block.fold(count, scale)
+        executor.settle()
     with record_function("kfac.refresh"):
         collected = refresher.collect(blocks)
         refreshed = refresher.refresh([block for block in blocks if block.refresh_due()])
@@ -90,7 +91,9 @@ def step(
                 block.mark_refreshed()
         if nonfinite_limit is not None:
             _check_setbacks([*collected, *refreshed], executor, nonfinite_limit)
-    proposal, measures, unpreconditioned = _precondition(groups, blocks, state, executor, kl_clip, count, objective)
+    proposal, measures, unpreconditioned = _precondition(
+        groups, blocks, state, executor, agreement, kl_clip, count, objective
+    )
     sized = _AS_IT_IS
     if proposal.covered or (objective is not None and trained):
         with record_function("kfac.step_size"):
@@ -163,6 +166,7 @@ def _precondition(
     blocks: Sequence[KFACBlock],
     state: MutableMapping[Tensor, Any],
     executor: Executor,
+    agreement: Agreement,
     kl_clip: float | None,
     count: LossCount,
     objective: Objective | None,
@@ -173,7 +177,7 @@ def _precondition(
     matrices: list[Tensor] = []
     with record_function("kfac.precondition"):
         for block in blocks:
-            if not block.has_gradient:
+            if block not in agreement.graded:
                 continue
             if block.is_ready and not block.is_parametrized:
                 covered.append(block)

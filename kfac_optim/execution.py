@@ -23,13 +23,27 @@ class Agreement(NamedTuple):
     """`LossCount.summed`, the largest of all workers."""
     sampled: Collection[KFACBlock]
     """Blocks that took statistics on some worker."""
+    graded: Collection[KFACBlock]
+    """Blocks that have a gradient on some worker."""
 
 
 class Executor(Protocol):
-    """Carries out the engine's steps on one process or many."""
+    """Carries out the engine's steps on one process or many.
+
+    Attributes:
+        several: whether there are other workers.
+    """
+
+    several: bool
+
+    def attach(self, model: nn.Module | None) -> None:
+        """Told of the model, when that is known; None where it is not yet."""
 
     def emitted(self, block: KFACBlock) -> None:
         """Told during backward that `block` took statistics; may begin to share them."""
+
+    def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
+        """Be ready for `clip_grad_norm_`; arguments as of `agree`."""
 
     def agree(
         self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
@@ -46,6 +60,9 @@ class Executor(Protocol):
         Raises:
             RuntimeError: the workers do not train the same model.
         """
+
+    def settle(self) -> None:
+        """Finish what `emitted` has begun. Told when the statistics of the step are folded."""
 
     def merge(self, blocks: Sequence[KFACBlock]) -> None:
         """The first part of a refresh: bring the statistics of all workers to those that recompute inverses."""
@@ -94,6 +111,18 @@ class Executor(Protocol):
     ) -> Tensor:
         """Clip the norm of all gradients together; the norm before, `[]`."""
 
+    def loaded(self, without: Collection[KFACBlock]) -> None:
+        """Told that a checkpoint was loaded, and for which blocks it has no statistics."""
+
+    def tensors(self, block: KFACBlock) -> Any | None:
+        """The whole state of `block` for a checkpoint, as `Inverse.tensors` gives it; None where it is not here."""
+
+    def consolidate(self, to: int | None) -> None:
+        """Have `tensors` and momentum whole on worker `to`, until the next step; None: of each block on one."""
+
+    def owners(self, block: KFACBlock) -> Sequence[int]:
+        """The workers that recompute the inverse of `block`, or its parts."""
+
 
 class Refresher(Protocol):
     """Has an executor recompute inverses."""
@@ -125,13 +154,29 @@ class AtOnce:
 class SingleDevice:
     """Everything here and now, in one process."""
 
+    several = False
+
+    def attach(self, model: nn.Module | None) -> None:
+        pass
+
     def emitted(self, block: KFACBlock) -> None:
+        pass
+
+    def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
         pass
 
     def agree(
         self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
     ) -> Agreement:
-        return Agreement(finite, summed, {block for block in blocks if block.has_pending()})
+        return Agreement(
+            finite,
+            summed,
+            sampled={block for block in blocks if block.has_pending()},
+            graded={block for block in blocks if block.has_gradient},
+        )
+
+    def settle(self) -> None:
+        pass
 
     def merge(self, blocks: Sequence[KFACBlock]) -> None:
         pass
@@ -191,3 +236,15 @@ class SingleDevice:
         self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def loaded(self, without: Collection[KFACBlock]) -> None:
+        pass
+
+    def tensors(self, block: KFACBlock) -> Any | None:
+        return block.inverse.tensors(block.state)
+
+    def consolidate(self, to: int | None) -> None:
+        pass
+
+    def owners(self, block: KFACBlock) -> Sequence[int]:
+        return (0,)

@@ -102,7 +102,7 @@ class FunctionalUses:
     def is_wanted(self) -> bool:
         """Whether the next forward of the model has something to show."""
         looks = bool(self._candidates) and not self._looked
-        return looks or any(block.wants_statistics() for block in self._listening)
+        return looks or any(block.takes_statistics() for block in self._listening)
 
     def _look_into(self, owners: set[nn.Module]) -> None:
         window = self._window()
@@ -176,7 +176,7 @@ class FunctionalUses:
             return
         product = _of_optimizer(product, window.shards)
         weight, block = product.weight, self._block_of(product)
-        if block is None or not block.wants_statistics():
+        if block is None or not block.takes_statistics():
             return
         opposed = _opposes(block, product.transposed)
         adds_bias = len(block.params) > 1 and product.bias is block.params[1]
@@ -231,7 +231,7 @@ class FunctionalUses:
         if key not in self._watches:
             watch = LayerWatch(
                 weight=block.params[0],
-                wanted=block.wants_statistics,
+                wanted=block.takes_statistics,
                 emit=partial(self._emit, block, opposed),
                 discard=block.discard,
             )

@@ -1,7 +1,8 @@
 """`KFACOptimizer`: param groups, checkpoints, hooks. No arithmetic."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -17,6 +18,9 @@ from kfac_optim.binding import ModelBinding
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
+from kfac_optim.distributed.config import DistributedConfig
+from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.plan import Plan
 from kfac_optim.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.execution import AtOnce, Executor, Refresher, SingleDevice
 from kfac_optim.inverses.base import Inverse, InverseRule
@@ -25,6 +29,7 @@ from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
+from kfac_optim.loss_terms import LossCount
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
 from kfac_optim.random_state import random_state
@@ -104,8 +109,9 @@ class KFACOptimizer(Optimizer):
             without it. `scaler.step(optimizer)` alone hands the scale over.
         include_factors: whether `state_dict()` holds factors and inverses; without them statistics start anew
             on loading.
-        distributed: None refuses to run in a process group of several ranks, where each would precondition by
-            its own batch alone; False does it all the same.
+        distributed: how the ranks of a process group train the model together, a `DistributedConfig(...)`; None is the
+            default one where there is a process group of several ranks. False lets every rank precondition by its own
+            batch alone, as where each trains a model of its own.
         maximize: ascend instead of descend (group).
         foreach: as in `optim.SGD` (group).
         fused: as in `optim.SGD` (group).
@@ -113,7 +119,7 @@ class KFACOptimizer(Optimizer):
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: a number out of range, a pattern that matches no module, or choices that do not go together.
-        RuntimeError: a process group of several ranks with `distributed=None`.
+        RuntimeError: a `DistributedConfig` without a process group.
     """
 
     # GradScaler then hands the scale over, which the output gradients behind G carry.
@@ -152,7 +158,7 @@ class KFACOptimizer(Optimizer):
         nonfinite_limit: int | None = 20,
         grad_scaler: GradScaler | None = None,
         include_factors: bool = True,
-        distributed: bool | None = None,
+        distributed: DistributedConfig | bool | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -234,15 +240,17 @@ class KFACOptimizer(Optimizer):
         )
         if given is not None:
             options.check_patterns(given)
-        self._executor = _choose_executor(distributed)
+        self._window = CaptureWindow(loss_terms)
+        self._executor = self._choose_executor(distributed, estimate)
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
-        self._window = CaptureWindow(loss_terms)
         self._step_size = step_size
         self._record: engine.StepRecord | None = None
         self._warned = False
-        self._binding = ModelBinding(given, options, self._window, self._executor.emitted)
+        self._binding = ModelBinding(
+            given, options, self._window, self._executor.emitted, several=self._executor.several
+        )
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         self._estimate = estimate
         estimate.arm(self._window)
@@ -257,6 +265,7 @@ class KFACOptimizer(Optimizer):
                 self._judge = Judge(adapt_damping, self._window, self._recorder, self._objective)
         self._batches = BatchWatch()
         self._binding.start(self._group_of())
+        self._executor.attach(self._binding.model)
         if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
 
@@ -370,11 +379,31 @@ class KFACOptimizer(Optimizer):
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
         self._binding.release()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their norm together is at most `max_norm`; the norm before, `[]`.
+
+        As `torch.nn.utils.clip_grad_norm_`, over the parameters of this optimizer, and right where that is not: under
+        `Sharded` `.grad` holds the mean over ranks on one rank each. Then a collective, to be called on all ranks.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        """
+        params = self._params()
+        self._executor.prepare(self._binding.coverage.blocks, params, self._names)
+        return self._executor.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
     # -- reports -----------------------------------------------------------------------------------------------
 
     def summary(self) -> Summary:
         """Each parameter, its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
-        return diagnostics.summary(self._binding.coverage, self._names(), self._params())
+        return diagnostics.summary(self._binding.coverage, self._names(), self._params(), self._executor.owners)
+
+    def plan(self) -> Plan | None:
+        """Who does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.
+
+        None on one process, and before the first step.
+        """
+        return self._executor.plan if isinstance(self._executor, DistributedExecutor) else None
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step, for any logger. Synchronises with the device.
@@ -419,6 +448,23 @@ class KFACOptimizer(Optimizer):
         self._publish_blocks()
         return super().state_dict()
 
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Make the coming `state_dict()` whole: a collective, to be called on all ranks between two steps.
+
+        On several processes each rank has the statistics and inverses of the layers that it refreshes, under `Sharded`
+        also the momentum; and all ranks have measured since the last refresh. `state_dict()`, which may be called on
+        one rank, holds what that rank has.
+
+        Args:
+            to: the rank whose `state_dict()` then holds everything, as on one process, until the next step: it can be
+                loaded on any number of processes, and on one. None leaves each layer's part complete on the rank that
+                owns it: call it so before `torch.distributed.checkpoint` saves the state of all ranks.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        self._executor.consolidate(to)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`; factors keep their own dtype.
 
@@ -440,6 +486,14 @@ class KFACOptimizer(Optimizer):
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
         self._binding.restore(*self._incoming)
+        states, _ = self._incoming
+        self._executor.loaded(
+            [
+                block
+                for block, state in zip(self._binding.coverage.blocks, states, strict=True)
+                if state is None or "inverse" not in state
+            ]
+        )
         self._binding.rebind(self._group_of())
         self._publish_blocks()
 
@@ -447,7 +501,8 @@ class KFACOptimizer(Optimizer):
         """Copies and pickles take the model along: hooks bind the two. Copy or pickle both at once to have both."""
         choices = {**self._choices, "adapters": dict(self._choices["adapters"])}  # the default is a read-only view
         blocks = {
-            block.params[0]: checkpoint.dump(block, include_factors=True) for block in self._binding.coverage.blocks
+            block.params[0]: checkpoint.dump(block, block.inverse.tensors(block.state))
+            for block in self._binding.coverage.blocks
         }
         state = checkpoint.without_blocks(self.state)
         model = self._binding.model if self._binding.given else None
@@ -464,6 +519,7 @@ class KFACOptimizer(Optimizer):
     def _step(self, scale: LossScale, *, judged: bool) -> bool:
         """Take the step, which may be `judged` afterwards; whether it was taken."""
         if self._binding.settle():
+            self._executor.attach(self._binding.model)
             self._warn_of_nothing_to_do(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
             warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
@@ -474,6 +530,7 @@ class KFACOptimizer(Optimizer):
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
+        self._window.scaled |= scale.factor != 1
         agreement = self._executor.agree(
             self._binding.coverage.blocks,
             self._params(),
@@ -503,6 +560,33 @@ class KFACOptimizer(Optimizer):
         self._warn_of_unseen_layers(self._record.unpreconditioned)
         self._warn_of_few_examples()
         return True
+
+    def _choose_executor(self, distributed: DistributedConfig | bool | None, estimate: Estimate) -> Executor:
+        if distributed is not None and distributed is not False and not isinstance(distributed, DistributedConfig):
+            raise TypeError(
+                f"kfac_optim: distributed must be None, False or a DistributedConfig(...), got {distributed!r}."
+            )
+        running = dist.is_available() and dist.is_initialized()
+        if isinstance(distributed, DistributedConfig) and not running:
+            raise RuntimeError(
+                "kfac_optim: a DistributedConfig was passed, but there is no process group. Call "
+                "torch.distributed.init_process_group(), or kfac_optim.distributed.initialize(), before the optimizer "
+                "is built."
+            )
+        config = distributed if isinstance(distributed, DistributedConfig) else DistributedConfig()
+        if distributed is False or not running or dist.get_world_size(config.group) == 1:
+            return SingleDevice()
+        window, optimizer = self._window, weakref.ref(self)
+
+        def terms() -> tuple[LossCount, float | Tensor] | None:
+            count = None if window.scaled else window.so_far()
+            return None if count is None else (count, estimate.scale(count, 1.0))
+
+        def state() -> MutableMapping[Any, Any]:
+            known = optimizer()
+            return {} if known is None else known.state
+
+        return DistributedExecutor(config, terms, state)
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
@@ -580,7 +664,9 @@ class KFACOptimizer(Optimizer):
             if isinstance(state, dict):
                 state.pop(checkpoint.KEY, None)
         for block in self._binding.coverage.blocks:
-            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, include_factors=self._include_factors)
+            tensors = self._executor.tensors(block) if self._include_factors else None
+            several = self._executor.several  # refreshes under way would be known to some of them only
+            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, tensors, under_way=not several)
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
 
@@ -660,15 +746,3 @@ def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:
             "Pass the model itself: KFACOptimizer(model, ...)."
         )
     return model
-
-
-def _choose_executor(distributed: bool | None) -> Executor:
-    if distributed is not None and distributed is not False:
-        raise TypeError(f"kfac_optim: distributed must be None or False, got {distributed!r}.")
-    if distributed is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
-            f"kfac_optim: running on {dist.get_world_size()} ranks, each of which would precondition by its own batch, "
-            "so that their parameters drift apart. Sharing factors is not supported yet; train on one process, or "
-            "pass distributed=False where every rank trains a model of its own."
-        )
-    return SingleDevice()

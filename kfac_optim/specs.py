@@ -252,8 +252,8 @@ class BlockRecord:
     weight_sharing: WeightSharing
     inverse: str
     state_bytes: int
-    owner: int
-    """Rank that refreshes the block; 0 on one process."""
+    owners: tuple[int, ...]
+    """Ranks that refresh the block, or each of its parts; 0 on one process."""
     notes: tuple[str, ...]
 
 

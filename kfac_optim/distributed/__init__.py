@@ -15,8 +15,17 @@ Imports within this folder go only to a lower storey of its own:
     plan                        L3  the frozen plan of a model
     wire                        L4  its layouts as collectives take them
     planner                     L5  its making
+    config                      L5  the user's choices, as one value
+    voting                      L5  what all ranks know of a step before they take it
+    transfer                    L5  tensors of one rank copied to others outside of steps
+    gradients                   L5  how gradients come to those that precondition and update
+    ddp                         L6  DistributedDataParallel: the last backward, gradients to owners alone
+    statistics                  L6  statistics to those that refresh, results to those that need them
+    early                       L7  sums of statistics sent while backward goes on
+    executor                    L8  all that joined, as the engine asks for it
 """
 
+from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.costs import Collective, CostModel
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan, predict_sgd
@@ -27,6 +36,7 @@ __all__ = [
     "Collective",
     "CostModel",
     "Covered",
+    "DistributedConfig",
     "Placement",
     "Plan",
     "PlanOptions",

@@ -35,7 +35,7 @@ class DistributedConfig:
         ValueError: a number out of range.
     """
 
-    strategy: Strategy | Auto = Replicated()
+    strategy: Strategy | Auto = field(default_factory=Replicated)
     group: dist.ProcessGroup | None = None
     timeout: timedelta = timedelta(minutes=10)
     overlap: bool = True

@@ -32,7 +32,7 @@ class OwnersHook:
         self.flow: ShardedGradients | None = None
         self._group = wrapper.process_group
         try:
-            wrapper.register_comm_hook(None, self)
+            wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
             raise RuntimeError(
                 "kfac_optim: Sharded() brings gradients to their owners by a communication hook of "
@@ -40,13 +40,14 @@ class OwnersHook:
                 f"without it, or use Replicated(). ({error})"
             ) from error
 
-    # torch looks at these annotations.
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # torch refuses other annotations than its own.
+    def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
         flow = self.flow
         if flow is None:
             work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
-            return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+            mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+            return mean
         flow.reduced = True
         pieces = _by_owner(bucket.parameters(), bucket.gradients(), flow.owner_of, ranks)
         sizes = [sum(piece.numel() for piece in owned) for owned in pieces]
@@ -59,12 +60,15 @@ class OwnersHook:
 
         def add_up(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
-            total = received.view(ranks, share).sum(0, dtype=_at_least_float32(received.dtype)) / ranks
+            wide = torch.promote_types(received.dtype, torch.float32)
+            total = received.view(ranks, share).sum(0, dtype=wide) / ranks
             for piece, mean in zip(own, torch.split(total, [piece.numel() for piece in own]), strict=True):
                 piece.copy_(mean.view(piece.shape))
-            return buffer
+            whole: Tensor = buffer
+            return whole
 
-        return work.get_future().then(add_up)  # type: ignore[no-any-return]
+        done: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
+        return done
 
 
 def _by_owner(
@@ -75,7 +79,3 @@ def _by_owner(
     for param, grad in zip(params, grads, strict=True):
         pieces[owner_of[param]].append(grad)
     return pieces
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -1,9 +1,10 @@
 """K-FAC on the ranks of a process group: the executor that joins plan, statistics and gradients."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import reduce
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,503 @@ from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.comm import Communicator, Launch
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.ddp import OwnersHook, find_wrapper, synchronises
-from kfac_optim.distributed.early import EarlyReports
+from kfac_optim.distributed.early import EarlyReports, Terms
 from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
 from kfac_optim.distributed.statistics import StatisticsExchange
-from kfac_optim.distributed.strategies import Auto, Sharded
-from kfac_optim.distributed.voting import Ballot, vote
+from kfac_optim.distributed.strategies import Sharded
+from kfac_optim.distributed.transfer import Transfer, carry_out, leaves, nested
+from kfac_optim.distributed.voting import Ballot, largest, vote
 from kfac_optim.execution import Agreement, Names, SingleDevice
-from kfac_optim.loss_terms import LossCount
+
+# What a vote knows of a block on one rank; what a higher number says includes what a lower one does.
+_UNUSED, _HAS_GRADIENT, _HAS_STATISTICS = range(3)
+
+
+class DistributedExecutor(SingleDevice):
+    """See `DistributedConfig`.
+
+    Args:
+        config: the user's choices, the same on all ranks.
+        terms: of the loss, as they would be if the step came now; None where they are not known.
+        state: the optimizer's, for momentum buffers.
+        observe: told of every collective, for traces.
+
+    Attributes:
+        plan: who does what; None before the first step.
+    """
+
+    several = True
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        terms: Callable[[], Terms | None],
+        state: Callable[[], MutableMapping[Any, Any]],
+        observe: Callable[[Launch], None] | None = None,
+    ) -> None:
+        self.plan: Plan | None = None
+        self._config = config
+        self._terms = terms
+        self._state = state
+        self._observe = observe
+        # In the constructor, where all ranks come in the same order: for the main line of the program, and for what is
+        # launched in backward.
+        self._groups = [_group_of_our_own(config) for _ in range(2)]
+        self._communicators: list[Communicator] = []
+        self._wrapper: nn.parallel.DistributedDataParallel | None = None
+        self._hook: OwnersHook | None = None
+        self._exchange: StatisticsExchange | None = None
+        self._flow: GradientFlow | None = None
+        self._reports: EarlyReports | None = None
+        # What there is to plan, and a number that tells it; the number of what was planned.
+        self._seen: tuple[Any, ...] = ()
+        self._blocks: Sequence[KFACBlock] = ()
+        self._params: dict[str, Sequence[nn.Parameter]] = {}
+        self._model: list[Covered | Uncovered] = []
+        self._number = self._agreed = 0
+        # States of blocks as they were placed, to see when a block starts anew.
+        self._states: dict[KFACBlock, Any] = {}
+        self._loads = 0
+        self._lost: set[KFACBlock] | None = None
+        # Of the step to come: blocks that it refreshes, those whose sums are merged, and buckets that go again.
+        self._due: tuple[KFACBlock, ...] | None = None
+        self._merged: set[KFACBlock] = set()
+        self._again: tuple[bool, ...] = ()
+        # Whole states for checkpoints, until the next step.
+        self._complete: dict[KFACBlock, Any] = {}
+        self._borrowed: dict[nn.Parameter, Tensor] = {}
+
+    def attach(self, model: nn.Module | None) -> None:
+        self._wrapper = self._wrapper or find_wrapper(model)
+        if self._wrapper is not None and self._hook is None and isinstance(self._config.strategy, Sharded):
+            self._hook = OwnersHook(self._wrapper)
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def emitted(self, block: KFACBlock) -> None:
+        if self._reports is not None and block in self._states:
+            self._reports.emitted(block, self._coming_refresh)
+
+    def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
+        self._describe(blocks, params, names)
+        self._vote(finite=True, summed=1)
+
+    def agree(
+        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
+    ) -> Agreement:
+        self._give_back()
+        self._describe(blocks, params, names)
+        verdict = self._vote(finite=finite, summed=summed)
+        found = verdict.marks[: len(blocks)]
+        self._again = tuple(map(bool, verdict.marks[len(blocks) :]))
+        if verdict.finite:
+            self.flow.reduce()
+        else:
+            self._abandon_round()
+        return Agreement(
+            verdict.finite,
+            verdict.summed,
+            sampled={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_STATISTICS},
+            graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
+        )
+
+    def settle(self) -> None:
+        if coming := self._coming_refresh():
+            self.exchange.merge(coming, self._again)
+        self._end_round()
+
+    def merge(self, blocks: Sequence[KFACBlock]) -> None:
+        # Those of which it was known before are merged already.
+        if rest := [block for block in blocks if block not in self._merged]:
+            self.exchange.merge(rest)
+
+    def solve(self, blocks: Sequence[KFACBlock]) -> None:
+        exchange = self.exchange
+        here = [block for block in blocks if exchange.owns(block)]
+        exchange.mark_elsewhere(here)
+        super().solve(here)
+
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        self.exchange.share(blocks)
+
+    def has_statistics(self, block: KFACBlock) -> bool:
+        return self.exchange.status[block.name].held
+
+    def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
+        status = self.exchange.status
+        return [(status[block.name].refused, status[block.name].failed) for block in blocks]
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+        return self.flow.gradients(blocks)
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+        return self.flow.precondition(blocks, grads)
+
+    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        return self.flow.direction(blocks, covered)
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return self.flow.owned(params)
+
+    def publish(self, params: Sequence[nn.Parameter]) -> None:
+        self.flow.publish()
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        return self.flow.all_reduce_scalars(values)
+
+    def average(self, values: Tensor) -> Tensor:
+        main = self.main
+        return main.all_reduce("average", values).wait() / main.world_size
+
+    def clip_grad_norm_(
+        self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        self.flow.reduce()
+        grads = [param.grad for param in self.flow.owned(params) if param.grad is not None]
+        norm = self.flow.norm(grads, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
+                "clipped; pass error_if_nonfinite=False to scale them all the same."
+            )
+        nn.utils.clip_grads_with_norm_(self.flow.owned(params), max_norm, norm)
+        return norm
+
+    # -- the plan ----------------------------------------------------------------------------------------------
+
+    @property
+    def main(self) -> Communicator:
+        """For the main line of the program."""
+        return self._communicators[0]
+
+    @property
+    def exchange(self) -> StatisticsExchange:
+        assert self._exchange is not None, "no step without a plan"
+        return self._exchange
+
+    @property
+    def flow(self) -> GradientFlow:
+        assert self._flow is not None, "no step without a plan"
+        return self._flow
+
+    def _describe(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
+        """Take notice of what is to be planned, where that has changed."""
+        seen = (self._loads, [(b, b.spec, b.inverse) for b in blocks], [(p, p.requires_grad) for p in params])
+        if seen == self._seen:
+            return
+        self._seen = seen
+        devices = {param.device for param in params}
+        if len(devices) > 1:
+            raise RuntimeError(
+                f"kfac_optim: parameters lie on {', '.join(sorted(map(str, devices)))}; several processes train models "
+                "on one device each. Place the model on one, or pass distributed=False."
+            )
+        if not self._communicators:
+            (device,) = devices
+            self._communicators = [
+                Communicator(group, device, self._config.timeout, self._observe) for group in self._groups
+            ]
+        self._blocks = list(blocks)
+        self._model, self._params = _layout(blocks, params, names())
+        config = replace(self._config, group=None)
+        lines = [repr(config), repr(self._loads), *map(repr, self._model)]
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        self._number = int.from_bytes(digest[:8], "little") >> 2 | 1  # below 2**62, and not 0
+
+    def _vote(self, *, finite: bool, summed: float) -> Ballot:
+        """What all ranks say, when all have planned the same."""
+        while (verdict := vote(self.main, self._ballot(finite, summed))).model != self._agreed:
+            if verdict.model < 0:
+                self._explain_disagreement()
+            self._adopt_plan()
+        return verdict
+
+    def _ballot(self, finite: bool, summed: float) -> Ballot:
+        if self._number != self._agreed:  # as many marks as others may give
+            return Ballot(finite, summed, self._number, (0,) * self._marks())
+        self._place_anew()
+        marks = [
+            _HAS_STATISTICS if block.has_pending() else _HAS_GRADIENT if block.has_gradient else _UNUSED
+            for block in self._blocks
+        ]
+        stale = [0] * (self._marks() - len(marks))
+        if self._reports is not None and (coming := self._coming_refresh()):
+            reducer = self.exchange.reducer(coming)
+            self._reports.review(reducer)
+            for index, flag in enumerate(reducer.stale_flags()):
+                stale[index] = int(flag)
+        return Ballot(finite, summed, self._number, (*marks, *stale))
+
+    def _marks(self) -> int:
+        """One for each block, and one for each bucket of sums of all of them."""
+        return 0 if self.plan is None else len(self.plan.layers) + len(self.plan.buckets_of(Payload.SUMS))
+
+    def _explain_disagreement(self) -> NoReturn:
+        plan = self._make_plan()
+        self.main.check_agreement(plan.agreement() | {"checkpoints loaded": str(self._loads)}, differences)
+        raise RuntimeError(
+            "kfac_optim: the ranks disagree about what they train, although their plans are equal. Build the same "
+            "model, with the same arguments of KFACOptimizer, on every rank."
+        )
+
+    def _make_plan(self) -> Plan:
+        groups = [block.group for block in self._blocks]
+        dtypes = [param.dtype for held in self._params.values() for param in held]
+        factor_dtypes = [block.dtype for block in self._blocks]
+        options = PlanOptions(
+            factor_update_period=groups[0]["factor_update_period"] if groups else 1,
+            inverse_update_period=groups[0]["inverse_update_period"] if groups else 1,
+            bucket_bytes=self._config.bucket_bytes,
+            parameter_dtype=reduce(torch.promote_types, dtypes, torch.bfloat16) if dtypes else torch.float32,
+            factor_dtype=reduce(torch.promote_types, factor_dtypes) if factor_dtypes else torch.float32,
+            sums_dtype=self._config.sums_dtype,
+            momentum=any(group["momentum"] != 0 for group in groups),
+        )
+        return make_plan(self._model, self.main.world_size, self._config.strategy, self._config.cost, options)
+
+    def _adopt_plan(self) -> None:
+        """Plan anew, on all ranks alike, and bring everything to its new place."""
+        self._abandon_round()
+        old, loaded = self.plan, self._lost is not None
+        plan = self._make_plan()
+        self.main.check_agreement(plan.agreement(), differences)
+        states: dict[KFACBlock, Any] = {}
+        momentum: dict[nn.Parameter, Tensor] = {}
+        if old is not None:
+            self.flow.restore()
+            if not loaded:
+                states, momentum = self._relocated(plan)
+        self.plan, self._agreed = plan, self._number
+        main, early = self._communicators
+        self._exchange = StatisticsExchange(plan, early, main)
+        if isinstance(plan.strategy, Sharded):
+            self._flow = sharded = ShardedGradients(plan, main, self._params)
+            if self._hook is not None:
+                self._hook.flow = sharded
+        else:
+            self._flow = ReplicatedGradients(plan, main)
+        wrapper = self._wrapper
+        overlaps = self._config.overlap and wrapper is not None and self.exchange.merges
+        self._reports = None
+        if overlaps and wrapper is not None:
+            self._reports = EarlyReports(self.exchange, lambda: synchronises(wrapper), self._terms)
+        self._states.clear()
+        self._place_anew()
+        for block, tensors in states.items():
+            block.inverse.load(block.state, tensors)
+        for param, buffer in momentum.items():
+            self._state()[param]["momentum_buffer"] = buffer
+        if loaded:
+            self._complete_load()
+        elif old is not None:
+            self.exchange.forget_others(self._blocks)
+        ready = [block for block in self._blocks if block.is_ready]
+        if ready and (loaded or old is not None):
+            self.exchange.share(ready)
+
+    def _relocated(self, plan: Plan) -> tuple[dict[KFACBlock, Any], dict[nn.Parameter, Tensor]]:
+        """States and momentum that this rank takes over from others under another plan."""
+        known = [block for block in self._blocks if block in self._states]
+        self.exchange.merge(known)
+        homes = {layer.name: {part.owner for part in layer.parts} for layer in plan.layers}
+        states = self._gathered({block: homes[block.name] for block in known})
+        everyone = range(self.main.world_size)
+        before, after = self._owners, _owners(plan, self._params)
+        moves: dict[nn.Parameter, Collection[int]] = {}
+        for param, owner in before.items():
+            if owner is not None and param in after and (new := after[param]) != owner:
+                moves[param] = everyone if new is None else [new]
+        return states, self._moved_momentum(moves)
+
+    def _gathered(self, targets: Mapping[KFACBlock, Collection[int]]) -> dict[KFACBlock, Any]:
+        """Whole states of blocks, as `Inverse.tensors` gives them, on the ranks that are their targets.
+
+        What ranks have measured since must have been merged.
+        """
+        exchange, main = self.exchange, self.main
+        visitors = exchange.bring_home(targets)
+        mine = {
+            block.name: [
+                (path, tensor.shape, tensor.dtype) for path, tensor in leaves(block.inverse.tensors(block.state))
+            ]
+            for block in targets
+            if exchange.home(block) == main.rank
+        }
+        everyones: list[Any] = [None] * main.world_size
+        dist.all_gather_object(everyones, mine, group=main.group)
+        found: dict[KFACBlock, Any] = {}
+        transfers = []
+        for block, ranks in targets.items():
+            home = exchange.home(block)
+            if main.rank == home:
+                held = [tensor.clone() for _, tensor in leaves(block.inverse.tensors(block.state))]
+            else:
+                device = main.device if main.rank in ranks else torch.device("meta")
+                held = [
+                    torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in everyones[home][block.name]
+                ]
+            transfers.append(Transfer(block.name, held, home, tuple(ranks)))
+            if main.rank in ranks:
+                paths = [path for path, _, _ in everyones[home][block.name]]
+                found[block] = nested(zip(paths, held, strict=True))
+        carry_out(main, transfers)
+        exchange.send_off(visitors)
+        return found
+
+    def _moved_momentum(self, targets: Mapping[nn.Parameter, Collection[int]]) -> dict[nn.Parameter, Tensor]:
+        """Buffers of parameters that one rank alone updates, on the ranks that are their targets."""
+        state, main, owners = self._state(), self.main, self._owners
+        params = list(targets)
+
+        def buffer(param: nn.Parameter) -> Tensor | None:
+            held: Tensor | None = state[param].get("momentum_buffer") if param in state else None
+            return held
+
+        exists = [int(owners[param] == main.rank and buffer(param) is not None) for param in params]
+        exists = largest(main, exists, "momentum", [])
+        transfers, found = [], {}
+        for number, (param, there) in enumerate(zip(params, exists, strict=True)):
+            owner = owners[param]
+            if not there or owner is None:
+                continue
+            held = buffer(param) if owner == main.rank else torch.empty_like(param)
+            assert held is not None
+            transfers.append(Transfer(f"momentum {number}", [held], owner, tuple(targets[param])))
+            if main.rank in targets[param]:
+                found[param] = held
+        carry_out(main, transfers)
+        return found
+
+    def _place_anew(self) -> None:
+        """Lay out the memory of states that are new."""
+        for block in self._blocks:
+            if self._states.get(block) is not block.state:
+                self.exchange.place(block)
+                self._states[block] = block.state
+
+    # -- the sums of the coming step ---------------------------------------------------------------------------
+
+    def _coming_refresh(self) -> Sequence[KFACBlock]:
+        """Blocks that the coming step refreshes, and perhaps a few that it does not: the same on all ranks."""
+        if self._due is None:
+            self._due = tuple(
+                block
+                for block in self._blocks
+                if block in self._states and block.under_way is None and block.refresh_due(ahead=True)
+            )
+        return self._due if self._exchange is not None and self._exchange.merges else ()
+
+    def _end_round(self) -> None:
+        self._merged = set(self._coming_refresh())
+        self._due = None
+        if self._reports is not None:
+            self._reports.end()
+
+    def _abandon_round(self) -> None:
+        """Throw away what was launched; all ranks together."""
+        if self._reports is not None and (coming := self._coming_refresh()):
+            self.exchange.abandon(coming)
+        self._end_round()
+        self._merged.clear()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def loaded(self, without: Collection[KFACBlock]) -> None:
+        self._loads += 1
+        self._lost = set(without)
+        self._give_back()
+
+    def tensors(self, block: KFACBlock) -> Any | None:
+        if block in self._complete:
+            return self._complete[block]
+        if self._exchange is None or self.exchange.owns_all(block):
+            return super().tensors(block)
+        return None
+
+    def consolidate(self, to: int | None) -> None:
+        if self.plan is None:
+            return  # nothing was learned
+        ranks = range(self.main.world_size)
+        if to is not None and to not in ranks:
+            raise ValueError(f"kfac_optim: to must be a rank from 0 to {len(ranks) - 1}, or None, got {to!r}.")
+        self._give_back()
+        self._abandon_round()
+        self.exchange.merge(self._blocks)
+        self._complete = self._gathered(
+            {block: [self.exchange.home(block) if to is None else to] for block in self._blocks}
+        )
+        if to is not None:
+            moves = {param: [to] for param, owner in self._owners.items() if owner is not None and owner != to}
+            self._borrowed = self._moved_momentum(moves)
+            for param, buffer in self._borrowed.items():
+                self._state()[param]["momentum_buffer"] = buffer
+
+    def _give_back(self) -> None:
+        """What was brought here for a checkpoint is out of date."""
+        self._complete.clear()
+        for param in self._borrowed:
+            if param in self._state():
+                self._state()[param].pop("momentum_buffer", None)
+        self._borrowed = {}
+
+    def owners(self, block: KFACBlock) -> Sequence[int]:
+        return (0,) if self._exchange is None or block not in self._states else self.exchange.owners(block)
+
+    def _complete_load(self) -> None:
+        """After a checkpoint: what other ranks own is theirs, and results are theirs to share."""
+        self.exchange.forget_others(self._blocks)
+        lost = [int(block in (self._lost or ()) and self.exchange.owns(block)) for block in self._blocks]
+        lost = largest(self.main, lost, "load", [block.name for block in self._blocks])
+        for block, is_lost in zip(self._blocks, lost, strict=True):
+            if is_lost:
+                block.restart()
+        self._place_anew()
+        self._lost = None
+        state = self._state()
+        for param, owner in self._owners.items():
+            if owner not in (None, self.main.rank) and param in state:
+                state[param].pop("momentum_buffer", None)
+
+    @property
+    def _owners(self) -> dict[nn.Parameter, int | None]:
+        assert self.plan is not None
+        return _owners(self.plan, self._params)
+
+
+def _owners(plan: Plan, params: Mapping[str, Sequence[nn.Parameter]]) -> dict[nn.Parameter, int | None]:
+    """The rank that updates each parameter; None where all do."""
+    sharded = isinstance(plan.strategy, Sharded)
+    owners: dict[str, int | None] = {layer.name: layer.workers.start if sharded else None for layer in plan.layers}
+    owners |= {each.name: each.owner for each in plan.parameters}
+    return {param: owners[name] for name, held in params.items() for param in held if name in owners}
+
+
+def _layout(
+    blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]
+) -> tuple[list[Covered | Uncovered], dict[str, Sequence[nn.Parameter]]]:
+    """What there is to plan, in the order of the model as far as that is known, and the parameters of each piece."""
+    block_of = {param: block for block in blocks for param in block.params}
+    order = {param: number for number, param in enumerate(names)}
+    model: dict[str, Covered | Uncovered] = {}
+    held: dict[str, Sequence[nn.Parameter]] = {}
+    for number, param in enumerate(sorted(params, key=lambda each: order.get(each, len(order)))):
+        block = block_of.get(param)
+        if block is not None:
+            model[block.name] = Covered(replace(block.spec, name=block.name), block.inverse)
+            held[block.name] = block.params
+        elif param.requires_grad:
+            name = names.get(param, f"parameter {number}")
+            model[name] = Uncovered(name, param.numel())
+            held[name] = (param,)
+    return list(model.values()), held
+
+
+def _group_of_our_own(config: DistributedConfig) -> dist.ProcessGroup:
+    if config.group is None:
+        ours: dist.ProcessGroup = dist.new_group(timeout=config.timeout)
+    else:
+        ranks = dist.get_process_group_ranks(config.group)
+        ours = dist.new_group(ranks, timeout=config.timeout, use_local_synchronization=True)
+    return ours

@@ -1,9 +1,11 @@
 """How gradients come to those that precondition them, and what becomes of it to those that update."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock
@@ -45,6 +47,9 @@ class GradientFlow(Protocol):
         """Share updated parameters."""
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor: ...
+
+    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
+        """Of all gradients together; `grads` are those that are updated here."""
 
 
 class ReplicatedGradients:
@@ -100,6 +105,9 @@ class ReplicatedGradients:
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return values
+
+    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
+        return nn.utils.get_total_norm(grads, order)
 
 
 class ShardedGradients:
@@ -164,22 +172,24 @@ class ShardedGradients:
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return self._communicator.all_reduce("scalars", values).wait()
 
+    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
+        own = nn.utils.get_total_norm(grads, order).to(self._communicator.device)
+        if math.isinf(order):
+            return self._communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait()
+        return self._communicator.all_reduce("norm", own**order).wait() ** (1 / order)
+
     def _flat(self, name: str) -> Tensor:
         """The gradients of a layer's parameters, in a row."""
         return torch.cat(
             [(torch.zeros_like(param) if param.grad is None else param.grad).flatten() for param in self._params[name]]
         )
 
-    def _gather(
-        self, read: Callable[[nn.Parameter], Tensor], write: Callable[[nn.Parameter, Tensor], object]
-    ) -> None:
+    def _gather(self, read: Callable[[nn.Parameter], Tensor], write: Callable[[nn.Parameter, Tensor], object]) -> None:
         """What owners have of their parameters, to all other ranks."""
         rank = self._communicator.rank
         owned = [name for name, owner in self._owners.items() if owner == rank]
         values = {name: torch.cat([read(param).detach().flatten() for param in self._params[name]]) for name in owned}
-        flights = [
-            self._communicator.share(bucket, values) for bucket in parameter_buckets(self._plan, self._params)
-        ]
+        flights = [self._communicator.share(bucket, values) for bucket in parameter_buckets(self._plan, self._params)]
         for flight in flights:
             for name, joined in flight.wait().items():
                 sizes = [param.numel() for param in self._params[name]]

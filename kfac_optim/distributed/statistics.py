@@ -1,6 +1,6 @@
 """The statistics of all ranks to those that refresh by them, and the results to those that need them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,9 +8,11 @@ from torch import Tensor
 
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.distributed.comm import Communicator
+from kfac_optim.distributed.layouts import Merged
 from kfac_optim.distributed.plan import LayerPlan, PartPlan, Plan
 from kfac_optim.distributed.reducer import Reducer
 from kfac_optim.distributed.strategies import Statistics
+from kfac_optim.distributed.transfer import Transfer, carry_out
 from kfac_optim.distributed.voting import largest
 from kfac_optim.distributed.wire import result_buckets, result_name, slot_name, sum_buckets
 from kfac_optim.factors import Elsewhere, Factor
@@ -44,7 +46,7 @@ class StatisticsExchange:
         self.status: dict[str, Status] = {}
         self._early, self._main = early, main
         self._layers = {layer.name: layer for layer in plan.layers}
-        self._merges = plan.ranks > 1 and plan.strategy.statistics is Statistics.ALL
+        self.merges = plan.ranks > 1 and plan.strategy.statistics is Statistics.ALL
         self._reducers: dict[tuple[str, ...], Reducer] = {}
         self._told: dict[str, dict[str, Elsewhere]] = {}
 
@@ -52,13 +54,25 @@ class StatisticsExchange:
     def rank(self) -> int:
         return self._main.rank
 
+    def owners(self, block: KFACBlock) -> list[int]:
+        """Of its parts."""
+        return [part.owner for part in self._layers[block.name].parts]
+
     def owns(self, block: KFACBlock) -> bool:
         """Whether this rank refreshes any of it."""
-        return any(part.owner == self.rank for part in self._layers[block.name].parts)
+        return self.rank in self.owners(block)
+
+    def owns_all(self, block: KFACBlock) -> bool:
+        """Whether this rank refreshes all of it."""
+        return set(self.owners(block)) == {self.rank}
+
+    def home(self, block: KFACBlock) -> int:
+        """The rank whose state of the block is made whole for checkpoints."""
+        return self.owners(block)[0]
 
     def measures(self, block: KFACBlock) -> bool:
         """Whether this rank takes statistics of it."""
-        return self._merges or self.owns(block)
+        return self.merges or self.owns(block)
 
     def reducer(self, blocks: Sequence[KFACBlock]) -> Reducer:
         """For the sums of these blocks."""
@@ -73,30 +87,44 @@ class StatisticsExchange:
             for number, factor in enumerate(block.inverse.averages(state, part.part.name)):
                 yield slot_name(block.name, part.part.name, number), factor
 
-    def merge(self, blocks: Sequence[KFACBlock], again: Sequence[bool] | None = None) -> None:
+    def merge(self, blocks: Sequence[KFACBlock], again: Sequence[bool] = ()) -> None:
         """Bring what ranks measured of these blocks to the owners.
 
         Args:
             blocks: the same on all ranks.
-            again: of each bucket, whether some rank launched it with other numbers than it has now.
+            again: of each bucket, whether some rank launched it with other numbers than it has now; buckets beyond
+                are not looked at, and none is all of them right.
         """
-        if self._merges:
+        if self.merges:
             factors = {name: factor for block in blocks for name, factor in self.slots(block, block.state)}
             reducer = self.reducer(blocks)
 
             def final(name: str) -> tuple[Tensor, Tensor]:
                 return factors[name].packed(), factors[name].mass
 
-            merged = reducer.finish(final, again or [False] * len(reducer.buckets))
+            count = len(reducer.stale_flags())
+            merged = reducer.finish(final, list(again)[:count] or [False] * count)
             for block, _, part in self._parts(blocks):
                 name = part.part.name
                 if part.owner == self.rank:
                     names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
-                    block.inverse.merge(block.state, name, [(merged[n].total, merged[n].mass) for n in names])
-                else:
-                    for factor in block.inverse.averages(block.state, name):
-                        factor.forget()
+                    block.inverse.merge(block.state, name, [_weighted(merged[n]) for n in names])
+            self.forget_others(blocks)
         self._tell_of_each_other([block for block in blocks if _is_apart(self._layers[block.name])])
+
+    def abandon(self, blocks: Sequence[KFACBlock]) -> None:
+        """Have no sums of these blocks under way; what was launched is thrown away."""
+        factors = {name: factor for block in blocks for name, factor in self.slots(block, block.state)}
+        reducer = self.reducer(blocks)
+        reducer.finish(lambda name: (factors[name].packed(), 0.0), [False] * len(reducer.stale_flags()))
+
+    def forget_others(self, blocks: Sequence[KFACBlock]) -> None:
+        """What other ranks own, this one has measured nothing of."""
+        if self.merges:
+            for block, _, part in self._parts(blocks):
+                if part.owner != self.rank:
+                    for factor in block.inverse.averages(block.state, part.part.name):
+                        factor.forget()
 
     def mark_elsewhere(self, blocks: Sequence[KFACBlock]) -> None:
         """Have each state solve for what this rank owns alone; `blocks` may be copies."""
@@ -109,6 +137,7 @@ class StatisticsExchange:
         """Tell all ranks how refreshes of these blocks went, and the results to those that need them."""
         self._tell_status(blocks)
         by_name = {block.name: block for block in blocks}
+        taken: set[str] = set()
         for bucket in result_buckets(self.plan, by_name):
             values = {}
             wanted = {parcel.name for parcel in bucket.parcels if parcel.source == self.rank}
@@ -121,6 +150,14 @@ class StatisticsExchange:
                 for name, results in _parcels(block, part):
                     if name in received:
                         block.inverse.take(block.state, part.part.name, _split(received[name], results))
+                        taken.add(name)
+        # Where a rank is alone in needing what it has, that is not sent; it takes it all the same.
+        for block, layer, part in self._parts(blocks):
+            if part.owner == self.rank and self.rank in layer.workers:
+                for name, results in _parcels(block, part):
+                    if name not in taken:
+                        own = {number: each.tensor for number, each in results}
+                        block.inverse.take(block.state, part.part.name, own)
 
     def place(self, block: KFACBlock) -> None:
         """Give up the memory of results that this rank does not need, or take it back."""
@@ -129,13 +166,35 @@ class StatisticsExchange:
         block.measured_here = self.measures(block)
         for part in layer.parts:
             for result in block.inverse.results(block.state, part.part.name):
-                needed = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self._merges)
+                needed = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
                 if device.type == "meta" or needed != result.tensor.is_meta:
                     continue
                 if needed:
                     hold(result.tensor, device)
                 else:
                     drop(result.tensor)
+
+    def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:
+        """Copy parts that other ranks own to the homes of their blocks; the blocks that have such, for `send_off`."""
+        apart = [block for block in blocks if _is_apart(self._layers[block.name])]
+        transfers = []
+        for block, _, part in self._parts(apart):
+            name = part.part.name
+            factors = block.inverse.averages(block.state, name)
+            kept = [tensor for factor in factors for tensor in (factor.average, factor.mass)]
+            results = [result.tensor for result in block.inverse.results(block.state, name)]
+            if self.rank == self.home(block):
+                for tensor in results:
+                    hold(tensor, self._main.device)
+            transfers.append(Transfer(part.name_in(block.name), [*kept, *results], part.owner, [self.home(block)]))
+        carry_out(self._main, transfers)
+        return apart
+
+    def send_off(self, blocks: Sequence[KFACBlock]) -> None:
+        """The copies that came by `bring_home` are not needed any more."""
+        self.forget_others(blocks)
+        for block in blocks:
+            self.place(block)
 
     def _tell_status(self, blocks: Sequence[KFACBlock]) -> None:
         counts = [count for block in blocks for count in block.inverse.setbacks(block.state)]
@@ -162,9 +221,9 @@ class StatisticsExchange:
             (factor,) = block.inverse.averages(block.state, part.part.name)
             factor.elsewhere = None  # what was told at the last refresh
             known = torch.cat([factor.trace().double().flatten(), factor.mass.double().reshape(1)])
-            pieces.append(known if part.owner == self.rank or not self._merges else torch.zeros_like(known))
+            pieces.append(known if part.owner == self.rank or not self.merges else torch.zeros_like(known))
         told = torch.cat(pieces)
-        if self._merges:
+        if self.merges:
             told = self._main.all_reduce("traces", told, layers=[block.name for block in blocks]).wait()
         for (block, part), words in zip(parts, torch.split(told, [len(piece) for piece in pieces]), strict=True):
             if part.owner != self.rank:
@@ -183,6 +242,11 @@ class StatisticsExchange:
 
 def _is_apart(layer: LayerPlan) -> bool:
     return len({part.owner for part in layer.parts}) > 1
+
+
+def _weighted(merged: Merged) -> tuple[Tensor, Tensor]:
+    assert merged.mass is not None, "averages travel with their masses"
+    return merged.total, merged.mass
 
 
 _Numbered = list[tuple[int, Result]]
