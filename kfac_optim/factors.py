@@ -87,6 +87,14 @@ class Factor:
         self.average.lerp_(sample, gain.to(sample.dtype))
         self.pending = None
 
+    def age(self, decay: float, mass: float | Tensor = 0) -> None:
+        """A fold of zeros that weigh `mass`; where that is nothing the average stays as it is and its mass decays."""
+        if isinstance(mass, Tensor):  # stated by the user, and not looked at
+            mass = torch.where(mass.isfinite() & (mass > 0), mass, 0)
+        self.mass.mul_(decay).add_(mass)
+        gain = torch.where(self.mass > 0, mass / self.mass, 0.0)
+        self.average.mul_((1 - gain).to(self.average.dtype))
+
     def packed(self) -> Tensor:
         """The average as it is sent, `[FactorShape.packed]`: of dense matrices one triangle each."""
         return (pack_triangle(self.average) if self.structure is Structure.DENSE else self.average).flatten()

@@ -67,11 +67,12 @@ class FactorPair:
         self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
         self.rows = 0
 
-    def age(self, decay: float) -> None:
-        """A fold without a sample: what is held weighs less."""
-        for factor in (self.a, self.g):
-            if factor is not None:
-                factor.mass.mul_(decay)
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        """A fold without a row: what is held weighs less, and `loss_terms` of the loss add nothing to `G`."""
+        if self.a is not None:
+            self.a.age(decay)
+        if self.g is not None:
+            self.g.age(decay, loss_terms)
 
     def averages(self, part: str) -> tuple[Factor, ...]:
         """The running averages behind one part of the block's inverse, as `Part.sums` lists them."""
@@ -142,9 +143,10 @@ class OpposedPair(FactorPair):
         self._count_refusals()
         self.combine()
 
-    def age(self, decay: float) -> None:
-        self.own.age(decay)
-        self.opposed.age(decay)
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        self.own.age(decay, loss_terms)
+        self.opposed.age(decay, loss_terms)
+        self.combine()
 
     def averages(self, part: str) -> tuple[Factor, ...]:
         return self.own.averages(part) + self.opposed.averages(part)

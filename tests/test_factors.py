@@ -14,7 +14,8 @@ from oracles import assert_same
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer, LossTerms, Structure
-from kfac_optim.factors import Factor
+from kfac_optim.factors import Elsewhere, Factor
+from kfac_optim.specs import FactorShape
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -92,6 +93,112 @@ def test_averages_of_two_workers_merge_exactly(history: list[tuple[int, int]]) -
     assert_same(left.mass + right.mass, both.mass)
     if both.mass > 0:
         assert_same((left.mass * left.average + right.mass * right.average) / both.mass, both.average)
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+@given(
+    masses=st.lists(st.integers(0, 9), min_size=2, max_size=4),
+    groups=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_what_others_send_is_merged_by_mass(
+    structure: Structure, masses: list[int], groups: int, dtype: torch.dtype
+) -> None:
+    """Before and after folds: each average is that of the samples of both, and the others start anew."""
+    own, *others = (new_factor(structure, dtype, groups) for _ in masses)
+    whole = new_factor(structure, dtype=torch.float64, groups=groups)
+    for _ in range(2):
+        samples = []
+        for factor, mass in zip((own, *others), masses, strict=True):
+            moment = random_moment(factor)
+            moment = moment + moment.mT if structure is Structure.DENSE else moment
+            factor.add(moment.clone())
+            factor.fold(scale=1, mass=mass, decay=0.5, accept=YES)
+            samples.append(moment.double())
+        count = sum(masses)
+        whole.add(sum(mass * moment for mass, moment in zip(masses, samples, strict=True)) / max(count, 1))
+        whole.fold(scale=1, mass=count, decay=0.5, accept=YES)
+        assert all(len(factor.packed()) == FactorShape(structure, groups, 3).packed for factor in others)
+        own.merge(
+            sum(factor.packed().to(own.mass.dtype) * factor.mass for factor in others),
+            sum(factor.mass for factor in others),
+        )
+        for factor in others:
+            factor.forget()
+            assert not factor.average.any()
+            assert not factor.held()
+        assert own.average.dtype == dtype
+        rtol = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+        assert_same(own.average.double(), whole.average, rtol=rtol)
+        assert_same(own.mass.double(), whole.mass, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("held", [0, 5])
+def test_where_others_have_nothing_an_average_stays_to_the_bit(dtype: torch.dtype, held: int) -> None:
+    factor = new_factor(dtype=dtype)
+    factor.average.copy_(random_moment(factor))  # not quite symmetric, as a product may leave it
+    factor.average[0, 0, 0] = -0.0
+    factor.mass.fill_(held)
+    before = factor.average.clone()
+    factor.merge(torch.zeros(12, dtype=factor.mass.dtype), torch.zeros_like(factor.mass))
+    assert torch.equal(factor.average, before)
+    assert torch.equal(factor.average.signbit(), before.signbit())
+    assert float(factor.mass) == held
+
+
+def test_forgetting_leaves_the_sum_of_the_step() -> None:
+    factor = new_factor()
+    moment = random_moment(factor)
+    for _ in range(2):
+        factor.add(moment.clone())
+        factor.fold(scale=1, mass=3, decay=1, accept=YES)
+    average = factor.average
+    factor.add(moment.clone())
+    factor.forget()
+    assert factor.average is average
+    factor.fold(scale=2, mass=3, decay=1, accept=YES)
+    assert_same(factor.average, 2 * moment, rtol=0)
+
+
+@given(mass=st.integers(0, 9), held=st.integers(0, 9), stated=st.booleans())
+def test_ageing_is_a_fold_of_zeros(mass: int, held: int, stated: bool) -> None:
+    aged, folded = new_factor(), new_factor()
+    moment = random_moment(aged)
+    for factor in (aged, folded):
+        factor.add(moment.clone())
+        factor.fold(scale=1, mass=held, decay=1, accept=YES)
+    aged.age(0.7, torch.tensor(float(mass)) if stated else mass)
+    folded.add(torch.zeros_like(moment))
+    folded.fold(scale=1, mass=mass, decay=0.7, accept=YES)
+    assert_same(aged.average, folded.average, rtol=1e-15)
+    assert torch.equal(aged.mass, folded.mass)
+
+
+@pytest.mark.parametrize("terms", [torch.nan, torch.inf, -3.0])
+def test_an_impossible_number_of_terms_weighs_nothing(terms: float) -> None:
+    factor = new_factor()
+    factor.add(random_moment(factor))
+    factor.fold(scale=1, mass=4, decay=1, accept=YES)
+    before = factor.average.clone()
+    factor.age(0.5, torch.tensor(terms))
+    assert torch.equal(factor.average, before)
+    assert float(factor.mass) == 2
+
+
+def test_what_is_kept_elsewhere_has_the_trace_and_the_mass_that_were_told() -> None:
+    factor = new_factor()
+    assert not factor.held()
+    told = torch.tensor([3.0, 4.0])
+    factor.elsewhere = Elsewhere(told, torch.tensor(0.0))
+    assert not factor.held()
+    factor.elsewhere = Elsewhere(told, torch.tensor(2.0))
+    assert factor.held()
+    assert factor.trace() is told
+    factor.elsewhere = Elsewhere(told, torch.tensor(0.0))
+    factor.add(random_moment(factor))
+    factor.fold(scale=1, mass=4, decay=1, accept=YES)
+    assert factor.held()
 
 
 @pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])

@@ -136,8 +136,14 @@ class Inverse(ABC, Generic[S]):
         for factor, (total, mass) in zip(self.averages(state, part), others, strict=True):
             factor.merge(total, mass)
 
-    def age(self, state: S, decay: float) -> None:
-        """A fold without a sample, where others had some: all that is held weighs less."""
+    def age(self, state: S, decay: float, loss_terms: float | Tensor = 0) -> None:
+        """A fold without a sample, where other ranks had some: all that is held weighs less.
+
+        Args:
+            state: of one block.
+            decay: as in `fold`.
+            loss_terms: of this rank. Their gradients at the layer are zero, which is what they add to `G`.
+        """
         self._refuse_sharing()
 
     def results(self, state: S, part: str) -> tuple[Result, ...]:
@@ -265,8 +271,8 @@ class PairInverse(Inverse[P]):
         super().merge(state, part, others)
         state.pair.combine()
 
-    def age(self, state: P, decay: float) -> None:
-        state.pair.age(decay)
+    def age(self, state: P, decay: float, loss_terms: float | Tensor = 0) -> None:
+        state.pair.age(decay, loss_terms)
 
     def results(self, state: P, part: str) -> tuple[Result, ...]:
         return state.shared(part)

@@ -160,9 +160,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     def averages(self, state: DoublyFactoredState, part: str) -> tuple[Factor, ...]:
         return tuple(state.factors.values())
 
-    def age(self, state: DoublyFactoredState, decay: float) -> None:
-        for factor in state.factors.values():
-            factor.mass.mul_(decay)
+    def age(self, state: DoublyFactoredState, decay: float, loss_terms: float | Tensor = 0) -> None:
+        for name, factor in state.factors.items():
+            factor.age(decay, loss_terms if name == "G" else 0)
 
     def results(self, state: DoublyFactoredState, part: str) -> tuple[Result, ...]:
         return tuple(Result(inverse, symmetric=True) for inverse in state.inverses.values())

@@ -8,10 +8,11 @@ import pytest
 import torch
 from cases import STRUCTURES
 from plain import assert_identical, batch, clones, square_loss, train
-from torch import nn
+from torch import Tensor, nn
 
-from kfac_optim import Inverse, KFACOptimizer, LayerSpec, Structure
+from kfac_optim import Inverse, KFACOptimizer, LayerSpec, LayerStatistics, Structure
 from kfac_optim.pairs import FactorPair
+from kfac_optim.rows import gram
 
 CPU = torch.device("cpu")
 every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
@@ -21,6 +22,31 @@ _DENSE = (Structure.DENSE, Structure.DENSE)
 
 def spec(inputs: int, outputs: int, groups: int, structure: tuple[Structure, Structure]) -> LayerSpec:
     return LayerSpec("layer", ("weight",), inputs, outputs, groups=groups, structure=structure)
+
+
+class OwnStatistics(LayerStatistics):
+    """Of a layer of one's own: canonical rows alone, or none to speak of."""
+
+    def __init__(self, a: Tensor, g: Tensor, active: bool = True, opposed: bool = False) -> None:
+        self.a, self.g, self.active, self.opposed = a, g, active, opposed
+
+    @property
+    def count(self) -> int:
+        return self.a.shape[1] * self.a.shape[2] if self.active else 0
+
+    @property
+    def has_input(self) -> bool:
+        return self.active
+
+    def input_moment(self, structure: Structure) -> Tensor:
+        return gram(self.a, structure)
+
+    def output_moment(self, structure: Structure) -> Tensor:
+        return gram(self.g, structure)
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        assert self.active, "there are none"
+        return self.a, self.g
 
 
 def add_moments(pair: FactorPair, rank: int = 20) -> None:

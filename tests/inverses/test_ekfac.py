@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
 from plain import assert_identical, batch, block, clones, mlp, square_loss
-from states import CPU, assert_resumes_bitwise, every_structure
+from states import CPU, OwnStatistics, assert_resumes_bitwise, every_structure
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -33,7 +33,7 @@ from kfac_optim import rows as row_functions
 from kfac_optim.calls import LayerCall
 from kfac_optim.inverses.eigenbasis.ekfac import EKFACState
 from kfac_optim.layers.embedding import EmbeddingStatistics
-from kfac_optim.rows import gram, sum_of_squares
+from kfac_optim.rows import sum_of_squares
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -738,31 +738,6 @@ def test_what_rounding_leaves_below_zero_is_zero() -> None:
     state.scales.pending[0, 3] = -1e-20
     fold(optimizer, 6)
     assert float(state.second_moments[0, 0, 3]) == 0
-
-
-class OwnStatistics(LayerStatistics):
-    """Of a layer of one's own: rows alone, or none to speak of."""
-
-    def __init__(self, a: Tensor, g: Tensor, active: bool = True) -> None:
-        self.a, self.g, self.active = a, g, active
-
-    @property
-    def count(self) -> int:
-        return self.a.shape[1] if self.active else 0
-
-    @property
-    def has_input(self) -> bool:
-        return self.active
-
-    def input_moment(self, structure: Structure) -> Tensor:
-        return gram(self.a, structure)
-
-    def output_moment(self, structure: Structure) -> Tensor:
-        return gram(self.g, structure)
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        assert self.active, "there are none"
-        return self.a, self.g
 
 
 def test_statistics_of_ones_own_need_only_rows() -> None:

@@ -1,6 +1,6 @@
 """What a plan is told of a representation, against the states that it makes, on the meta device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from states import every_structure, spec
 from torch import Tensor
 
 from kfac_optim import EKFAC, BlockDiagonal, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
+from kfac_optim.inverses.base import Result
+from kfac_optim.linalg import triangle_size
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
@@ -44,6 +46,25 @@ def held_by_parts(inverse: Inverse[Any], layer: LayerSpec) -> int:
     )
 
 
+def words(results: Iterable[Result]) -> int:
+    """As they are sent."""
+    return sum(
+        len(tensor) * triangle_size(tensor.shape[-1]) if symmetric else tensor.numel()
+        for tensor, symmetric, _ in results
+    )
+
+
+def assert_parts_are_what_is_shared(inverse: Inverse[Any], layer: LayerSpec) -> None:
+    layer = layer.by_blocks()
+    state = inverse.init(layer, dtype=torch.float32, device=torch.device("meta"))
+    for part in inverse.parts(layer):
+        averages, results = inverse.averages(state, part.name), inverse.results(state, part.name)
+        assert [factor.average.numel() for factor in averages] == [shape.numel for shape in part.sums]
+        assert [factor.packed().numel() for factor in averages] == [shape.packed for shape in part.sums]
+        assert words(results) == part.sent
+        assert words(result for result in results if result.measuring) == part.measuring
+
+
 @every_pair
 @every_structure
 @given(
@@ -73,14 +94,17 @@ def test_parts_hold_what_the_state_holds(
         opposed=opposed and IDENTITY not in structure,
     )
     assert held_by_parts(inverse, layer) == held_in_state(inverse, layer)
+    assert_parts_are_what_is_shared(inverse, layer)
     parts = inverse.parts(layer)
     assert sum(part.refresh for part in parts) == pytest.approx(inverse.flops(layer).refresh)
 
 
 @every_pair
 def test_parts_of_a_factor_in_blocks(inverse: Inverse[Any]) -> None:
-    layer = LayerSpec("layer", ("weight",), 7, 5, structure=(DENSE, BlockDiagonal(2)))
-    assert held_by_parts(inverse, layer) == held_in_state(inverse, layer)
+    for structure in ((DENSE, BlockDiagonal(2)), (BlockDiagonal(3), DIAGONAL)):
+        layer = LayerSpec("layer", ("weight",), 7, 5, structure=structure)
+        assert held_by_parts(inverse, layer) == held_in_state(inverse, layer)
+        assert_parts_are_what_is_shared(inverse, layer)
 
 
 def test_parts_of_three_factors() -> None:
@@ -88,6 +112,7 @@ def test_parts_of_three_factors() -> None:
         layer = LayerSpec("layer", params, 12 + len(params) - 1, 5)
         inverse = DoublyFactored(channels=3)
         (part,) = inverse.parts(layer)
+        assert_parts_are_what_is_shared(inverse, layer)
         assert held_by_parts(inverse, layer) == held_in_state(inverse, layer)
         assert part.sent == 3 * 4 // 2 + 4 * 5 // 2 + len(params) * 5 * 6 // 2
         assert part.refresh == inverse.flops(layer).refresh
@@ -103,13 +128,13 @@ def test_factors_that_are_damped_apart_need_the_trace_of_the_other() -> None:
 
 
 def test_what_is_sent() -> None:
-    """Symmetric matrices as triangles, bases whole with their eigenvalues, and a flag for each group."""
+    """Symmetric matrices as triangles, bases whole with what is in them, and a flag for each group."""
     layer = spec(4, 3, 2, (DENSE, DENSE))
     assert [part.sent for part in Cholesky().parts(layer)] == [2 * 10, 2 * 6]
     assert [part.sent for part in NewtonSchulz().parts(layer)] == [2 * 17, 2 * 10]
     assert [part.sent for part in Eigen().parts(layer)] == [2 * 21, 2 * 13]
     (part,) = EKFAC().parts(layer)
-    assert (part.measuring, part.sent) == (2 * 34, 2 * 34 + 2 * 12)
+    assert (part.measuring, part.sent) == (2 * 26, 2 * 26 + 2 * 12)
     assert part.sums == ((DENSE, 2, 4), (DENSE, 2, 3), (DIAGONAL, 2, 12))
 
 

@@ -218,9 +218,10 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     def averages(self, state: EKFACState, part: str) -> tuple[Factor, ...]:
         return super().averages(state, part) + ((state.scales,) if state.measured else ())
 
-    def age(self, state: EKFACState, decay: float) -> None:
-        super().age(state, decay)
-        state.scales.mass.mul_(decay)
+    def age(self, state: EKFACState, decay: float, loss_terms: float | Tensor = 0) -> None:
+        super().age(state, decay, loss_terms)
+        if state.measured:
+            state.scales.age(decay, loss_terms)
 
     def take(self, state: EKFACState, part: str, received: Mapping[int, Tensor]) -> None:
         last = len(self.results(state, part)) - 1  # S
