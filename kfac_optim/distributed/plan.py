@@ -18,8 +18,8 @@ from kfac_optim.specs import Part
 from kfac_optim.text import describe_bytes, table
 from kfac_optim.validation import check_dtype, check_flag, check_integer, check_kind
 
-# Words of a vote: whether a gradient is not finite, loss terms, and a fingerprint of what this rank does, twice. One more
-# for each layer says whether it has statistics, and one for each bucket of factor sums whether it goes again.
+# Words of a vote: whether a gradient is not finite, loss terms, and a fingerprint of what this rank does, twice.
+# One more for each layer says whether it has statistics, and one for each bucket of factor sums whether it goes again.
 VOTE_WORDS = 4
 
 # Words of the status of one layer.
