@@ -22,6 +22,17 @@ class Payload(Enum):
     """From those that precondition to the others."""
     PARAMETERS = "parameters"
     """From those that update to the others."""
+    VOTES = "votes"
+    """Control, to all: what ranks must agree on in each step."""
+    TRACES = "traces"
+    """Control, to all: what the owners of two parts of a layer need of one another before a refresh."""
+    STATUS = "status"
+    """Control, to all: how refreshes went."""
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is one small all-reduce, in words of 8 bytes."""
+        return self in (Payload.VOTES, Payload.TRACES, Payload.STATUS)
 
 
 class Item(NamedTuple):

@@ -18,6 +18,13 @@ from kfac_optim.specs import Part
 from kfac_optim.text import describe_bytes, table
 from kfac_optim.validation import check_dtype, check_flag, check_integer, check_kind
 
+# Words of a vote: whether a gradient is not finite, loss terms, and a fingerprint of what this rank does, twice.
+# One more for each layer says whether it has statistics, and one for each bucket of factor sums whether it goes again.
+VOTE_WORDS = 4
+
+# Words of the status of one layer.
+STATUS_WORDS = 3
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -71,6 +78,8 @@ class PlanOptions:
 
     def itemsize(self, payload: Payload) -> int:
         """Bytes of a word of each kind of bucket."""
+        if payload.is_control:
+            return torch.int64.itemsize  # and float64's
         if payload is Payload.SUMS:
             return self.sent_dtype.itemsize
         return (self.inverse_dtype if payload is Payload.INVERSES else self.parameter_dtype).itemsize
@@ -120,6 +129,16 @@ class LayerPlan:
     apply: float
     workers: range
     parts: tuple[PartPlan, ...]
+
+    @property
+    def trace_words(self) -> int:
+        """That its owners tell one another before a refresh: traces of both factors, each with the mass behind them.
+
+        0 where the parts have one owner, or need no traces of each other (`Part.traces`).
+        """
+        if len({part.owner for part in self.parts}) == 1 or not any(part.part.traces for part in self.parts):
+            return 0
+        return sum(part.part.traces + 1 for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +347,11 @@ class PlanSummary:
             f"{'step' if each.period == 1 else f'{each.period} steps'}, "
             f"{describe_bytes(float(each.bytes_per_step))} a step."
             for each in plan.traffic
+            if not each.payload.is_control
         ]
+        if control := [each for each in plan.traffic if each.payload.is_control]:
+            size = describe_bytes(float(sum(each.bytes_per_step for each in control)))
+            lines.append(f"control ({', '.join(each.payload.value for each in control)}): {size} a step.")
         name, largest = plan.largest_part
         seconds = plan.seconds
         lines += [

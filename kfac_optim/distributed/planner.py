@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_optim.distributed.assignment import LayerLoad, Load, Place, largest_first, place
-from kfac_optim.distributed.buckets import Bucket, Item, Payload, make_buckets
+from kfac_optim.distributed.buckets import Bucket, Item, Payload, fill, make_buckets
 from kfac_optim.distributed.costs import CostModel
-from kfac_optim.distributed.plan import LayerPlan, Memory, ParameterPlan, PartPlan, Plan, PlanOptions, Traffic
+from kfac_optim.distributed.plan import (
+    STATUS_WORDS,
+    VOTE_WORDS,
+    LayerPlan,
+    Memory,
+    ParameterPlan,
+    PartPlan,
+    Plan,
+    PlanOptions,
+    Traffic,
+)
 from kfac_optim.distributed.prediction import Compute, Seconds, predict
 from kfac_optim.distributed.strategies import Auto, Replicated, Sharded, Statistics, Strategy, check_strategy
 from kfac_optim.distributed.wire import result_name
@@ -221,6 +231,9 @@ class _Planner:
         """What is sent of one payload, in order."""
         if self.ranks == 1:
             return []
+        if payload.is_control:
+            words = self._control_words(payload)
+            return [Item(payload.value, words, -1, 0)] if words else []
         if payload is Payload.GRADIENTS:
             return self._matrices()[::-1]
         if payload is Payload.PARAMETERS:
@@ -238,6 +251,15 @@ class _Planner:
                 if self.merges
             ]
         return [item for item, _ in self._all_results()]
+
+    def _control_words(self, payload: Payload) -> int:
+        """Of one all-reduce."""
+        if payload is Payload.VOTES:
+            buckets = fill(self._items(Payload.SUMS), self.options.bucket_words(Payload.SUMS))
+            return VOTE_WORDS + len(self.layers) + len(buckets)
+        if payload is Payload.STATUS:
+            return STATUS_WORDS * len(self.layers)
+        return sum(layer.trace_words for layer in self.layers)
 
     def _matrices(self) -> list[Item]:
         """Gradients, or parameters, in forward order."""
@@ -279,9 +301,9 @@ class _Planner:
 
     def _traffic(self, payload: Payload, items: Sequence[Item]) -> Traffic:
         others, total = self.ranks - 1, sum(item.words for item in items)
-        rare = payload in (Payload.SUMS, Payload.INVERSES)
+        rare = payload in (Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS)
         words = others * total
-        if payload is Payload.GRADIENTS and isinstance(self.strategy, Replicated):
+        if payload.is_control or (payload is Payload.GRADIENTS and isinstance(self.strategy, Replicated)):
             words = 2 * others * total
         elif payload is Payload.PRECONDITIONED:
             words = (self.ranks - self.workers) * total

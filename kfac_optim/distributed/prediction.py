@@ -19,9 +19,11 @@ class Seconds:
         apply: preconditioning.
         preconditioned: sharing its results.
         parameters: that the next forward waits for parameters.
+        votes: agreeing on what the step does.
         sums: more than `gradients`, at a step that refreshes: what backward does not hide of reducing factor sums.
         refresh: of the rank with most to refresh.
         inverses: sharing them.
+        status: telling one another traces before the refresh, and after it how it went.
         period: steps between refreshes.
     """
 
@@ -31,20 +33,23 @@ class Seconds:
     apply: float
     preconditioned: float
     parameters: float
+    votes: float
     sums: float
     refresh: float
     inverses: float
+    status: float
     period: int
 
     @property
     def shortest(self) -> float:
         """A step that does not refresh."""
-        return self.forward + self.backward + self.gradients + self.apply + self.preconditioned + self.parameters
+        computing = self.forward + self.backward + self.apply
+        return computing + self.votes + self.gradients + self.preconditioned + self.parameters
 
     @property
     def longest(self) -> float:
         """A step that does."""
-        return self.shortest + self.sums + self.refresh + self.inverses
+        return self.shortest + self.sums + self.refresh + self.inverses + self.status
 
     @property
     def mean(self) -> float:
@@ -139,8 +144,10 @@ def predict(
         apply=cost.computing(apply),
         preconditioned=sharing(buckets[Payload.PRECONDITIONED]),
         parameters=stalled(layers, buckets[Payload.PARAMETERS], cost),
+        votes=sharing(buckets[Payload.VOTES]),
         sums=exposed(layers, both, cost) - gradients,
         refresh=cost.solving(refresh),
         inverses=sharing(buckets[Payload.INVERSES]),
+        status=sharing(buckets[Payload.TRACES]) + sharing(buckets[Payload.STATUS]),
         period=period,
     )

@@ -2,7 +2,8 @@
 
 For a model with gradients of `n` words, factors of `s = Σ a² + g²` whole and `t` packed in triangles; on P ranks, with
 w of them preconditioning a layer, statistics every `k_f` and refreshes every `k_i` steps. A plan sends besides, with
-each factor, its mass, and what `Part.traces` says: put those into `t` where words are to be equal.
+each factor, its mass (`PlanOptions.mass_words`): put that into `t` where words are to be equal. The words of `control`
+come on top.
 """
 
 from fractions import Fraction
@@ -42,3 +43,16 @@ def kaisa(ranks: int, workers: int, n: int, s: int, k_f: int, k_i: int) -> Fract
     """
     words = sgd(ranks, n) + Fraction(2 * (ranks - 1) * s, k_f) + (ranks - workers) * n
     return words + Fraction((workers - 1) * (s + n), k_i)
+
+
+def control(ranks: int, layers: int, buckets: int, traces: int, k_i: int) -> Fraction:
+    """What ranks agree by, whatever the strategy: all-reduces of a few words of 8 bytes.
+
+    Args:
+        ranks: P.
+        layers: that are covered.
+        buckets: of factor sums.
+        traces: numbers, masses included, that owners of different factors of a layer tell one another.
+        k_i: steps between refreshes.
+    """
+    return 2 * (ranks - 1) * (4 + layers + buckets + Fraction(3 * layers + traces, k_i))

@@ -17,11 +17,15 @@ PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def exchanged(bucket: ReduceBucket, given_: list[Contributions]) -> dict[str, Merged]:
     """All slots, each as its owner sums it."""
     merged: dict[str, Merged] = {}
-    wires = [torch.split(bucket.encode(each.sections), list(bucket.wire_sections)) for each in given_]
+    wires = [
+        torch.split(bucket.encode(each.sections, rank), bucket.sent_sections(rank)) for rank, each in enumerate(given_)
+    ]
     for owner in range(bucket.world_size):
         total = torch.zeros(bucket.sections[owner], dtype=bucket.sum_dtype)
-        for wire in wires:
-            total += bucket.decode(wire[owner], owner)
+        assert [len(wire[owner]) for wire in wires] == bucket.received_sections(owner)
+        for rank, wire in enumerate(wires):
+            if rank != owner:
+                total += bucket.decode(wire[owner], owner)
         merged |= bucket.merged(total, owner)
     return merged
 
@@ -44,14 +48,14 @@ MASSES = st.sampled_from([0.0, 1.0, 3.0, 1001.0, 100003.0])
 def test_every_slot_comes_out_as_the_sum_of_what_travelled_and_masses_are_exact(
     bucket: ReduceBucket, data: st.DataObject
 ) -> None:
-    contributions = [Contributions(bucket, CPU) for _ in range(bucket.world_size)]
+    contributions = [Contributions(bucket, rank, CPU) for rank in range(bucket.world_size)]
     totals = {slot.name: torch.zeros(slot.elements, dtype=bucket.sum_dtype) for slot in bucket.slots}
     masses = dict.fromkeys(totals, 0.0)
-    for each in contributions:
+    for rank, each in enumerate(contributions):
         for slot in bucket.slots:
-            if data.draw(st.booleans()):
+            if slot.owner != rank and data.draw(st.booleans()):
                 values, mass = torch.randn(slot.elements, dtype=torch.float64), data.draw(MASSES)
-                each.add(slot.name, values, mass)
+                each.put(slot.name, values, mass)
                 sent = (values.to(bucket.sum_dtype) * mass).to(bucket.payload)
                 totals[slot.name] += sent.to(bucket.sum_dtype)
                 masses[slot.name] += mass
@@ -72,9 +76,9 @@ def test_bytes_are_those_of_the_values_and_of_one_mass_in_the_dtype_of_sums(buck
     for rank in range(bucket.world_size):
         sent = sum(size[slot.name] for slot in bucket.slots if slot.owner != rank)
         assert bucket.sent_bytes(rank) == sent
+        assert bucket.encode(Contributions(bucket, rank, CPU).sections, rank).nbytes == sent
     everyones = sum(bucket.sent_bytes(rank) for rank in range(bucket.world_size))
     assert everyones == (bucket.world_size - 1) * sum(size.values())
-    assert bucket.encode(Contributions(bucket, CPU).sections).nbytes == sum(size.values())
 
 
 def test_triangles_take_half_of_what_matrices_take() -> None:
@@ -88,11 +92,12 @@ def test_triangles_take_half_of_what_matrices_take() -> None:
 
 @given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=4), groups=st.integers(1, 2), dim=st.integers(1, 4))
 def test_the_merged_mean_is_that_of_all_rows_however_they_are_spread(rows: list[int], groups: int, dim: int) -> None:
-    bucket = ReduceBucket("bucket", (Slot("A", groups * triangle_size(dim), 0),), len(rows), torch.float64)
+    """Those of the ranks that do not own it."""
+    bucket = ReduceBucket("bucket", (Slot("A", groups * triangle_size(dim), 0),), len(rows) + 1, torch.float64)
     inputs = [torch.randn(groups, count, dim, dtype=torch.float64) for count in rows]
-    contributions = [Contributions(bucket, CPU) for _ in rows]
-    for each, x, count in zip(contributions, inputs, rows, strict=True):
-        each.add("A", pack_triangle(x.mT @ x / count), count)  # 0/0 where a rank saw nothing
+    contributions = [Contributions(bucket, rank, CPU) for rank in range(len(rows) + 1)]
+    for each, x, count in zip(contributions[1:], inputs, rows, strict=True):
+        each.put("A", pack_triangle(x.mT @ x / count), count)  # 0/0 where a rank saw nothing
     mean = exchanged(bucket, contributions)["A"].mean()
     together = torch.cat(inputs, 1)
     expected = together.mT @ together / max(sum(rows), 1)
@@ -100,27 +105,27 @@ def test_the_merged_mean_is_that_of_all_rows_however_they_are_spread(rows: list[
     torch.testing.assert_close(merged, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_what_weighs_nothing_counts_for_nothing_and_reports_add_up() -> None:
-    bucket = ReduceBucket("bucket", (Slot("a", 2, 0), Slot("b", 2, 0)), 1)
-    contributions = Contributions(bucket, CPU)
-    for mass in (0, 0.0, torch.tensor(0), torch.tensor(torch.nan), -1.0):
-        contributions.add("a", torch.tensor([torch.nan, torch.inf]), mass)
-    assert not contributions.sections.any()
-    contributions.add("a", torch.tensor([[1.0], [2.0]], requires_grad=True), 2)
-    contributions.add("a", torch.tensor([4.0, 8.0], dtype=torch.bfloat16), torch.tensor(0.5, dtype=torch.float64))
-    merged = exchanged(bucket, [contributions])
-    assert merged["a"].total.tolist() == [4, 8]
-    assert merged["a"].mass == 2.5
+def test_what_weighs_nothing_counts_for_nothing_and_the_last_report_holds() -> None:
+    bucket = ReduceBucket("bucket", (Slot("a", 2, 0), Slot("b", 2, 0)), 2)
+    contributions = Contributions(bucket, 1, CPU)
+    both = [Contributions(bucket, 0, CPU), contributions]
+    contributions.put("a", torch.tensor([4.0, 8.0], dtype=torch.bfloat16), torch.tensor(0.5, dtype=torch.float64))
+    assert exchanged(bucket, both)["a"].total.tolist() == [2, 4]
+    contributions.put("a", torch.tensor([[1.0], [2.0]], requires_grad=True), 3)
+    merged = exchanged(bucket, both)
+    assert merged["a"].total.tolist() == [3, 6]
+    assert merged["a"].mass == 3
     assert merged["b"].mean().tolist() == [0, 0]
-    twice = merged["a"].plus(merged["a"])
-    assert twice.total.tolist() == [8, 16]
-    assert twice.mass == 5
+    for mass in (0, 0.0, torch.tensor(0), torch.tensor(torch.nan), -1.0):
+        contributions.put("a", torch.ones(2), 1)
+        contributions.put("a", torch.tensor([torch.nan, torch.inf]), mass)
+        assert not contributions.sections.any()
 
 
-def test_values_of_another_size_are_refused_before_anything_is_added() -> None:
-    contributions = Contributions(ReduceBucket("factors 0", (Slot("fc A", 3, 0),), 1), CPU)
+def test_values_of_another_size_are_refused_before_anything_is_put_in() -> None:
+    contributions = Contributions(ReduceBucket("factors 0", (Slot("fc A", 3, 0),), 2), 1, CPU)
     with pytest.raises(ValueError, match=re.escape("kfac_optim: 'fc A' in bucket 'factors 0' has 3 elements, got 1;")):
-        contributions.add("fc A", torch.ones(1), 1)
+        contributions.put("fc A", torch.ones(1), 1)
     assert not contributions.sections.any()
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import COST, INVERSES, equal_layers, models, options_, strategies_
 from torch import nn
 
 from benchmarks import shapes
@@ -48,52 +49,14 @@ from kfac_optim.distributed import (
 from kfac_optim.distributed.assignment import LayerLoad, Load, largest_first, place
 from kfac_optim.distributed.buckets import Bucket, Item, Payload, fill
 from kfac_optim.distributed.prediction import Compute, exposed, finished, in_order_of_backward, stalled
-from kfac_optim.distributed.volumes import fully_sharded, kaisa, local_statistics, replicated, sgd, sharded
+from kfac_optim.distributed.volumes import control, fully_sharded, kaisa, local_statistics, replicated, sgd, sharded
 
-DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
-COST = CostModel(flop_rate=1e12, bandwidth=1e10, latency=1e-5, solver_rate=1e11)
+DENSE, DIAGONAL = Structure.DENSE, Structure.DIAGONAL
 COMM_OPT = Replicated(1.0)
-INVERSES = [Cholesky(), NewtonSchulz(), Eigen(), EKFAC()]
-
-structures = st.sampled_from(
-    [(DENSE, DENSE), (DENSE, DIAGONAL), (DIAGONAL, DENSE), (IDENTITY, DENSE), (DENSE, IDENTITY)]
-)
 
 
-@st.composite
-def models(draw: st.DrawFn) -> list[Covered | Uncovered]:
-    model: list[Covered | Uncovered] = []
-    for number in range(draw(st.integers(1, 7))):
-        if draw(st.integers(0, 4)) == 0:
-            model.append(Uncovered(f"p{number}", draw(st.integers(1, 50))))
-            continue
-        layer = LayerSpec(
-            f"l{number}",
-            ("weight",),
-            draw(st.integers(1, 9)),
-            draw(st.integers(1, 9)),
-            groups=draw(st.integers(1, 3)),
-            structure=draw(structures),
-        )
-        model.append(Covered(layer, draw(st.sampled_from(INVERSES)), draw(st.integers(0, 100))))
-    return model
-
-
-strategies_ = st.builds(
-    Replicated, st.sampled_from([0.01, 0.25, 0.5, 0.75, 1.0]), st.sampled_from(Placement), st.sampled_from(Statistics)
-) | st.builds(Sharded, st.sampled_from(Placement), st.sampled_from(Statistics))
-options_ = st.builds(
-    PlanOptions,
-    factor_update_period=st.sampled_from([1, 10]),
-    inverse_update_period=st.sampled_from([1, 10, 100]),
-    bucket_bytes=st.sampled_from([1, 64, 1000, 10**6]),
-    sums_dtype=st.sampled_from([None, torch.bfloat16]),
-    momentum=st.booleans(),
-)
-
-
-def equal_layers(count: int, a: int, g: int, rows: int = 0) -> list[Covered | Uncovered]:
-    return [Covered(LayerSpec(f"l{i}", ("weight",), a, g), Cholesky(), rows) for i in range(count)]
+def control_words(plan: Plan) -> Fraction:
+    return sum((each.words_per_step for each in plan.traffic if each.payload.is_control), Fraction(0))
 
 
 def packed(a: int, g: int) -> int:
@@ -116,14 +79,22 @@ def test_words_are_those_of_the_closed_forms(
 ) -> None:
     workers = data.draw(st.sampled_from([w for w in range(1, ranks + 1) if ranks % w == 0]))
     n, t = count * a * g, count * packed(a, g)
-    with_masses = t + 2 * count
-    model, options = equal_layers(count, a, g), PlanOptions(inverse_update_period=k_i)
+    limit, sums = data.draw(st.sampled_from([1, 100, 10**6])), data.draw(st.sampled_from([None, torch.bfloat16]))
+    with_masses = t + 2 * count * (1 if sums is None else 2)
+    model = equal_layers(count, a, g)
+    options = PlanOptions(inverse_update_period=k_i, bucket_bytes=limit, sums_dtype=sums)
 
     def words(strategy: Replicated | Sharded) -> Fraction:
-        return make_plan(model, ranks, strategy, COST, options).words_per_step
+        """But for control, which is compared here, and for factors placed away from where they are applied."""
+        plan = make_plan(model, ranks, strategy, COST, options)
+        apart = [layer for layer in plan.layers if len({part.owner for part in layer.parts}) > 1]
+        assert control_words(plan) == control(ranks, count, len(plan.buckets_of(Payload.SUMS)), 4 * len(apart), k_i)
+        away = sum(p.part.sent for layer in plan.layers for p in layer.parts if p.owner not in layer.workers)
+        return plan.words_per_step - control_words(plan) - Fraction(away, k_i)
 
     assert words(Replicated(workers / ranks)) == replicated(ranks, workers, n, with_masses, t, k_i)
     assert words(Sharded()) == sharded(ranks, n, with_masses, k_i)
+    assert words(Sharded(Placement.FACTORS)) == sharded(ranks, n, with_masses, k_i)
     assert words(Sharded(statistics=Statistics.OWN)) == sgd(ranks, n)
     assert words(Replicated(1 / ranks, statistics=Statistics.OWN)) == local_statistics(ranks, n)
 
@@ -139,6 +110,8 @@ def test_the_rows_of_the_table() -> None:
     assert kaisa(4, 4, 6, 13, 3, 3) == 36 + 26 + 19  # COMM_OPT
     assert kaisa(4, 1, 6, 13, 3, 3) == 36 + 26 + 18  # MEM_OPT
     assert kaisa(4, 2, 6, 13, 3, 3) == 36 + 26 + Fraction(19, 3) + 12  # HYBRID
+    assert control(4, 5, 2, 7, 3) == 6 * (4 + 5 + 2) + 6 * Fraction(15 + 7, 3)
+    assert control(1, 5, 2, 7, 3) == 0
 
 
 def test_the_traffic_of_four_linear_layers_is_that_of_the_prototype() -> None:
@@ -151,7 +124,7 @@ def test_the_traffic_of_four_linear_layers_is_that_of_the_prototype() -> None:
         (10, 2.10, 6.31, 6.78, 7.01, 4.11),
     ):
         plan = make_plan(model, 4, Sharded(), COST, PlanOptions(inverse_update_period=k_i))
-        assert float(plan.words_per_step / unit) == pytest.approx(ours, abs=0.005)
+        assert float((plan.words_per_step - control_words(plan)) / unit) == pytest.approx(ours, abs=0.005)
         for workers, measured in ((4, comm), (2, hybrid), (1, mem)):
             assert float(kaisa(4, workers, n, s, 1, k_i) / unit) == pytest.approx(measured, abs=0.005)
         packed_comm = sgd(4, n) + 6 * t + Fraction(3 * t, k_i)
@@ -173,6 +146,7 @@ def test_predicted_words_of_large_models(model: shapes.Model, comm: float, mem: 
         assert float(kaisa(ranks, workers, n, s, 1, 10) / (n * (ranks - 1))) == pytest.approx(expected, abs=0.051)
     plan = make_plan(model, ranks, Sharded(), COST, PlanOptions(inverse_update_period=10))
     assert float(plan.words_per_step / (n * (ranks - 1))) == pytest.approx(ours, abs=0.0051)
+    assert control_words(plan) < 1e-4 * plan.words_per_step
 
 
 @given(model=models(), ranks=st.integers(1, 9), strategy=strategies_, options=options_)
@@ -185,7 +159,7 @@ def test_traffic_is_what_the_buckets_hold_times_who_gets_it(
     for bucket in plan.buckets:
         for item in bucket.items:
             copies = len(bucket.members) - 1
-            if bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated):
+            if bucket.payload.is_control or (bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated)):
                 copies *= 2  # up and down
             if bucket.payload is Payload.PRECONDITIONED:
                 copies *= workers  # as many rows of the grid
@@ -197,7 +171,7 @@ def test_traffic_is_what_the_buckets_hold_times_who_gets_it(
             wide = each.part.measuring if strategy.statistics is Statistics.ALL else 0
             results += wide * (ranks - 1) + (each.part.sent - wide) * len(set(layer.workers) - {each.owner})
     assert sent[Payload.INVERSES] == results
-    rare = {Payload.SUMS, Payload.INVERSES}
+    rare = {Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS}
     assert all((each.period > 1) <= (each.payload in rare) for each in plan.traffic)
     assert plan.bytes_per_step == sum(each.words_per_step * each.itemsize for each in plan.traffic)
 
@@ -218,12 +192,13 @@ def test_bases_that_statistics_are_taken_in_go_to_all() -> None:
 def test_factors_with_owners_of_their_own_send_traces_and_inverses() -> None:
     spec = LayerSpec("l", ("weight",), 4, 3)
     options = PlanOptions(inverse_update_period=1)
-    for inverse, traces in ((Cholesky(), 2), (Eigen(), 0)):
+    for inverse, traces in ((Cholesky(), 2 + 2), (Eigen(), 0)):
         plan = make_plan([Covered(spec, inverse)], 2, Sharded(Placement.FACTORS), COST, options)
         (layer,) = plan.layers
         assert [part.owner for part in layer.parts] == [0, 1]
         words = {each.payload: each.words for each in plan.traffic}
-        assert words[Payload.SUMS] == 10 + 6 + 2 + 2 * traces
+        assert words[Payload.SUMS] == 10 + 6 + 2
+        assert words.get(Payload.TRACES, 0) == 2 * traces
         away = layer.parts[1 - layer.workers.start]
         (sent,) = plan.buckets_of(Payload.INVERSES)
         assert (sent.collective, sent.items[0].rank) == (Collective.BROADCAST, away.owner)
@@ -387,6 +362,7 @@ def test_buckets_of_a_plan(
         assert bucket.seconds > 0
         tree = Collective.REDUCE if bucket.payload in (Payload.GRADIENTS, Payload.SUMS) else Collective.BROADCAST
         everyone = bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated)
+        everyone |= bucket.payload.is_control
         assert bucket.collective in ({Collective.ALL_REDUCE} if everyone else {tree, Collective.ALL_TO_ALL})
     gradients = [s for bucket in plan.buckets_of(Payload.GRADIENTS) for s in bucket.items]
     assert [s.position for s in gradients] == sorted((s.position for s in gradients), reverse=True)
@@ -444,7 +420,9 @@ def test_layers_on_the_meta_device_are_planned_with_all_their_parameters() -> No
     plan = make_plan(planned, 3, Sharded(), COST)
     assert len(plan.layers) >= 7
     words = sum(param.numel() for param in model.parameters())
-    assert plan.words_per_step - sum(e.words_per_step for e in plan.traffic if e.period > 1) == sgd(3, words)
+    sent = {each.payload: each.words for each in plan.traffic}
+    assert sent[Payload.GRADIENTS] + sent[Payload.PARAMETERS] == sgd(3, words)
+    assert [layer.words for layer in plan.layers] == [sum(p.numel() for p in block.params) for block in blocks]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
@@ -496,7 +474,8 @@ def test_dtypes_of_factors_and_what_is_sent() -> None:
     )
     plan = make_plan(equal_layers(2, 4, 3), 2, COMM_OPT, COST, options)
     sizes = {each.payload: each.itemsize for each in plan.traffic}
-    assert sizes == {Payload.GRADIENTS: 2, Payload.SUMS: 8, Payload.INVERSES: 4}
+    control_sizes = {Payload.VOTES: 8, Payload.STATUS: 8}
+    assert sizes == {Payload.GRADIENTS: 2, Payload.SUMS: 8, Payload.INVERSES: 4, **control_sizes}
     memory = plan.memory[0]
     assert (memory.sums, memory.averages, memory.inverses) == (2 * 2 * 25, 2 * 25, 2 * 4 * 25)
     assert (memory.buffers, memory.momentum) == (2 * 8 * 18, 2 * 2 * 12)
@@ -597,14 +576,16 @@ def test_seconds_of_a_small_plan_by_hand() -> None:
     # The second bucket of gradients begins when backward ends: 8 words from one rank to the other.
     assert seconds.gradients == 8
     assert seconds.parameters == 8  # the first layer's; the second's come while it is computed
-    # 10 + 3 + 2 words of sums, in two buckets: those of the second layer are long gone.
+    # 10 + 3 + 2 words of sums, in two buckets a layer: those of the second layer are long gone.
     assert seconds.sums == 15
     assert (seconds.inverses, seconds.preconditioned) == (0, 0)
-    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 16
-    assert seconds.longest == seconds.shortest + 36 + 15
-    assert seconds.mean == pytest.approx(seconds.shortest + 5.1)
+    assert seconds.votes == (4 + 2 + 4) * 8 / 4  # a ring: 2 (P−1)/P S
+    assert seconds.status == 3 * 2 * 8 / 4
+    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 16 + 20
+    assert seconds.longest == seconds.shortest + 36 + 15 + 12
+    assert seconds.mean == pytest.approx(seconds.shortest + 6.3)
     plain = predict_sgd(model, 2, cost, options)
-    assert plain.mean == 960 + 8  # a ring: 2 (P−1)/P S
+    assert plain.mean == 960 + 8
     assert predict_sgd(model, 1, cost, options).mean == 960
 
 
@@ -704,6 +685,8 @@ def test_the_summary_shows_owners_bytes_and_seconds() -> None:
     assert lines[0].split() == ["layer", "rank", "workers", "gradient", "sums", "inverses", "refresh"]
     assert lines[2].split()[:4] == ["l0", "A:0", "G:1", "0-1"]
     assert "preconditioned gradients: 1 bucket every step, 384 B a step." in lines
+    # Three all-reduces of 4 + 2 + 1 words every step, 2 · 3 and 2 · 4 every 10: 6 (7 + 1.4) words of 8 bytes.
+    assert "control (votes, traces, status): 403 B a step." in lines
     assert any(line.split()[:2] == ["scale", "all"] for line in lines)
     for words in ("Predicted: ", "Refresh: ", "the largest part, 'l0 A', alone ", "Preconditioning: ", "fingerprint "):
         assert words in text
@@ -713,7 +696,7 @@ def test_the_summary_shows_owners_bytes_and_seconds() -> None:
 
 def test_a_plan_without_covered_layers() -> None:
     plan = make_plan([Uncovered("a", 5), Uncovered("b", 3)], 2, Sharded(), COST)
-    assert plan.words_per_step == sgd(2, 8)
+    assert plan.words_per_step == sgd(2, 8) + control(2, 0, 0, 0, 10)
     assert (plan.refresh_imbalance, plan.apply_imbalance, plan.refresh_floor) == (1.0, 1.0, 0.0)
     assert "fingerprint" in str(plan.summary())
 

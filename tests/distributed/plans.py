@@ -1,0 +1,62 @@
+"""Models, strategies and options that plans are made of, as hypothesis draws them."""
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, LayerSpec, NewtonSchulz, Structure
+from kfac_optim.distributed import (
+    CostModel,
+    Covered,
+    Placement,
+    PlanOptions,
+    Replicated,
+    Sharded,
+    Statistics,
+    Uncovered,
+)
+
+DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
+COST = CostModel(flop_rate=1e12, bandwidth=1e10, latency=1e-5, solver_rate=1e11)
+INVERSES: list[Inverse[Any]] = [Cholesky(), NewtonSchulz(), Eigen(), EKFAC()]
+
+structures = st.sampled_from(
+    [(DENSE, DENSE), (DENSE, DIAGONAL), (DIAGONAL, DENSE), (IDENTITY, DENSE), (DENSE, IDENTITY)]
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Covered | Uncovered]:
+    model: list[Covered | Uncovered] = []
+    for number in range(draw(st.integers(1, 7))):
+        if draw(st.integers(0, 4)) == 0:
+            model.append(Uncovered(f"p{number}", draw(st.integers(1, 50))))
+            continue
+        layer = LayerSpec(
+            f"l{number}",
+            ("weight",),
+            draw(st.integers(1, 9)),
+            draw(st.integers(1, 9)),
+            groups=draw(st.integers(1, 3)),
+            structure=draw(structures),
+        )
+        model.append(Covered(layer, draw(st.sampled_from(INVERSES)), draw(st.integers(0, 100))))
+    return model
+
+
+strategies_ = st.builds(
+    Replicated, st.sampled_from([0.01, 0.25, 0.5, 0.75, 1.0]), st.sampled_from(Placement), st.sampled_from(Statistics)
+) | st.builds(Sharded, st.sampled_from(Placement), st.sampled_from(Statistics))
+options_ = st.builds(
+    PlanOptions,
+    factor_update_period=st.sampled_from([1, 10]),
+    inverse_update_period=st.sampled_from([1, 10, 100]),
+    bucket_bytes=st.sampled_from([1, 64, 1000, 10**6]),
+    sums_dtype=st.sampled_from([None, torch.bfloat16]),
+    momentum=st.booleans(),
+)
+
+
+def equal_layers(count: int, a: int, g: int, rows: int = 0) -> list[Covered | Uncovered]:
+    return [Covered(LayerSpec(f"l{i}", ("weight",), a, g), Cholesky(), rows) for i in range(count)]
