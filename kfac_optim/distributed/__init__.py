@@ -7,6 +7,7 @@ Imports within this folder go only to a lower storey of its own:
     volumes                     L0  closed forms of what strategies send
     layouts                     L0  what is sent together: layouts, what a rank gives, what an owner gets
     launch                      L0  which launcher started the processes, and their process group
+    fsdp                        L1  gradients kept in rows, to owners and back
     assignment                  L1  work laid on ranks, the largest first
     buckets                     L1  what is sent together, in an order that all ranks share
     comm                        L1  collectives, launched in one order on all ranks
