@@ -115,8 +115,7 @@ class Ledger:
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
-        if self._stale:
-            self.discard()
+        self.drop_stale()
         self._tally.state(terms)
 
     def close(self) -> LossCount:
@@ -126,8 +125,7 @@ class Ledger:
             RuntimeError: `M` is unknown: a layer was called outside the model's forward, or neither the model's input
                 nor its output has a tensor to read it off.
         """
-        if self._stale:
-            self.discard()
+        self.drop_stale()
         count = self._tally.result()
         self._forget_calls()
         return count
@@ -164,6 +162,11 @@ class Ledger:
         """
         if self._open:  # else keep what set_loss_terms said of the backward to come
             self._stale = True
+
+    def drop_stale(self) -> None:
+        """The step has come, and gradients that were thrown away are not part of it."""
+        if self._stale:
+            self.discard()
 
     def discard(self) -> None:
         """Forget everything captured and stated since the last step. Also runs inside backward."""

@@ -530,6 +530,7 @@ class KFACOptimizer(Optimizer):
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
+        self._window.drop_stale()
         self._window.scaled |= scale.factor != 1
         agreement = self._executor.agree(
             self._binding.coverage.blocks,

@@ -231,9 +231,9 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         ("yes", TypeError, r"include_factors must be True or False, got 'yes'"),
     ],
     "distributed": [
-        (True, TypeError, r"distributed must be None or False, got True"),
-        ("nccl", TypeError, r"distributed must be None or False, got 'nccl'"),
-        (0, TypeError, r"distributed must be None or False, got 0"),
+        (True, TypeError, r"distributed must be None, False or a DistributedConfig\(...\), got True"),
+        ("nccl", TypeError, r"distributed must be None, False or a DistributedConfig\(...\), got 'nccl'"),
+        (0, TypeError, r"distributed must be None, False or a DistributedConfig\(...\), got 0"),
     ],
     "maximize": [
         ("yes", TypeError, r"maximize must be True or False, got 'yes'"),

@@ -145,7 +145,7 @@ def test_the_record_of_a_block_says_sizes_structure_inverse_and_bytes() -> None:
         structure={"0": (Structure.DENSE, Structure.IDENTITY)},
     )
     conv, linear = optimizer.summary().blocks
-    assert (conv.name, conv.layer, conv.params, conv.owner) == ("0", "Conv2d", ("0.weight", "0.bias"), 0)
+    assert (conv.name, conv.layer, conv.params, conv.owners) == ("0", "Conv2d", ("0.weight", "0.bias"), (0,))
     assert (conv.groups, conv.in_dim, conv.out_dim) == (2, 2 * 9 + 1, 3)
     assert conv.structure == (Structure.DENSE, Structure.IDENTITY)
     assert conv.weight_sharing is WeightSharing.REDUCE

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kfac_optim import Cholesky, KFACOptimizer
+from kfac_optim.distributed import DistributedConfig
 
 MakeParams = Callable[[nn.Module], Any]
 
@@ -1061,14 +1062,20 @@ def process_group(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_several_ranks_are_refused_unless_distributed_is_false() -> None:
+def test_ranks_that_train_models_of_their_own_say_so() -> None:
     with process_group(2):
-        with pytest.raises(RuntimeError, match=r"running on 2 ranks.*pass distributed=False"):
-            KFACOptimizer(mlp())
+        assert KFACOptimizer(mlp())._executor.several
         model, twin = mlp(), mlp()
         train(model, KFACOptimizer(model, lr=0.1, distributed=False), 2)
     train(twin, KFACOptimizer(twin, lr=0.1), 2)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_a_distributed_config_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        KFACOptimizer(mlp(), distributed=DistributedConfig())
+    with pytest.raises(TypeError, match=r"distributed must be None, False or a DistributedConfig\(...\), got True"):
+        KFACOptimizer(mlp(), distributed=True)
 
 
 @pytest.mark.parametrize("distributed", [None, False])
