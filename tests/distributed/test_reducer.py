@@ -185,6 +185,30 @@ def nothing(_: str) -> tuple[Tensor, float]:
     return torch.zeros(1), 0.0
 
 
+def test_a_bucket_goes_again_on_all_ranks_and_what_is_under_way_stays_as_it_is() -> None:
+    """On one rank slot "a" is stale; the other has not reported it, and is asked once."""
+    buckets = one_slot_each(3, "a", "b")
+    for rank, reports in ((1, (("a", 1.0), ("b", 2.0), ("a", 3.0))), (2, ())):
+        recorder, reducer = recorded(rank, buckets)
+        for name, value in reports:
+            reducer.ready(name, torch.tensor(value), 1)
+        assert reducer.stale_flags() == [rank == 1, False]
+        asked: list[str] = []
+
+        def final(name: str, asked: list[str] = asked) -> tuple[Tensor, float]:
+            asked.append(name)
+            return torch.tensor(3.0), 1.0
+
+        reducer.finish(final, [True, False])
+        assert asked == (["a"] if rank == 1 else ["b", "a"])
+        early = [("of a", Cause.COMPLETE, [1.0]), ("of b", Cause.COMPLETE, [2.0])]
+        left = [("of a", Cause.LEFT_OVER, [0.0]), ("of b", Cause.LEFT_OVER, [3.0])]
+        assert [(name, cause, sections.tolist()) for name, cause, sections in recorder.launched] == [
+            *(early if rank == 1 else left),
+            ("of a", Cause.AGAIN, [3.0]),
+        ]
+
+
 def test_each_round_starts_from_nothing() -> None:
     recorder, reducer = recorded(1, one_slot_each(2, "a", "b"))
     for value in (1.0, 2.0):
