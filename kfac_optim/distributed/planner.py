@@ -259,7 +259,7 @@ class _Planner:
             return VOTE_WORDS + len(self.layers) + len(buckets)
         if payload is Payload.STATUS:
             return STATUS_WORDS * len(self.layers)
-        return sum(layer.trace_words for layer in self.layers)
+        return sum(layer.trace_words for layer in self.layers) if self.merges else 0
 
     def _matrices(self) -> list[Item]:
         """Gradients, or parameters, in forward order."""

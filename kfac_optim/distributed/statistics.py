@@ -212,26 +212,43 @@ class StatisticsExchange:
             self.status[name] = Status(not nothing_held, refused, failed)
 
     def _tell_of_each_other(self, blocks: Sequence[KFACBlock]) -> None:
-        """Where A and G have different owners, each needs the other's trace, by which λ is shared among them."""
+        """Where A and G have different owners, each solves for its own; but λ may be shared among them by traces."""
+        told = self._exchanged_traces([block for block in blocks if self._layers[block.name].trace_words])
+        for block in blocks:
+            factors = {
+                part.part.name: block.inverse.averages(block.state, part.part.name)[0]
+                for _, _, part in self._parts([block])
+            }
+            for factor in factors.values():
+                factor.elsewhere = None  # what was told at the last refresh
+            # Samples come for both at once.
+            mass = torch.stack([factor.mass for factor in factors.values()]).amax()
+            self._told[block.name] = {
+                part.part.name: told.get(part.name_in(block.name), Elsewhere(factors[part.part.name].trace(), mass))
+                for _, _, part in self._parts([block])
+                if part.owner != self.rank
+            }
+        self.mark_elsewhere(blocks)
+
+    def _exchanged_traces(self, blocks: Sequence[KFACBlock]) -> dict[str, Elsewhere]:
+        """Of each part of these blocks what its owner tells."""
         parts = [(block, part) for block, _, part in self._parts(blocks)]
-        if not parts:
-            return
-        pieces = []
+        if not (parts and self.merges):
+            return {}
+        factors, pieces = [], []
         for block, part in parts:
             (factor,) = block.inverse.averages(block.state, part.part.name)
             factor.elsewhere = None  # what was told at the last refresh
-            known = torch.cat([factor.trace().double().flatten(), factor.mass.double().reshape(1)])
-            pieces.append(known if part.owner == self.rank or not self.merges else torch.zeros_like(known))
-        told = torch.cat(pieces)
-        if self.merges:
-            told = self._main.all_reduce("traces", told, layers=[block.name for block in blocks]).wait()
-        for (block, part), words in zip(parts, torch.split(told, [len(piece) for piece in pieces]), strict=True):
-            if part.owner != self.rank:
-                kept = self._told.setdefault(block.name, {})
-                (factor,) = block.inverse.averages(block.state, part.part.name)
-                dtype = factor.mass.dtype
-                kept[part.part.name] = Elsewhere(words[:-1].to(factor.average.dtype), words[-1].to(dtype))
-        self.mark_elsewhere(blocks)
+            known = torch.cat([factor.trace().double(), factor.mass.double().reshape(1)])
+            pieces.append(known if part.owner == self.rank else torch.zeros_like(known))
+            factors.append(factor)
+        summed = self._main.all_reduce("traces", torch.cat(pieces), layers=[block.name for block in blocks]).wait()
+        return {
+            part.name_in(block.name): Elsewhere(words[:-1].to(factor.average.dtype), words[-1].to(factor.mass.dtype))
+            for (block, part), factor, words in zip(
+                parts, factors, torch.split(summed, [len(piece) for piece in pieces]), strict=True
+            )
+        }
 
     def _parts(self, blocks: Sequence[KFACBlock]) -> Iterator[tuple[KFACBlock, LayerPlan, PartPlan]]:
         for block in blocks:
