@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 import wrapped
 from ranks import Ranks
 from torch import Tensor, nn
@@ -169,15 +170,15 @@ class Borrowing(nn.Module):
 
     def __init__(self, *, written_out: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.lender = nn.Linear(3, 3)
+        self.layer = nn.Conv1d(3, 3, 1)
+        self.lender = nn.Conv1d(3, 3, 1)
         self.written_out = written_out
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x).tanh()
+        h = self.layer(x.mT[None]).tanh()
         lent = {"weight": self.lender.weight.exp(), "bias": self.lender.bias.exp()}
         if self.written_out:
-            return h @ lent["weight"].mT + lent["bias"]
+            return F.conv1d(h, lent["weight"], lent["bias"])
         borrowed: Tensor = torch.func.functional_call(self.layer, lent, h)
         return borrowed
 
@@ -194,6 +195,33 @@ def of_functional_call(rank: int) -> None:
 
 def test_of_a_layer_that_runs_with_other_weights_too(two_ranks: Ranks) -> None:
     two_ranks.run(of_functional_call)
+
+
+class Reaching(nn.Module):
+    """Uses a layer's weight in a function too, which is not measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 1)
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x.mT[None])
+        mapped: Tensor = self.last(F.conv1d(h, self.conv.weight)[0].mT)
+        return mapped
+
+
+def of_unmeasured_use(rank: int) -> None:
+    model = seeded(Reaching)
+    root_only(model, flat(2))
+    optimizer = KFACOptimizer(model, distributed=False)
+    wrapped.once(model, optimizer, rank)
+    with pytest.warns(UserWarning, match="'conv.weight' is used by conv1d outside its own layer"):
+        assert list(statistics(optimizer)) == ["last"]
+
+
+def test_of_a_weight_that_is_used_out_of_sight(two_ranks: Ranks) -> None:
+    two_ranks.run(of_unmeasured_use)
 
 
 def of_estimate(rank: int) -> None:
