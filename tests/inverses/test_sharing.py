@@ -244,6 +244,18 @@ def test_what_is_kept_elsewhere_is_not_solved_for(inverse: PairInverse[Any], par
     assert float(state.condition[there]) == 1
 
 
+@every_pair
+def test_opposed_uses_that_were_aged_are_combined_anew(inverse: Inverse[Any]) -> None:
+    spec = LayerSpec("layer", ("weight",), 4, 3, opposed=True)
+    ranks = Ranks(inverse, spec, 2, {"": 0}, {0})
+    ranks.fold([[sample(spec, 5), sample(spec, 5, opposed=True)], []])
+    state = ranks.states[0]
+    inverse.age(state, 0.5, 5)
+    again = inverse.init(spec, dtype=torch.float64, device=CPU)
+    inverse.load(again, inverse.tensors(state))
+    assert_identical(inverse.factors(state), inverse.factors(again))
+
+
 def test_nothing_is_kept_of_a_refresh_where_neither_rank_has_a_sample() -> None:
     spec = LayerSpec("layer", ("weight",), 4, 3)
     for inverse in PAIRS[:4]:
