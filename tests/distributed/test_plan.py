@@ -181,11 +181,11 @@ def test_bases_that_statistics_are_taken_in_go_to_all() -> None:
     spec = LayerSpec("l", ("weight",), 4, 3)
     plan = make_plan([Covered(spec, EKFAC())], 4, Replicated(0.5), COST)
     words = {each.payload: each.words for each in plan.traffic}
-    assert words[Payload.INVERSES] == 3 * (4 * 4 + 4 + 1 + 3 * 3 + 3 + 1) + 12
+    assert words[Payload.INVERSES] == 3 * (4 * 4 + 3 * 3 + 1) + 12
     assert words[Payload.SUMS] == 3 * (10 + 6 + 12 + 3)
     own = make_plan([Covered(spec, EKFAC())], 4, Replicated(0.5, statistics=Statistics.OWN), COST)
     words = {each.payload: each.words for each in own.traffic}
-    assert words[Payload.INVERSES] == 4 * 4 + 4 + 1 + 3 * 3 + 3 + 1 + 12
+    assert words[Payload.INVERSES] == 4 * 4 + 3 * 3 + 1 + 12
     assert Payload.SUMS not in words
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_same
 from plain import assert_identical
-from ranks import Ranks, Sample, sample
+from shares import Ranks, Sample, sample
 from states import CPU, every_structure, measured_state
 from torch import Tensor
 
@@ -202,8 +202,11 @@ def test_taking_bases_that_one_has_leaves_the_second_moments_to_the_bit(data: st
     assert torch.equal(state.second_moments, before)
 
 
-def test_what_other_ranks_measure_in_a_basis_changes_what_is_applied_at_the_next_refresh_alone() -> None:
-    inverse, spec = EKFAC(), LayerSpec("layer", ("weight",), 4, 3)
+@pytest.mark.parametrize("structure", [(DENSE, DENSE), (DENSE, IDENTITY), (IDENTITY, DIAGONAL)])
+def test_what_is_measured_in_a_basis_changes_what_ranks_apply_at_the_next_refresh_alone(
+    structure: tuple[Structure, Structure],
+) -> None:
+    inverse, spec = EKFAC(), LayerSpec("layer", ("weight",), 4, 3, structure=structure)
     ranks = Ranks(inverse, spec, 2, {"": 0}, {0, 1})
     ranks.fold([[sample(spec, 9)], [sample(spec, 4)]])
     ranks.refresh(DAMPING)

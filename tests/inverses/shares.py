@@ -146,6 +146,8 @@ class Ranks:
             measuring = {index: sent[index] for index, result in enumerate(results) if result.measuring}
             for rank, state in enumerate(self.states):
                 self.inverse.take(state, part, sent if rank in self.appliers() else measuring)
+            for tensor in sent.values():
+                tensor.zero_()  # as a buffer that is used again
 
     def _sent(self, result: Result) -> Tensor:
         tensor = result.tensor.clone()
