@@ -192,7 +192,8 @@ class KFACBlock:
         if self.has_pending():
             self.inverse.fold(self.state, count.averaged, self._decay(), gradient_scale)
         else:
-            self.inverse.age(self.state, self._decay())
+            # These terms of the loss have no gradient here, which is a sample of zeros.
+            self.inverse.age(self.state, self._decay(), count.averaged)
         clock.folded_at = clock.step
         clock.summed_terms = count.summed
         clock.folds += 1
@@ -255,11 +256,15 @@ class KFACBlock:
 
         It is as inverses see it, `spec.by_blocks()`.
         """
-        dtype = torch.promote_types(self.dtype, torch.float32)
         grads = [
             torch.zeros_like(param) if param.grad is None else regularised(param, group)
             for param, group in zip(self.params, self.groups, strict=True)
         ]
+        return self.matrix(grads)
+
+    def matrix(self, grads: Sequence[Tensor]) -> Tensor:
+        """Gradients shaped like the parameters as `gradient()` gives them."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
         return self.pack([grad.to(dtype) for grad in grads])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from kfac_optim.capture import CaptureWindow
 from kfac_optim.execution import Agreement, Executor, Refresher
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.replay import Objective
+from kfac_optim.shards import local
 from kfac_optim.step_size import Group, Proposal, Sized, StepSize, by_group
 from kfac_optim.trust_region import inner_product
 from kfac_optim.validation import check_kfac_numbers
@@ -197,7 +198,9 @@ def _precondition(
 
 
 def _is_used(block: KFACBlock) -> bool:
-    return any(param.grad is not None and (param.grad.is_meta or bool(param.grad.any())) for param in block.params)
+    return any(
+        param.grad is not None and (param.grad.is_meta or bool(local(param.grad).any())) for param in block.params
+    )
 
 
 def _measure(

@@ -37,6 +37,7 @@ from kfac_optim.refresh import Background, Refresh, Together, check_refresh
 from kfac_optim.replay import ForwardRecorder, Objective
 from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Pattern
+from kfac_optim.shards import local
 from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
 from kfac_optim.trial import Judge, Trial
@@ -536,7 +537,7 @@ class KFACOptimizer(Optimizer):
             self._binding.coverage.blocks,
             self._params(),
             self._names,
-            finite=not scale.overflowed and all_finite(gradients.values()),
+            finite=not scale.overflowed and all_finite(map(local, gradients.values())),
             summed=self._window.summed(),
         )
         if not agreement.finite:
@@ -607,7 +608,7 @@ class KFACOptimizer(Optimizer):
         if self._nonfinite_limit is None or self._skipped_in_a_row < self._nonfinite_limit:
             return
         names = self._names()
-        guilty = [names.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([grad])]
+        guilty = [names.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([local(grad)])]
         raise RuntimeError(
             f"kfac_optim: {self._skipped_in_a_row} steps in a row were skipped because gradients are not finite "
             f"(nonfinite_limit={self._nonfinite_limit}), now those of "

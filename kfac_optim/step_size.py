@@ -20,6 +20,7 @@ from kfac_optim.linalg import sandwich
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.quadratic import change, minimum
 from kfac_optim.replay import Objective
+from kfac_optim.shards import local
 from kfac_optim.trust_region import inner_product, momentum_scale, trust_region_scale
 from kfac_optim.validation import check_flag
 
@@ -265,10 +266,13 @@ def _dot(left: Direction, right: Direction, device: torch.device) -> Tensor:
 
 
 def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
-    """Momentum of the parameters that are updated here and covered, with its param group and the gradient."""
+    """Momentum of the parameters that are updated here and covered, with its param group and the gradient.
+
+    Of each the part that is here.
+    """
     here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
     return [
-        (group, buffer, param.grad)
+        (group, local(buffer), local(param.grad))
         for block in proposal.covered
         for param, group in zip(block.params, block.groups, strict=True)
         if param in here

@@ -20,6 +20,7 @@ Imports within this folder go only to a lower storey of its own:
     voting                      L5  what all ranks know of a step before they take it
     transfer                    L5  tensors of one rank copied to others outside of steps
     gradients                   L5  how gradients come to those that precondition and update
+    gradient_rows               L6  likewise, of parameters that FSDP2 has sharded
     ddp                         L6  DistributedDataParallel: the last backward, gradients to owners alone
     statistics                  L6  statistics to those that refresh, results to those that need them
     early                       L7  sums of statistics sent while backward goes on
@@ -30,7 +31,7 @@ from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.costs import Collective, CostModel
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan, predict_sgd
-from kfac_optim.distributed.strategies import Auto, Placement, Replicated, Sharded, Statistics, Strategy
+from kfac_optim.distributed.strategies import Auto, FullySharded, Placement, Replicated, Sharded, Statistics, Strategy
 
 __all__ = [
     "Auto",
@@ -38,6 +39,7 @@ __all__ = [
     "CostModel",
     "Covered",
     "DistributedConfig",
+    "FullySharded",
     "Placement",
     "Plan",
     "PlanOptions",

@@ -22,6 +22,10 @@ class Payload(Enum):
     """From those that precondition to the others."""
     PARAMETERS = "parameters"
     """From those that update to the others."""
+    ROWS = "rows of gradients"
+    """From those that hold them to those that precondition (`FullySharded`)."""
+    DIRECTIONS = "rows of directions"
+    """And back."""
     VOTES = "votes"
     """Control, to all: what ranks must agree on in each step."""
     TRACES = "traces"
@@ -112,5 +116,5 @@ def _transport(
         shares[item.rank] += item.words * itemsize
     if set(shares) == {-1}:
         return cost.all_reducing(shares[-1], ranks)
-    to_owners = payload in (Payload.GRADIENTS, Payload.SUMS)
+    to_owners = payload in (Payload.GRADIENTS, Payload.ROWS, Payload.SUMS)
     return cost.rooted(Collective.REDUCE if to_owners else Collective.BROADCAST, shares.values(), ranks)

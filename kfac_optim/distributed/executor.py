@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.distributed.buckets import Payload
@@ -16,11 +17,13 @@ from kfac_optim.distributed.comm import Communicator, Launch
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.ddp import OwnersHook, find_wrapper, synchronises
 from kfac_optim.distributed.early import EarlyReports, Terms
+from kfac_optim.distributed.fsdp import rows_of
+from kfac_optim.distributed.gradient_rows import RowGradients, check_sharding
 from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
 from kfac_optim.distributed.statistics import StatisticsExchange
-from kfac_optim.distributed.strategies import Sharded
+from kfac_optim.distributed.strategies import Auto, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.transfer import Transfer, carry_out, leaves, nested
 from kfac_optim.distributed.voting import Ballot, largest, vote
 from kfac_optim.execution import Agreement, Names, SingleDevice
@@ -269,7 +272,16 @@ class DistributedExecutor(SingleDevice):
             sums_dtype=self._config.sums_dtype,
             momentum=any(group["momentum"] != 0 for group in groups),
         )
-        return make_plan(self._model, self.main.world_size, self._config.strategy, self._config.cost, options)
+        return make_plan(self._model, self.main.world_size, self._strategy(), self._config.cost, options)
+
+    def _strategy(self) -> Strategy | Auto:
+        """Of parameters that FSDP2 has sharded, gradients and momentum are FSDP2's business."""
+        wished = self._config.strategy
+        covered = {n: p for b in self._blocks for n, p in zip(b.param_names, b.params, strict=True)}
+        if not any(isinstance(param, DTensor) for param in covered.values()):
+            return wished
+        check_sharding(covered, self.main)
+        return FullySharded() if isinstance(wished, Auto) else FullySharded(wished.placement, wished.statistics)
 
     def _adopt_plan(self) -> None:
         """Plan anew, on all ranks alike, and bring everything to its new place."""
@@ -290,6 +302,8 @@ class DistributedExecutor(SingleDevice):
             self._flow = sharded = ShardedGradients(plan, main, self._params)
             if self._hook is not None:
                 self._hook.flow = sharded
+        elif isinstance(plan.strategy, FullySharded):
+            self._flow = RowGradients(plan, main)
         else:
             self._flow = ReplicatedGradients(plan, main)
         wrapper = self._wrapper
@@ -499,13 +513,21 @@ def _layout(
     for number, param in enumerate(sorted(params, key=lambda each: order.get(each, len(order)))):
         block = block_of.get(param)
         if block is not None:
-            model[block.name] = Covered(replace(block.spec, name=block.name), block.inverse)
+            model[block.name] = Covered(
+                replace(block.spec, name=block.name), block.inverse, shards=_shards(block.params, block.param_names)
+            )
             held[block.name] = block.params
         elif param.requires_grad:
             name = names.get(param, f"parameter {number}")
             model[name] = Uncovered(name, param.numel())
             held[name] = (param,)
     return list(model.values()), held
+
+
+def _shards(params: Sequence[nn.Parameter], names: Sequence[str]) -> tuple[int, ...]:
+    """Elements that each rank holds, where parameters are sharded."""
+    sharded = [rows_of(p, name) for p, name in zip(params, names, strict=True) if isinstance(p, DTensor)]
+    return tuple(sum(held.elements for held in of_rank) for of_rank in zip(*sharded, strict=True))
 
 
 def _group_of_our_own(config: DistributedConfig) -> dist.ProcessGroup:

@@ -114,14 +114,6 @@ def cut(whole: Tensor, param: DTensor, name: str) -> dict[str, Tensor]:
     }
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory; plain tensors are their own."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part: Tensor = tensor.to_local()
-    return part
-
-
 def like(param: DTensor, part: Tensor) -> DTensor:
     """This rank's part of a tensor, laid out as `param`; communicates nothing.
 

@@ -173,10 +173,7 @@ class ShardedGradients:
         return self._communicator.all_reduce("scalars", values).wait()
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        own = nn.utils.get_total_norm(grads, order).to(self._communicator.device)
-        if math.isinf(order):
-            return self._communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait()
-        return self._communicator.all_reduce("norm", own**order).wait() ** (1 / order)
+        return total_norm(grads, order, self._communicator)
 
     def _flat(self, name: str) -> Tensor:
         """The gradients of a layer's parameters, in a row."""
@@ -211,3 +208,11 @@ def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
     if param.grad is None:
         param.grad = torch.empty_like(param)
     param.grad.copy_(value)
+
+
+def total_norm(grads: Sequence[Tensor], order: float, communicator: Communicator) -> Tensor:
+    """Of gradients of which each rank has others, `[]`."""
+    own = nn.utils.get_total_norm(grads, order).to(communicator.device)
+    if math.isinf(order):
+        return communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait()
+    return communicator.all_reduce("norm", own**order).wait() ** (1 / order)

@@ -20,7 +20,15 @@ from kfac_optim.distributed.plan import (
     Traffic,
 )
 from kfac_optim.distributed.prediction import Compute, Seconds, predict
-from kfac_optim.distributed.strategies import Auto, Replicated, Sharded, Statistics, Strategy, check_strategy
+from kfac_optim.distributed.strategies import (
+    Auto,
+    FullySharded,
+    Replicated,
+    Sharded,
+    Statistics,
+    Strategy,
+    check_strategy,
+)
 from kfac_optim.distributed.wire import result_name
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import LayerSpec, Part, Structure
@@ -36,6 +44,8 @@ class Covered:
         inverse: its representation.
         rows: examples × positions that one rank's batch gives it; 0 leaves its forward, backward and statistics out of
             the prediction, as of an embedding.
+        shards: elements of its parameters that each rank holds, where they are sharded; empty is all on every rank, and
+            under `FullySharded` as many on each.
 
     Raises:
         TypeError: `rows` is not an integer.
@@ -45,6 +55,7 @@ class Covered:
     spec: LayerSpec
     inverse: Inverse[Any]
     rows: int = 0
+    shards: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_integer(f"rows of {self.name!r}", self.rows, at_least=0)
@@ -234,8 +245,11 @@ class _Planner:
         if payload.is_control:
             words = self._control_words(payload)
             return [Item(payload.value, words, -1, 0)] if words else []
+        if payload in (Payload.ROWS, Payload.DIRECTIONS):
+            sharded = self.layers if isinstance(self.strategy, FullySharded) else ()
+            return [Item(layer.name, layer.words, layer.workers.start, layer.position) for layer in sharded]
         if payload is Payload.GRADIENTS:
-            return self._matrices()[::-1]
+            return [] if isinstance(self.strategy, FullySharded) else self._matrices()[::-1]
         if payload is Payload.PARAMETERS:
             return self._matrices() if isinstance(self.strategy, Sharded) else []
         if payload is Payload.PRECONDITIONED:
@@ -305,12 +319,20 @@ class _Planner:
         words = others * total
         if payload.is_control or (payload is Payload.GRADIENTS and isinstance(self.strategy, Replicated)):
             words = 2 * others * total
+        elif payload in (Payload.ROWS, Payload.DIRECTIONS):
+            words = sum(item.words - self._held_by_owner(item) for item in items)
         elif payload is Payload.PRECONDITIONED:
             words = (self.ranks - self.workers) * total
         elif payload is Payload.INVERSES:
             words = sum(item.words * (len(members) - 1) for item, members in self._all_results())
         period = self.options.inverse_update_period if rare else 1
         return Traffic(payload, words, self.options.itemsize(payload), period)
+
+    def _held_by_owner(self, item: Item) -> int:
+        """Elements of a sharded layer that its owner need not be sent."""
+        layer = self.model[item.position]
+        shards = layer.shards if isinstance(layer, Covered) else ()
+        return shards[item.rank] if shards else item.words // self.ranks
 
     def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
         """Of each rank, the sum over the layers that it preconditions; `amounts` has one for each layer."""
@@ -337,7 +359,7 @@ class _Planner:
         held = self._over_ranks(at_workers)
         for item in self._matrices() if options.momentum else ():
             for rank in range(self.ranks) if item.rank < 0 else (item.rank,):
-                momentum[rank] += item.words
+                momentum[rank] += item.words // (self.ranks if isinstance(self.strategy, FullySharded) else 1)
         parts = [part for layer in self.layers for part in layer.parts if self.merges]
         sums = sum(_whole(part.part) for part in parts) * options.factor_dtype.itemsize
         buffers = sum(part.sums for part in parts) * options.sent_dtype.itemsize
@@ -387,5 +409,6 @@ def _describe(each: Covered) -> str:
     spec = each.spec
     shape = f"{'+'.join(spec.params)} {spec.groups}×{spec.out_dim}×{spec.in_dim}"
     sides = " and ".join(str(getattr(kept, "value", kept)) for kept in spec.structure)
+    shards = [f"shards {each.shards}"] if each.shards else []
     flags = [name for name in ("shared_input", "shared_output", "opposed") if getattr(spec, name)]
-    return ", ".join([shape, sides, spec.weight_sharing.value, *flags, repr(each.inverse)])
+    return ", ".join([shape, sides, spec.weight_sharing.value, *flags, *shards, repr(each.inverse)])

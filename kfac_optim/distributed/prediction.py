@@ -17,7 +17,7 @@ class Seconds:
         backward: with the statistics, their share of a step.
         gradients: that backward does not hide of reducing gradients.
         apply: preconditioning.
-        preconditioned: sharing its results.
+        preconditioned: sharing its results; of sharded gradients also bringing them together.
         parameters: that the next forward waits for parameters.
         votes: agreeing on what the step does.
         sums: more than `gradients`, at a step that refreshes: what backward does not hide of reducing factor sums.
@@ -142,7 +142,9 @@ def predict(
         backward=cost.computing(sum(layer.backward for layer in layers)),
         gradients=gradients,
         apply=cost.computing(apply),
-        preconditioned=sharing(buckets[Payload.PRECONDITIONED]),
+        preconditioned=sum(
+            sharing(buckets[payload]) for payload in (Payload.ROWS, Payload.PRECONDITIONED, Payload.DIRECTIONS)
+        ),
         parameters=stalled(layers, buckets[Payload.PARAMETERS], cost),
         votes=sharing(buckets[Payload.VOTES]),
         sums=exposed(layers, both, cost) - gradients,

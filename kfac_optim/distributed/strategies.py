@@ -91,7 +91,36 @@ class Sharded:
         return 1
 
 
-Strategy = Replicated | Sharded
+@dataclass(frozen=True)
+class FullySharded:
+    """Each rank holds and updates rows of all parameters, as FSDP2 does; a layer's owner preconditions the whole.
+
+    The rows of its gradient go to the owner and those of the direction come back. Words that all ranks send for K-FAC
+    in a step, where rows are even: `2n(P−1)/P + (P−1)t/k_i`; FSDP2's own traffic comes on top.
+
+    This is what becomes of every strategy where parameters are sharded by `fully_shard`.
+
+    Args:
+        placement: what has one owner.
+        statistics: whose batch the factors are taken from.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+    """
+
+    placement: Placement = Placement.LAYERS
+    statistics: Statistics = Statistics.ALL
+
+    def __post_init__(self) -> None:
+        check_kind("placement of FullySharded", self.placement, Placement)
+        check_kind("statistics of FullySharded", self.statistics, Statistics)
+
+    def workers(self, ranks: int) -> int:
+        """How many of `ranks` precondition a layer."""
+        return 1
+
+
+Strategy = Replicated | Sharded | FullySharded
 
 
 @dataclass(frozen=True)
@@ -130,7 +159,9 @@ class Auto:
 def check_strategy(name: str, value: object) -> None:
     """Raise TypeError for what is none, or not an instance."""
     if not isinstance(value, Strategy):
-        raise TypeError(f"kfac_optim: {name} must be Replicated(...) or Sharded(...), got {value!r}.")
+        raise TypeError(
+            f"kfac_optim: {name} must be Replicated(...), Sharded(...) or FullySharded(...), got {value!r}."
+        )
 
 
 def divisors(number: int) -> list[int]:

@@ -1,0 +1,149 @@
+"""FSDP2: rows of gradients to the owner of the whole matrix, who preconditions it, and rows of its direction back."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from kfac_optim.blocks import KFACBlock, regularised
+from kfac_optim.distributed.comm import Communicator
+from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, rows_of, to_owners
+from kfac_optim.distributed.gradients import total_norm
+from kfac_optim.distributed.layouts import ShareBucket
+from kfac_optim.distributed.plan import Plan
+from kfac_optim.execution import SingleDevice
+from kfac_optim.shards import local
+
+_ALONE = SingleDevice()
+
+
+class RowGradients:
+    """Every rank holds and updates rows of all parameters; a layer's owner preconditions the whole.
+
+    Args:
+        plan: of `FullySharded`.
+        communicator: for the main line of the program.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._owners = {layer.name: layer.workers.start for layer in plan.layers}
+        self._payload = plan.options.parameter_dtype
+        self._limit = plan.options.bucket_bytes // self._payload.itemsize
+
+    def reduce(self) -> None:
+        pass
+
+    def restore(self) -> None:
+        pass
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+        rank = self._communicator.rank
+        values = {
+            parcel_name(name, rank): local(_gradient(param, group))
+            for block in blocks
+            for name, param, group in zip(block.param_names, block.params, block.groups, strict=True)
+        }
+        pieces = self._exchange(to_owners, "rows of gradients", blocks, values)
+        return [
+            (block, block.matrix([assemble(param, name, pieces) for name, param, _ in self._owned(block)]))
+            for block in blocks
+            if self._owners[block.name] == rank
+        ]
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+        return _ALONE.precondition(blocks, grads)
+
+    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        values: dict[str, Tensor] = {}
+        for block, matrix in blocks.items():
+            for (name, param, _), part in zip(self._owned(block), block.unpack(matrix), strict=True):
+                values |= cut(part.reshape(param.shape), param, name)
+        pieces = self._exchange(from_owners, "rows of directions", covered, values)
+        rank = self._communicator.rank
+        return {
+            param: like(sharded, pieces.get(parcel_name(name, rank), local(param)[:0]).to(param.dtype))
+            for block in covered
+            for param, (name, sharded, _) in zip(block.params, self._owned(block), strict=True)
+            if param.grad is not None
+        }
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return params
+
+    def publish(self) -> None:
+        pass
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        return self._communicator.all_reduce("scalars", values).wait()
+
+    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
+        return total_norm([local(grad) for grad in grads], order, self._communicator)
+
+    def _owned(self, block: KFACBlock) -> list[Owned]:
+        owner = self._owners[block.name]
+        return [
+            Owned(name, cast(DTensor, param), owner)
+            for name, param in zip(block.param_names, block.params, strict=True)
+        ]
+
+    def _exchange(
+        self,
+        layout: Callable[[str, Sequence[Owned], int, torch.dtype], ShareBucket],
+        name: str,
+        blocks: Sequence[KFACBlock],
+        values: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """In buckets of about equal size, all under way at once."""
+        world_size = self._communicator.world_size
+        filled = _filled((owned for block in blocks for owned in self._owned(block)), self._limit)
+        flights = [
+            self._communicator.share(layout(f"{name} {number}", params, world_size, self._payload), values)
+            for number, params in enumerate(filled)
+        ]
+        return {parcel: piece for flight in flights for parcel, piece in flight.wait().items()}
+
+
+def check_sharding(params: Mapping[str, nn.Parameter], communicator: Communicator) -> None:
+    """Refuse parameters of covered layers that are not kept as rows on the ranks that train together.
+
+    Raises:
+        NotImplementedError: they are laid out in another way.
+    """
+    ranks = dist.get_process_group_ranks(communicator.group)
+    for name, param in params.items():
+        if not isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"kfac_optim: {name!r} is not sharded, while other parameters are. Wrap its module by fully_shard too, "
+                "or leave its layer to SGD by skip_layers."
+            )
+        rows_of(param, name)
+        mesh = param.device_mesh
+        if mesh.ndim > 1 or dist.get_process_group_ranks(mesh.get_group(0)) != ranks:
+            raise NotImplementedError(
+                f"kfac_optim: {name!r} is sharded over the mesh {mesh.mesh.tolist()}, but ranks {ranks} train "
+                "together. Shard over one mesh dimension that has all of them; a part of all ranks is told by group of "
+                "DistributedConfig."
+            )
+
+
+def _gradient(param: nn.Parameter, group: Mapping[str, object]) -> Tensor:
+    """Zeros where only other parameters of the layer have one."""
+    return torch.zeros_like(param) if param.grad is None else regularised(param, group)
+
+
+def _filled(params: Iterable[Owned], limit: int) -> Iterator[list[Owned]]:
+    """Parameters in their order, in lists of at most `limit` elements, or of one."""
+    filling: list[Owned] = []
+    elements = 0
+    for each in params:
+        if filling and elements + each.param.numel() > limit:
+            yield filling
+            filling, elements = [], 0
+        filling.append(each)
+        elements += each.param.numel()
+    if elements:
+        yield filling
