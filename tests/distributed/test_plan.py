@@ -745,7 +745,7 @@ def test_budgets_that_nothing_fits_into_are_refused() -> None:
         (
             {"strategy": "auto"},
             TypeError,
-            r"strategy of make_plan must be Replicated\(...\) or Sharded\(...\), got 'auto'",
+            r"strategy of make_plan must be Replicated\(...\), Sharded\(...\) or FullySharded\(...\), got 'auto'",
         ),
         ({"strategy": Sharded}, TypeError, "strategy of make_plan must be"),
         ({"cost": None}, TypeError, "cost of make_plan must be a CostModel"),
