@@ -29,6 +29,7 @@ Imports within this folder go only to a lower storey of its own:
 """
 
 from kfac_optim.distributed.calibration import measure_costs
+from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.costs import Collective, CostModel
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
@@ -37,11 +38,13 @@ from kfac_optim.distributed.strategies import Auto, FullySharded, Placement, Rep
 
 __all__ = [
     "Auto",
+    "Cause",
     "Collective",
     "CostModel",
     "Covered",
     "DistributedConfig",
     "FullySharded",
+    "Launch",
     "Placement",
     "Plan",
     "PlanOptions",

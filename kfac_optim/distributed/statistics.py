@@ -164,15 +164,19 @@ class StatisticsExchange:
         device = block.params[0].device
         layer = self._layers[block.name]
         block.measured_here = self.measures(block)
+        if device.type == "meta":
+            return
+        needed: list[Tensor] = []  # some by one part and not by another
+        others: list[Tensor] = []
         for part in layer.parts:
             for result in block.inverse.results(block.state, part.part.name):
-                needed = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
-                if device.type == "meta" or needed != result.tensor.is_meta:
-                    continue
-                if needed:
-                    hold(result.tensor, device)
-                else:
-                    drop(result.tensor)
+                here = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
+                (needed if here else others).append(result.tensor)
+        for tensor in needed:
+            hold(tensor, device)
+        for tensor in others:
+            if not tensor.is_meta and not any(tensor is each for each in needed):
+                drop(tensor)
 
     def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:
         """Copy parts that other ranks own to the homes of their blocks; the blocks that have such, for `send_off`."""
