@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from collectives import counted_bytes
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import (
@@ -30,6 +33,7 @@ from kfac_optim import (
 from kfac_optim.distributed import (
     Cause,
     DistributedConfig,
+    FullySharded,
     Launch,
     Placement,
     Plan,
@@ -53,6 +57,12 @@ UNCOUNTED = (
     *("broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter"),
     *("reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send"),
 )
+
+
+class Wrapper(Enum):
+    NONE = auto()
+    DDP = auto()
+    FSDP2 = auto()
 
 
 class Mixed(nn.Sequential):
@@ -80,7 +90,8 @@ def average(observe: Callable[[Launch], None], bucket: dist.GradBucket) -> torch
     """What DDP does by itself, where it can be counted."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     work = dist.all_reduce(buffer, group=dist.group.WORLD, async_op=True)
-    observe(Launch("gradients of DDP", Cause.COMPLETE, 0.0))
+    ranks = dist.get_world_size()
+    observe(Launch("gradients of DDP", Cause.COMPLETE, 2 * (ranks - 1) * buffer.nbytes / ranks))
     return work.get_future().then(lambda future: future.value()[0])
 
 
@@ -95,7 +106,7 @@ def counted(
     *,
     net: Callable[[], nn.Module] = Mixed,
     dtype: torch.dtype = torch.float32,
-    ddp: bool = True,
+    wrapper: Wrapper = Wrapper.DDP,
     groups: bool = False,
     config: dict[str, Any] | None = None,
     **options: Any,
@@ -103,10 +114,14 @@ def counted(
     """Bytes that this rank sends in a period of steps, once the averages are old."""
     torch.manual_seed(0)
     model = net().to(dtype)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4) if ddp else model
+    wrapped: Any = model
     trace: list[Launch] = []
-    if ddp and isinstance(strategy, Replicated):
-        wrapped.register_comm_hook(trace.append, average)
+    if wrapper is Wrapper.DDP:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        if isinstance(strategy, Replicated):
+            wrapped.register_comm_hook(trace.append, average)
+    elif wrapper is Wrapper.FSDP2:
+        wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     params: Any = wrapped
     if groups:
         params = [{"params": [param]} for param in model.parameters()]
@@ -134,15 +149,17 @@ def counted(
     for block in optimizer._binding.coverage.blocks:
         block.clock.folds = block.clock.folds_at_refresh = 10**6
     trace.clear()
-    with counted_bytes() as sent, nothing_uncounted():
+    with ExitStack() as stack:
+        if wrapper is not Wrapper.FSDP2:  # it gathers and reduces by itself
+            sent = stack.enter_context(counted_bytes())
+            stack.enter_context(nothing_uncounted())
         for number in range(PERIOD):
             step(PERIOD + number)
-    assert len(sent) == len(trace), "every collective is observed"
+    if wrapper is not Wrapper.FSDP2:
+        assert [launch.sent_bytes for launch in trace] == sent, "every collective is told of"
     found: Counter[Payload] = Counter()
-    for launch, size in zip(trace, sent, strict=True):
-        if launch.bucket != "gradients of DDP":
-            assert launch.sent_bytes == size
-        found[payload_of(launch.bucket)] += size  # type: ignore[assignment]
+    for launch in trace:
+        found[payload_of(launch.bucket)] += launch.sent_bytes  # type: ignore[assignment]
     plan = optimizer.plan()
     assert plan is not None
     return {payload: float(size) for payload, size in found.items()}, plan
@@ -150,13 +167,13 @@ def counted(
 
 def check(ranks: Ranks, strategy: Strategy, *args: Any, **kwargs: Any) -> Plan:
     """That all ranks together send what the plan says."""
-    answers = ranks.run(by_keywords, strategy, args, kwargs)
+    answers = ranks.run(by_keywords, strategy, args, kwargs, timeout=20)
     total: Counter[Payload] = Counter()
     for found, _ in answers:
         total.update(found)  # type: ignore[arg-type]
     plan: Plan = answers[0][1]
     predicted = {each.payload: each.bytes_per_step * PERIOD for each in plan.traffic}
-    if isinstance(strategy, Replicated) and not kwargs.get("ddp", True):
+    if isinstance(strategy, Replicated) and "wrapper" not in kwargs:
         del predicted[Payload.GRADIENTS]
     assert {payload: Fraction(size) for payload, size in total.items() if size} == predicted
     assert all(Fraction(each.period) in (1, PERIOD) for each in plan.traffic)
@@ -191,7 +208,7 @@ def test_on_four_ranks(four_ranks: Ranks, strategy: Strategy, inverse: str) -> N
 @pytest.mark.parametrize(
     "choice",
     [
-        {"ddp": False},
+        {"wrapper": Wrapper.NONE},
         {"groups": True},
         {"refresh": Staggered()},
         {"refresh": Background(max_staleness=1, deterministic=True)},
@@ -212,6 +229,14 @@ def test_with_other_choices(two_ranks: Ranks, strategy: Strategy, choice: dict[s
 def test_of_statistics_of_ones_own(four_ranks: Ranks, strategy: Strategy) -> None:
     plan = check(four_ranks, strategy)
     assert not plan.buckets_of(Payload.SUMS)
+
+
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("inverse", ["Cholesky", "EKFAC"])
+def test_beside_fsdp2s_own(two_ranks: Ranks, placement: Placement, inverse: str) -> None:
+    """Of rows that are even; what is told of each launch is held to what was counted by the tests above."""
+    plan = check(two_ranks, Sharded(placement), inverse, net=linear, wrapper=Wrapper.FSDP2)
+    assert plan.strategy == FullySharded(placement)
 
 
 def one_layer() -> nn.Module:
