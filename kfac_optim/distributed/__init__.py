@@ -27,6 +27,7 @@ Imports within this folder go only to a lower storey of its own:
     executor                    L8  all that joined, as the engine asks for it
 """
 
+from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.costs import Collective, CostModel
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
@@ -35,11 +36,13 @@ from kfac_optim.distributed.strategies import Auto, FullySharded, Placement, Rep
 
 __all__ = [
     "Auto",
+    "Cause",
     "Collective",
     "CostModel",
     "Covered",
     "DistributedConfig",
     "FullySharded",
+    "Launch",
     "Placement",
     "Plan",
     "PlanOptions",
