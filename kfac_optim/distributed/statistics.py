@@ -164,15 +164,19 @@ class StatisticsExchange:
         device = block.params[0].device
         layer = self._layers[block.name]
         block.measured_here = self.measures(block)
-        for part in layer.parts:
-            for result in block.inverse.results(block.state, part.part.name):
-                needed = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
-                if device.type == "meta" or needed != result.tensor.is_meta:
-                    continue
-                if needed:
-                    hold(result.tensor, device)
-                else:
-                    drop(result.tensor)
+        if device.type == "meta":
+            return
+        wanted = [
+            (result.tensor, self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges))
+            for part in layer.parts
+            for result in block.inverse.results(block.state, part.part.name)
+        ]
+        needed = {id(tensor) for tensor, wants in wanted if wants}  # parts may share a tensor
+        for tensor, _ in wanted:
+            if id(tensor) in needed:
+                hold(tensor, device)
+            elif not tensor.is_meta:
+                drop(tensor)
 
     def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:
         """Copy parts that other ranks own to the homes of their blocks; the blocks that have such, for `send_off`."""
