@@ -32,6 +32,7 @@ from kfac_optim.distributed.calibration import measure_costs
 from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.costs import Collective, CostModel
+from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place, initialize
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan, predict_sgd
 from kfac_optim.distributed.strategies import Auto, FullySharded, Placement, Replicated, Sharded, Statistics, Strategy
@@ -45,15 +46,19 @@ __all__ = [
     "DistributedConfig",
     "FullySharded",
     "Launch",
+    "Launcher",
     "Placement",
     "Plan",
     "PlanOptions",
+    "ProcessPlace",
     "Replicated",
     "Sharded",
     "Statistics",
     "Strategy",
     "Uncovered",
     "differences",
+    "find_place",
+    "initialize",
     "make_plan",
     "measure_costs",
     "predict_sgd",
