@@ -151,9 +151,10 @@ class StatisticsExchange:
                     if name in received:
                         block.inverse.take(block.state, part.part.name, _split(received[name], results))
                         taken.add(name)
-        # Where a rank is alone in needing what it has, that is not sent; it takes it all the same.
-        for block, layer, part in self._parts(blocks):
-            if part.owner == self.rank and self.rank in layer.workers:
+        # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
+        # so that checkpoints of its state say what others apply.
+        for block, _, part in self._parts(blocks):
+            if part.owner == self.rank:
                 for name, results in _parcels(block, part):
                     if name not in taken:
                         own = {number: each.tensor for number, each in results}
@@ -164,15 +165,17 @@ class StatisticsExchange:
         device = block.params[0].device
         layer = self._layers[block.name]
         block.measured_here = self.measures(block)
-        for part in layer.parts:
-            for result in block.inverse.results(block.state, part.part.name):
-                needed = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
-                if device.type == "meta" or needed != result.tensor.is_meta:
-                    continue
-                if needed:
-                    hold(result.tensor, device)
-                else:
-                    drop(result.tensor)
+        found = [(part, result) for part in layer.parts for result in block.inverse.results(block.state, part.part.name)]
+        wanted = {  # parts may have results in common
+            id(result.tensor)
+            for part, result in found
+            if self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
+        }
+        for _, (tensor, *_) in found if device.type != "meta" else ():
+            if id(tensor) in wanted:
+                hold(tensor, device)
+            elif not tensor.is_meta:
+                drop(tensor)
 
     def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:
         """Copy parts that other ranks own to the homes of their blocks; the blocks that have such, for `send_off`."""
@@ -182,6 +185,7 @@ class StatisticsExchange:
             name = part.part.name
             factors = block.inverse.averages(block.state, name)
             kept = [tensor for factor in factors for tensor in (factor.average, factor.mass)]
+            kept += block.inverse.measures(block.state, name)
             results = [result.tensor for result in block.inverse.results(block.state, name)]
             if self.rank == self.home(block):
                 for tensor in results:
