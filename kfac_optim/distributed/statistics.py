@@ -151,9 +151,10 @@ class StatisticsExchange:
                     if name in received:
                         block.inverse.take(block.state, part.part.name, _split(received[name], results))
                         taken.add(name)
-        # Where a rank is alone in needing what it has, that is not sent; it takes it all the same.
-        for block, layer, part in self._parts(blocks):
-            if part.owner == self.rank and self.rank in layer.workers:
+        # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
+        # so that checkpoints of its state say what others apply.
+        for block, _, part in self._parts(blocks):
+            if part.owner == self.rank:
                 for name, results in _parcels(block, part):
                     if name not in taken:
                         own = {number: each.tensor for number, each in results}
@@ -186,6 +187,7 @@ class StatisticsExchange:
             name = part.part.name
             factors = block.inverse.averages(block.state, name)
             kept = [tensor for factor in factors for tensor in (factor.average, factor.mass)]
+            kept += block.inverse.measures(block.state, name)
             results = [result.tensor for result in block.inverse.results(block.state, name)]
             if self.rank == self.home(block):
                 for tensor in results:
