@@ -35,7 +35,7 @@ def of_small(_: int, out: Path) -> None:
 
 
 def test_bytes_counted_are_those_of_plans(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(of_small, tmp_path / "distributed.json")
+    four_ranks.run(of_small, tmp_path / "distributed.json", timeout=120.0)
     report = json.loads((tmp_path / "distributed.json").read_text())
     assert report["ranks"] == 4
     (cost,) = report["models"]
