@@ -493,11 +493,11 @@ class KFACOptimizer(Optimizer):
             for key in self._group_keys:
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
-        self._binding.restore(*self._incoming)
         states, _ = self._incoming
-        without, missed = checkpoint.missed(self._binding.coverage.blocks, states)
-        self._executor.loaded(without, missed)
-        self._missed = [block.name for block in missed]
+        missing = checkpoint.missing(self._binding.coverage.blocks, states)
+        self._executor.loading(missing)
+        self._binding.restore(*self._incoming)
+        self._missed = [block.name for block, each in missing.items() if each.elsewhere]
         self._binding.rebind(self._group_of())
         self._publish_blocks()
 
@@ -679,6 +679,9 @@ class KFACOptimizer(Optimizer):
             )
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
+        for param in self._params():
+            if param.requires_grad:
+                self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
 
     def _names(self) -> dict[nn.Parameter, str]:
         names = self._binding.names()

@@ -165,7 +165,9 @@ class StatisticsExchange:
         device = block.params[0].device
         layer = self._layers[block.name]
         block.measured_here = self.measures(block)
-        found = [(part, result) for part in layer.parts for result in block.inverse.results(block.state, part.part.name)]
+        found = [
+            (part, result) for part in layer.parts for result in block.inverse.results(block.state, part.part.name)
+        ]
         wanted = {  # parts may have results in common
             id(result.tensor)
             for part, result in found
