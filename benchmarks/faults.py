@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,23 +119,130 @@ def _disturb(folder: Path, steps: int, args: argparse.Namespace, console: Consol
     """Train to the end with so many kills."""
     chance = random.Random(args.seed)
     kills: list[Kill] = []
-    for session in range(steps):  # far more than there can be
+    pending: tuple[int, int, str, int] | None = None
+    for session in range(args.kills + 1):
         ranks = args.ranks[session % len(args.ranks)]
         with _torchrun(folder, ranks, steps, args) as process:
-            left = min(args.max_restarts + 1, args.kills - len(kills))
-            for number in range(left):
-                after = _STEPS_PER_KILL * (len(kills) + 1) - chance.randrange(_STEPS_PER_KILL // 2)
-                rank, phase = chance.randrange(ranks), _PHASES[len(kills) % len(_PHASES)]
-                killed = _kill(process, folder, rank, phase, after, chance.uniform(0, _LONGEST_WAIT))
-                last = number == args.max_restarts
-                if last:
-                    _wait_for_end(process)
-                    ranks_after = args.ranks[(session + 1) % len(args.ranks)]
-                    with _torchrun(folder, ranks_after, steps, args, after=killed) as process:
-                        pass
-                kills.append(_recovered(process, folder, ranks, rank, *killed))
-                console.print(kills[-1])
-            if len(kills) == args.kills:
-                _finish(process)
-                break
-    return kills
+            for _ in range(args.max_restarts + 1):
+                if pending is not None:
+                    kills.append(_recovered(process, folder, ranks, *pending))
+                    console.print(kills[-1])
+                    pending = None
+                if len(kills) == args.kills:
+                    _finish(process)
+                    return kills
+                rank = chance.randrange(ranks)
+                phase = _PHASES[len(kills) % len(_PHASES)]
+                earliest = _STEPS_PER_KILL * (len(kills) + 1) - chance.randrange(_STEPS_PER_KILL // 2)
+                pending = ranks, rank, *_kill(process, folder, rank, phase, earliest, chance)
+            _wait_until(process, lambda: process.poll() is not None, "torchrun to give up")
+    raise AssertionError("there are as many sessions as kills")
+
+
+def _kill(
+    process: subprocess.Popen[bytes], folder: Path, rank: int, phase: str, earliest: int, chance: random.Random
+) -> tuple[str, int]:
+    """Kill `rank` in some step from `earliest` on, at a random moment after it entered `phase`; where it was then."""
+
+    def arrived() -> bool:
+        found = read_beacon(folder, rank)
+        return found is not None and found[1] == phase and found[2] >= earliest
+
+    _wait_until(process, arrived, f"rank {rank} to be in phase {phase!r}", interval=2e-4)
+    time.sleep(chance.uniform(0, _LONGEST_WAIT))
+    found = read_beacon(folder, rank)
+    assert found is not None
+    pid, phase, step = found
+    for beacon in folder.glob("rank-*"):
+        beacon.unlink()  # those that are started next make new ones
+    os.kill(pid, signal.SIGKILL)
+    return phase, step
+
+
+def _recovered(
+    process: subprocess.Popen[bytes], folder: Path, ranks_after: int, ranks: int, rank: int, phase: str, step: int
+) -> Kill:
+    """Wait for the first step after a kill."""
+    started = time.monotonic()
+    before = len(_starts(folder))
+
+    def stepped() -> bool:
+        lines = _lines(folder)
+        return len(_starts(folder)) >= before and "loss" in lines[-1] and (folder / "rank-0").exists()
+
+    _wait_until(process, stepped, "training to go on")
+    return Kill(ranks, rank, phase, step, int(_starts(folder)[-1]), ranks_after, time.monotonic() - started)
+
+
+def _finish(process: subprocess.Popen[bytes]) -> None:
+    _wait_until(process, lambda: process.poll() is not None, "the run to end")
+    if process.returncode:
+        raise RuntimeError(f"torchrun ended with {process.returncode}; it wrote what is above")
+
+
+def _wait_until(
+    process: subprocess.Popen[bytes], happened: Callable[[], bool], what: str, interval: float = 0.02
+) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while not happened():
+        if process.poll() is not None and not happened():
+            raise RuntimeError(f"torchrun ended with {process.returncode} while waiting for {what}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {_PATIENCE:g} s for {what}")
+        time.sleep(interval)
+
+
+@contextmanager
+def _torchrun(folder: Path, ranks: int, steps: int, args: argparse.Namespace) -> Iterator[subprocess.Popen[bytes]]:
+    """The training, under torchrun, which is ended with all that it has started."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={args.max_restarts}", "--monitor-interval=0.1", "-m", "benchmarks.fault_training"]
+    command += [f"--folder={folder}", f"--steps={steps}", f"--period={args.period}", f"--strategy={args.strategy}"]
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    # All of them are on this machine, so that they need not ask for its name.
+    environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
+    log = folder / "printed.txt"
+    with log.open("ab") as printed:
+        process = subprocess.Popen(command, env=environ, stdout=printed, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    except BaseException:
+        sys.stderr.write(log.read_text(errors="replace")[-8000:])
+        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()  # it ends its children too
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _lines(folder: Path) -> list[dict[str, float]]:
+    log = folder / "log.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def _starts(folder: Path) -> list[float]:
+    """Of the training, each at some step."""
+    return [line["start"] for line in _lines(folder) if "start" in line]
+
+
+def _losses(folder: Path) -> list[tuple[int, float]]:
+    """Of each step, as often as it was taken."""
+    return [(int(line["step"]), line["loss"]) for line in _lines(folder) if "step" in line]
+
+
+def _table(kills: list[Kill]) -> Table:
+    found = Table(
+        "ranks", "killed", "phase", "step", "resumed at", "ranks then", "seconds", title="Kills", box=box.SIMPLE
+    )
+    for each in kills:
+        found.add_row(
+            *(str(value) for value in (each.ranks, each.rank, each.phase, each.step, each.resumed_at)),
+            str(each.ranks_after),
+            f"{each.seconds:.1f}",
+        )
+    return found

@@ -242,11 +242,11 @@ class KFACOptimizer(Optimizer):
         if given is not None:
             options.check_patterns(given)
         self._window = CaptureWindow(loss_terms)
+        self._step_size = step_size
         self._executor = self._choose_executor(distributed, estimate)
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
-        self._step_size = step_size
         self._record: engine.StepRecord | None = None
         self._warned = False
         self._missed: list[str] = []
@@ -592,7 +592,7 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return {} if known is None else known.state
 
-        return DistributedExecutor(config, terms, state)
+        return DistributedExecutor(config, terms, state, self._step_size.scalars)
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""

@@ -92,6 +92,14 @@ class StepSize(ABC):
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
+    def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        """How many numbers `size` has the executor sum over workers, at each time that it does so in one step.
+
+        Args:
+            groups: the param groups that have covered parameters.
+        """
+        return ()
+
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:
         """The step; tensors of the proposal, momentum included, may be changed in place."""
@@ -115,6 +123,11 @@ class TrustRegion(StepSize):
 
     def __post_init__(self) -> None:
         check_flag("after_momentum of TrustRegion", self.after_momentum, optional=False)
+
+    def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        if all(group["kl_clip"] is None for group in groups):
+            return ()
+        return (2,) if self.after_momentum else (1,)
 
     def size(self, proposal: Proposal) -> Sized:
         bound = self._bound_step if self.after_momentum else self._bound_gradient

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from kfac_optim.blocks import KFACBlock, Missing
 from kfac_optim.checkpoint import KEY
 from kfac_optim.distributed.buckets import Payload
-from kfac_optim.distributed.comm import Communicator, Launch
+from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.ddp import OwnersHook, find_wrapper, synchronises
 from kfac_optim.distributed.early import EarlyReports, Terms
@@ -40,7 +40,7 @@ class DistributedExecutor(SingleDevice):
         config: the user's choices, the same on all ranks.
         terms: of the loss, as they would be if the step came now; None where they are not known.
         state: the optimizer's, for momentum buffers.
-        observe: told of every collective, for traces.
+        scalars: `StepSize.scalars`.
 
     Attributes:
         plan: who does what; None before the first step.
@@ -53,13 +53,13 @@ class DistributedExecutor(SingleDevice):
         config: DistributedConfig,
         terms: Callable[[], Terms | None],
         state: Callable[[], MutableMapping[Any, Any]],
-        observe: Callable[[Launch], None] | None = None,
+        scalars: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
     ) -> None:
         self.plan: Plan | None = None
         self._config = config
         self._terms = terms
         self._state = state
-        self._observe = observe
+        self._scalars = scalars
         # In the constructor, where all ranks come in the same order: for the main line of the program, and for what is
         # launched in backward.
         self._groups = [_group_of_our_own(config) for _ in range(2)]
@@ -94,7 +94,7 @@ class DistributedExecutor(SingleDevice):
     def attach(self, model: nn.Module | None) -> None:
         self._wrapper = self._wrapper or find_wrapper(model)
         if self._wrapper is not None and self._hook is None and isinstance(self._config.strategy, Sharded):
-            self._hook = OwnersHook(self._wrapper)
+            self._hook = OwnersHook(self._wrapper, self._config.observe)
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class DistributedExecutor(SingleDevice):
         if not self._communicators:
             (device,) = devices
             self._communicators = [
-                Communicator(group, device, self._config.timeout, self._observe) for group in self._groups
+                Communicator(group, device, self._config.timeout, self._config.observe) for group in self._groups
             ]
         self._blocks = list(blocks)
         self._model, self._params = _layout(blocks, params, names())
@@ -272,6 +272,7 @@ class DistributedExecutor(SingleDevice):
 
     def _make_plan(self) -> Plan:
         groups = [block.group for block in self._blocks]
+        covered = {id(group): group for block in self._blocks for group in block.groups}.values()
         dtypes = [param.dtype for held in self._params.values() for param in held]
         factor_dtypes = [block.dtype for block in self._blocks]
         options = PlanOptions(
@@ -282,6 +283,8 @@ class DistributedExecutor(SingleDevice):
             factor_dtype=reduce(torch.promote_types, factor_dtypes) if factor_dtypes else torch.float32,
             sums_dtype=self._config.sums_dtype,
             momentum=any(group["momentum"] != 0 for group in groups),
+            # Of each group a product of gradient and direction, and of all together the squares of both.
+            scalars=(len(covered) + 2, *self._scalars(list(covered))),
         )
         return make_plan(self._model, self.main.world_size, self._strategy(), self._config.cost, options)
 
@@ -522,8 +525,10 @@ class DistributedExecutor(SingleDevice):
                 continue
             if source < ranks:
                 block.clock = lost[block].clock
-                if not block.wants_statistics():
-                    block.discard()  # taken as long as nothing was known
+                # What was taken when nothing was known here may be too much, or measured by results that were missing.
+                measuring = any(part.measuring for part in block.inverse.parts(block.spec.by_blocks()))
+                if measuring or not block.wants_statistics():
+                    block.discard()
             elif lost[block].elsewhere:
                 self._restarted.append(block.name)
             if block in found:

@@ -165,18 +165,18 @@ class StatisticsExchange:
         device = block.params[0].device
         layer = self._layers[block.name]
         block.measured_here = self.measures(block)
-        found = [
-            (part, result) for part in layer.parts for result in block.inverse.results(block.state, part.part.name)
-        ]
-        wanted = {  # parts may have results in common
-            id(result.tensor)
-            for part, result in found
-            if self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
-        }
-        for _, (tensor, *_) in found if device.type != "meta" else ():
-            if id(tensor) in wanted:
-                hold(tensor, device)
-            elif not tensor.is_meta:
+        if device.type == "meta":
+            return
+        needed: list[Tensor] = []  # some by one part and not by another
+        others: list[Tensor] = []
+        for part in layer.parts:
+            for result in block.inverse.results(block.state, part.part.name):
+                here = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
+                (needed if here else others).append(result.tensor)
+        for tensor in needed:
+            hold(tensor, device)
+        for tensor in others:
+            if not tensor.is_meta and not any(tensor is each for each in needed):
                 drop(tensor)
 
     def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:

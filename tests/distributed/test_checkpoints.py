@@ -370,9 +370,13 @@ def read_by_dcp(rank: int, run: Run, folder: str, *, trained: bool = False) -> l
         "model": training.net.state_dict(),
         "optimizer": get_optimizer_state_dict(training.model, training.optimizer),
     }
-    dcp.load(state, checkpoint_id=folder)
+    with warnings.catch_warnings():  # on one process
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=folder)
     training.net.load_state_dict(state["model"])
     set_optimizer_state_dict(training.model, training.optimizer, state["optimizer"])
+    if isinstance(run.inverse, EKFAC):  # samples in bases that are elsewhere still
+        training.optimizer.consolidate_state_dict(None)
     training.train(SAVED, STEPS)
     return training.params()
 

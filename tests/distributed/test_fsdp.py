@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from kfac_optim.distributed.comm import Communicator
-from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like, local, rows_of, to_owners
+from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like, rows_of, to_owners
 from kfac_optim.distributed.layouts import ShareBucket
+from kfac_optim.shards import local
 
 SHAPES = [(4, 3), (8, 2, 2), (5, 3), (1, 3), (3,), (0, 2), (4,), (7, 1)]
 CPU = torch.device("cpu")
