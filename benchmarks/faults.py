@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> None:
     write_json(args.out, report, torch.device("cpu"))
     console.print(_table(kills))
     console.print(
-        f"{len(kills)} kills, {len(kills)} recoveries. Losses of {len(found)} steps, {len(found) - steps} of them taken "
-        f"again, differ from those of the undisturbed run by {deviation:.1e} at most, relatively. Figures: {args.out}"
+        f"{len(kills)} kills, {len(kills)} recoveries. Losses of {len(found)} steps, {len(found) - steps} taken again, "
+        f"differ from those of the undisturbed run by {deviation:.1e} at most, relatively. Figures: {args.out}"
     )
 
 
@@ -119,7 +119,7 @@ def _disturb(folder: Path, steps: int, args: argparse.Namespace, console: Consol
     """Train to the end with so many kills."""
     chance = random.Random(args.seed)
     kills: list[Kill] = []
-    pending: tuple[int, int, str, int] | None = None
+    pending: tuple[int, int, int, str, int] | None = None
     for session in range(args.kills + 1):
         ranks = args.ranks[session % len(args.ranks)]
         with _torchrun(folder, ranks, steps, args) as process:
@@ -134,7 +134,8 @@ def _disturb(folder: Path, steps: int, args: argparse.Namespace, console: Consol
                 rank = chance.randrange(ranks)
                 phase = _PHASES[len(kills) % len(_PHASES)]
                 earliest = _STEPS_PER_KILL * (len(kills) + 1) - chance.randrange(_STEPS_PER_KILL // 2)
-                pending = ranks, rank, *_kill(process, folder, rank, phase, earliest, chance)
+                where = _kill(process, folder, rank, phase, earliest, chance)
+                pending = len(_starts(folder)), ranks, rank, *where
             _wait_until(process, lambda: process.poll() is not None, "torchrun to give up")
     raise AssertionError("there are as many sessions as kills")
 
@@ -160,15 +161,21 @@ def _kill(
 
 
 def _recovered(
-    process: subprocess.Popen[bytes], folder: Path, ranks_after: int, ranks: int, rank: int, phase: str, step: int
+    process: subprocess.Popen[bytes],
+    folder: Path,
+    ranks_after: int,
+    starts: int,
+    ranks: int,
+    rank: int,
+    phase: str,
+    step: int,
 ) -> Kill:
-    """Wait for the first step after a kill."""
+    """Wait for the first step after a kill, by when there were so many starts."""
     started = time.monotonic()
-    before = len(_starts(folder))
 
     def stepped() -> bool:
         lines = _lines(folder)
-        return len(_starts(folder)) >= before and "loss" in lines[-1] and (folder / "rank-0").exists()
+        return len(_starts(folder)) > starts and "loss" in lines[-1]
 
     _wait_until(process, stepped, "training to go on")
     return Kill(ranks, rank, phase, step, int(_starts(folder)[-1]), ranks_after, time.monotonic() - started)

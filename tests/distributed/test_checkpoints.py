@@ -1,7 +1,7 @@
 """Checkpoints of several processes: whole or in parts, loaded on as many, fewer or more of them, by any strategy."""
+# ruff: noqa: ARG001 (what ranks run is told its rank)
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
