@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks import KFACBlock
+from kfac_optim.blocks import KFACBlock, Missing
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.shards import is_sharded
 
@@ -122,13 +122,8 @@ class Executor(Protocol):
     ) -> Tensor:
         """Clip the norm of all gradients together; the norm before, `[]`."""
 
-    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
-        """Told that a checkpoint was loaded.
-
-        Args:
-            without: blocks that it has no statistics for.
-            missed: those of them that had some on another worker when it was saved.
-        """
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
+        """Told that a checkpoint is about to be loaded, and for which blocks it has no statistics."""
 
     def tensors(self, block: KFACBlock) -> Any | None:
         """The whole state of `block` for a checkpoint, as `Inverse.tensors` gives it; None where it is not here."""
@@ -276,7 +271,7 @@ class SingleDevice:
     ) -> Tensor:
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
         pass
 
     def tensors(self, block: KFACBlock) -> Any | None:

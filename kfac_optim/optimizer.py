@@ -461,6 +461,11 @@ class KFACOptimizer(Optimizer):
         """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it.
 
         Refreshes under way are waited for, and held beside the inverses that they are to replace.
+
+        On several processes no collective: it may be called on one rank, and holds what that rank has. It loads on any
+        number of processes, and layers whose statistics it lacks start anew there, with a warning. To have all of it
+        call `consolidate_state_dict` first. Refreshes that `Background` has under way are then not held: such layers
+        keep their inverses until they are next due.
         """
         fresh = self._record is None and not self.state
         self._publish_blocks()
@@ -473,21 +478,47 @@ class KFACOptimizer(Optimizer):
         """Make the coming `state_dict()` whole: a collective, to be called on all ranks between two steps.
 
         On several processes each rank has the statistics and inverses of the layers that it refreshes, under `Sharded`
-        also the momentum; and all ranks have measured since the last refresh. `state_dict()`, which may be called on
-        one rank, holds what that rank has.
+        also the momentum; and all ranks have measured since the last refresh. What they have measured goes to the
+        owners, as at a refresh, and from there to `to`:
+
+            optimizer.consolidate_state_dict()
+            if rank == 0:
+                torch.save(optimizer.state_dict(), "optimizer.pt")
+
+        The file loads on any number of processes, by any strategy. On as many ranks, by the same strategy, training
+        goes on bit for bit as that which wrote it (but for the first step of DDP on more than two ranks, which may sum
+        gradients in another order); else up to rounding.
+
+        With `torch.distributed.checkpoint` every rank writes what it owns, and reads what it will own:
+
+            optimizer.consolidate_state_dict(to=None)
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder)
+
+            optimizer.consolidate_state_dict(to=None)  # nothing, where the optimizer is new
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(state, checkpoint_id=folder)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            optimizer.consolidate_state_dict(to=None)  # needed with EKFAC alone: it samples in bases of other ranks
+
+        On one process there is nothing to do.
 
         Args:
-            to: the rank whose `state_dict()` then holds everything, as on one process, until the next step: it can be
-                loaded on any number of processes, and on one. None leaves each layer's part complete on the rank that
-                owns it: call it so before `torch.distributed.checkpoint` saves the state of all ranks.
+            to: the rank whose `state_dict()` then holds everything, as on one process, until the next step. None leaves
+                each layer's part whole on the one rank that owns it.
 
         Raises:
             ValueError: there is no such rank.
+            CollectiveError: some rank never came.
         """
         self._executor.consolidate(self._binding.coverage.blocks, self._params(), self._names, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`; factors keep their own dtype.
+
+        On several processes no collective, but to be called on all ranks; with the same checkpoint, or each with a part
+        of one. The next step brings what some rank has to those that own it now, and each lets go of the rest. What no
+        rank has starts anew on all alike, with a warning.
 
         Raises:
             ValueError: the checkpoint belongs to other layers, which are named; nothing is changed.
@@ -508,11 +539,11 @@ class KFACOptimizer(Optimizer):
             for key in self._group_keys:
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
-        self._binding.restore(*self._incoming)
         states, _ = self._incoming
-        without, missed = checkpoint.missed(self._binding.coverage.blocks, states)
-        self._executor.loaded(without, missed)
-        self._missed = [block.name for block in missed]
+        missing = checkpoint.missing(self._binding.coverage.blocks, states)
+        self._executor.loading(missing)
+        self._binding.restore(*self._incoming)
+        self._missed = [block.name for block, each in missing.items() if each.elsewhere]
         self._binding.rebind(self._group_of())
         self._publish_blocks()
 
@@ -710,6 +741,9 @@ class KFACOptimizer(Optimizer):
             )
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
+        for param in self._params():
+            if param.requires_grad:
+                self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
 
     def _names(self) -> dict[nn.Parameter, str]:
         names = self._binding.names()

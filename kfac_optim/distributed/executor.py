@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kfac_optim.blocks import KFACBlock
+from kfac_optim.blocks import KFACBlock, Missing
 from kfac_optim.checkpoint import KEY
 from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.comm import Communicator
@@ -80,11 +80,10 @@ class DistributedExecutor(SingleDevice):
         # States of blocks as they were placed, to see when a block starts anew.
         self._states: dict[KFACBlock, Any] = {}
         # Checkpoints that were loaded; of the last, until the ranks have told each other what they have of it, blocks
-        # that this rank has no statistics of, and those of them that had some on another when it was saved.
+        # that this rank has no statistics of. Names of those that no rank has any of.
         self._loads = 0
         self._loaded = "none"
-        self._lost: set[KFACBlock] | None = None
-        self._missed: set[KFACBlock] = set()
+        self._lost: dict[KFACBlock, Missing] | None = None
         self._restarted: list[str] = []
         # Of the step to come: blocks that it refreshes, those whose sums are merged, and buckets that go again.
         self._due: tuple[KFACBlock, ...] | None = None
@@ -116,7 +115,7 @@ class DistributedExecutor(SingleDevice):
         self._checked = looked_at
 
     def emitted(self, block: KFACBlock) -> None:
-        if self._reports is not None and block in self._states:
+        if self._reports is not None and self._lost is None and block in self._states:
             self._reports.emitted(block, self._coming_refresh)
 
     def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
@@ -245,7 +244,8 @@ class DistributedExecutor(SingleDevice):
         self._blocks = list(blocks)
         self._model, self._params = _layout(blocks, params, names())
         if self._lost is not None:
-            clocks = sorted({(block.clock.step, block.clock.refreshed_at, block.clock.folds) for block in blocks})
+            told = [self._lost[block].clock if block in self._lost else block.clock for block in blocks]
+            clocks = sorted({(clock.step, clock.refreshed_at, clock.folds) for clock in told})
             self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics) {clocks}"
         config = replace(self._config, group=None)
         lines = [repr(config), self._loaded, *map(repr, self._model)]
@@ -462,9 +462,10 @@ class DistributedExecutor(SingleDevice):
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
+        self._coming_refresh()  # as it is known to all ranks still, for what may be under way
         self._loads += 1
-        self._lost, self._missed = set(without), set(missed)
+        self._lost = dict(missing)
         self._complete, self._borrowed = {}, []  # of a state that is no more
 
     def tensors(self, block: KFACBlock) -> Any | None:
@@ -515,7 +516,7 @@ class DistributedExecutor(SingleDevice):
     def _recover(self) -> None:
         """After a checkpoint was loaded: what some rank has, to owners that lack it; what none has starts anew."""
         rank, ranks = self.main.rank, self.main.world_size
-        lost, everyone = self._lost or set(), range(ranks)
+        lost, everyone = self._lost or {}, range(ranks)
         homes = {block: set(self.exchange.owners(block)) for block in self._blocks}
         homes_of_momentum = {
             param: set(everyone) if owner is None else {owner} for param, owner in self._owners.items()
@@ -535,14 +536,19 @@ class DistributedExecutor(SingleDevice):
                 if is_lacking and source < ranks
             }
         )
-        for block, tensors in found.items():
-            if block in lost:
-                block.inverse.load(block.state, tensors)
         for block, source in zip(self._blocks, sources, strict=False):
-            if source == ranks:
-                if block.is_ready and block in self._missed:
-                    self._restarted.append(block.name)
-                block.restart()
+            if block not in lost:
+                continue
+            if source < ranks:
+                block.clock = lost[block].clock
+                # What was taken when nothing was known here may be too much, or measured by results that were missing.
+                measuring = any(part.measuring for part in block.inverse.parts(block.spec.by_blocks()))
+                if measuring or not block.wants_statistics():
+                    block.discard()
+            elif lost[block].elsewhere:
+                self._restarted.append(block.name)
+            if block in found:
+                block.inverse.load(block.state, found[block])
         count, state = len(self._blocks), self._state()
         buffers = self._sent_momentum(
             {
@@ -558,7 +564,7 @@ class DistributedExecutor(SingleDevice):
         for param, home in homes_of_momentum.items():
             if rank not in home and self._momentum(param) is not None:
                 del state[param]["momentum_buffer"]
-        self._lost, self._missed = None, set()
+        self._lost = None
 
     @property
     def _owners(self) -> dict[nn.Parameter, int | None]:
