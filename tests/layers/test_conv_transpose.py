@@ -1,10 +1,11 @@
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import oracles
 import pytest
 import torch
-from cases import STRUCTURES, Bias, any_loss, sizes, snapshot
+from cases import STRUCTURES, Bias, any_loss, correlating, sizes, snapshot
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import assert_same
@@ -194,14 +195,20 @@ def trained(module: nn.Module, attribute: str = "data") -> dict[str, Tensor]:
 
 
 @settings(max_examples=120)
-@given(case=transposed_cases(), sharing=st.sampled_from(WeightSharing), structure=st.sampled_from(STRUCTURES))
+@given(
+    case=transposed_cases(),
+    sharing=st.sampled_from(WeightSharing),
+    structure=st.sampled_from(STRUCTURES),
+    without_unfolding=st.booleans(),
+)
 def test_factors_equal_their_definition_by_patches(
-    case: TransposedCase, sharing: WeightSharing, structure: tuple[Structure, Structure]
+    case: TransposedCase, sharing: WeightSharing, structure: tuple[Structure, Structure], without_unfolding: bool
 ) -> None:
     module, features = case.module(), case.input()
     optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing, structure=structure)
     output = case.forward(module, features)
-    any_loss(output).backward()
+    with correlating() if without_unfolding else nullcontext():
+        any_loss(output).backward()
     optimizer.step()
     expected = oracles.factors(
         patches(case, features),
