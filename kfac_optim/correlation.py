@@ -70,8 +70,8 @@ def correlation_pays(patches: Patches) -> bool:
     | 16, 32, 32², 3², dilation 2 | 0.24 | 0.25 | 16, 64, 256, 9 | 0.23 | 0.24 |
     | 8, 16, 16³, 3³ | 0.14 | 0.14 | 16, 16, 1000, 3 | 0.78 | 0.74 |
 
-    In bfloat16 it gains as much. In float64, where torch's own weight gradient unfolds, it gains less (without borders a
-    factor of 1.4 with 16 channels to 4 with 256) and loses with 3 channels.
+    In bfloat16 it gains as much. In float64, where torch's own weight gradient unfolds, it gains less (without borders
+    a factor of 1.4 with 16 channels to 4 with 256) and loses with 3 channels.
     """
     if not can_correlate(patches) or math.prod(patches.kernel) == 1 or patches.features.numel() == 0:
         return False
