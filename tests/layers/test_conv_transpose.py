@@ -296,6 +296,21 @@ def test_a_crop_longer_than_the_input_leaves_only_the_padding_of_the_other_end(i
     assert_same(a, patches(case, features))
 
 
+def test_input_that_the_output_leaves_out_may_hold_anything() -> None:
+    module = nn.ConvTranspose1d(2, 3, 2, padding=3)  # reads no further than one element before the first position
+    features, gradient = torch.randn(4, 2, 9), torch.randn(4, 3, 4)
+    adapter = DEFAULT_ADAPTERS[type(module)]
+    (spec,) = adapter.specs(module, "", {"weight", "bias"})
+    moments = []
+    for outside in (0.0, torch.nan):
+        features[..., :2] = features[..., 7:] = outside
+        with correlating() as seen:
+            stats = adapter.statistics(module, spec, LayerCall(features.clone(), gradient), torch.float64)
+            moments.append(stats.input_moment(Structure.DENSE))
+        assert len(seen) == 1
+    assert_same(moments[1], moments[0])
+
+
 def test_channels_last_weights_take_the_same_steps_as_contiguous_ones() -> None:
     plain, permuted = nn.ConvTranspose2d(4, 3, 2, stride=2), nn.ConvTranspose2d(4, 3, 2, stride=2)
     permuted.load_state_dict(plain.state_dict())
