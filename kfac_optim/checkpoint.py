@@ -94,7 +94,8 @@ def check(
             if "under_way" in state:
                 ours |= _shapes(tensors, "under_way.")
                 theirs |= _shapes(state["under_way"]["inverse"], "under_way.")
-            for key in sorted(ours.keys() | theirs.keys()):
+            optional = {key for key in ours.keys() ^ theirs.keys() if key in block.inverse.of_several}
+            for key in sorted((ours.keys() | theirs.keys()) - optional):
                 if ours.get(key) != theirs.get(key):
                     problems.append(
                         f"{key} of {block.name!r} is {theirs.get(key, 'missing')}, here {ours.get(key, 'unused')}"

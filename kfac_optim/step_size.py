@@ -105,7 +105,8 @@ class TrustRegion(StepSize):
     while it goes downhill. After momentum it is on the whole step `s`, momentum included: `sᵀ F s ≤ κ`, with `F` the
     undamped factors, at the cost of two matrix products for each layer and step; momentum and preconditioned gradient
     are then scaled by the same number. That holds steps within `κ` for good, where momentum 0.9 may otherwise make
-    them ten times as long.
+    them ten times as long. On several processes `F` has the examples of all until the last refresh, and since then
+    those of one. `Placement.FACTORS`, `Auto` and FSDP2 do not go with it: no process may have all that is needed.
 
     Args:
         after_momentum: what is bounded.
@@ -141,16 +142,21 @@ class TrustRegion(StepSize):
         one = torch.ones_like(proposal.products[0][1])
         if proposal.kl_clip is None:
             return one, one
-        steps = [
-            _whole_step(proposal, block, matrix)
+        executor = proposal.executor
+        steps = {
+            block: _whole_step(proposal, block, matrix)
             for block, matrix in zip(proposal.blocks, proposal.matrices, strict=True)
-        ]
-        curved = [
-            _times_factors(block, step.to(matrix.dtype))
-            for block, step, matrix in zip(proposal.blocks, steps, proposal.matrices, strict=True)
-        ]
-        sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, proposal.grads, one.device)])
-        quadratic, decrease = proposal.executor.all_reduce_scalars(sums).unbind()
+        }
+        curved = {
+            block: _times_factors(block, steps[block].to(matrix.dtype))
+            for block, matrix in zip(proposal.blocks, proposal.matrices, strict=True)
+            if executor.keeps(block)
+        }
+        quadratic = executor.add_up(
+            inner_product([steps[block] for block in curved], list(curved.values()), one.device)
+        )
+        decrease = inner_product(list(steps.values()), proposal.grads, one.device)
+        decrease = executor.all_reduce_scalars(decrease.reshape(1))[0]
         summed = max(block.clock.summed_terms for block in proposal.covered)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         _scale(proposal.matrices, scale)

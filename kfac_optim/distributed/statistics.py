@@ -164,15 +164,19 @@ class StatisticsExchange:
         device = block.params[0].device
         layer = self._layers[block.name]
         block.measured_here = self.measures(block)
-        for part in layer.parts:
-            for result in block.inverse.results(block.state, part.part.name):
-                needed = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
-                if device.type == "meta" or needed != result.tensor.is_meta:
-                    continue
-                if needed:
-                    hold(result.tensor, device)
-                else:
-                    drop(result.tensor)
+        if device.type == "meta":
+            return
+        results = [(part, each) for part in layer.parts for each in block.inverse.results(block.state, part.part.name)]
+        needed = {  # parts may have a tensor in common
+            id(each.tensor)
+            for part, each in results
+            if self.rank == part.owner or self.rank in layer.workers or (each.measuring and self.merges)
+        }
+        for _, each in results:
+            if id(each.tensor) in needed:
+                hold(each.tensor, device)
+            elif not each.tensor.is_meta:
+                drop(each.tensor)
 
     def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:
         """Copy parts that other ranks own to the homes of their blocks; the blocks that have such, for `send_off`."""
@@ -186,6 +190,7 @@ class StatisticsExchange:
             if self.rank == self.home(block):
                 for tensor in results:
                     hold(tensor, self._main.device)
+            kept += block.inverse.counted(block.state, name)
             transfers.append(Transfer(part.name_in(block.name), [*kept, *results], part.owner, [self.home(block)]))
         carry_out(self._main, transfers)
         return apart

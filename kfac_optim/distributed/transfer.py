@@ -47,7 +47,7 @@ def carry_out(communicator: Communicator, transfers: Sequence[Transfer]) -> None
     bucket = ShareBucket("transfer", tuple(parcels), communicator.world_size, torch.float64)
     sent = {each.name for each in parcels if each.source == communicator.rank}
     values = {
-        each.name: torch.cat([tensor.flatten().double() for tensor in each.tensors])
+        each.name: torch.cat([tensor.flatten().to(communicator.device).double() for tensor in each.tensors])
         for each in transfers
         if each.name in sent
     }

@@ -73,7 +73,9 @@ class EKFACState(EigenState):
         one of the results, `[groups, out · in]`.
         """
         bases = [spectrum.basis for spectrum in of_part(part, self.a, self.g) if spectrum.basis is not None]
-        scales = self.second_moments if self.measured else self.scales.average
+        scales = self.scales.average
+        if self.measured:  # after a checkpoint they are still those of the last refresh
+            scales = self.second_moments if self.applied is None else self.applied
         return *(Result(each, measuring=self.measured) for each in (*bases, self.solved)), Result(scales)
 
     def sampled(self) -> dict[str, Tensor]:
@@ -161,6 +163,10 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     Use it where refreshes must be rare, or where inputs and gradients of a layer depend on each other, which the
     product of two factors cannot express. It wants a larger λ than `Cholesky`, as `Eigen` does.
 
+    On several processes each samples `S` of its own examples, and what divides the gradient is the `S` of all as of
+    the last refresh, where one process takes it anew at every step with statistics: the two are equal where the periods
+    are. So there `inverse_update_period` should not be large.
+
     Args:
         per_example: whether the positions of an example are taken together, as above. False makes each an example of
             its own, as `A` and `G` do with `expand`: one matrix product for the batch where the exact gradients take
@@ -171,6 +177,8 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     """
 
     per_example: bool = True
+
+    of_several = frozenset({"S_applied"})
 
     def __post_init__(self) -> None:
         check_flag("per_example", self.per_example, optional=False)
@@ -240,6 +248,8 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     def refresh(self, states: Sequence[EKFACState], dampings: Sequence[float]) -> None:
         before = [state.standing() for state in states]
         super().refresh(states, dampings)
+        for state in states:
+            state.applied = None  # among several ranks `take` tells it again
         for state, old in zip(states, before, strict=True):
             state.carry_over(old)
 
