@@ -194,7 +194,7 @@ class DistributedExecutor(SingleDevice):
         return self.exchange.owns_all(block)
 
     def add_up(self, values: Tensor) -> Tensor:
-        return self.main.all_reduce("sums", values).wait()
+        return self.main.all_reduce("sums", values.double()).wait()  # see `GradientFlow.all_reduce_scalars`
 
     def clip_grad_norm_(
         self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool

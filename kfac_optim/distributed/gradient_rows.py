@@ -78,7 +78,7 @@ class RowGradients:
         pass
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return self._communicator.all_reduce("scalars", values).wait()
+        return self._communicator.all_reduce("scalars", values.double()).wait()
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
         return total_norm([local(grad) for grad in grads], order, self._communicator)

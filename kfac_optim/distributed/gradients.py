@@ -46,7 +46,8 @@ class GradientFlow(Protocol):
     def publish(self) -> None:
         """Share updated parameters."""
 
-    def all_reduce_scalars(self, values: Tensor) -> Tensor: ...
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        """In float64, whatever the values are in: a rank that owns nothing does not know what others have them in."""
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
         """Of all gradients together; `grads` are those that are updated here."""
@@ -170,7 +171,7 @@ class ShardedGradients:
         self.reduced = False
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return self._communicator.all_reduce("scalars", values).wait()
+        return self._communicator.all_reduce("scalars", values.double()).wait()
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
         return total_norm(grads, order, self._communicator)
@@ -212,7 +213,7 @@ def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
 
 def total_norm(grads: Sequence[Tensor], order: float, communicator: Communicator) -> Tensor:
     """Of gradients of which each rank has others, `[]`."""
-    own = nn.utils.get_total_norm(grads, order).to(communicator.device)
+    own = nn.utils.get_total_norm(grads, order).to(communicator.device, torch.float64)  # of no gradient it is float32
     if math.isinf(order):
         return communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait()
     return communicator.all_reduce("norm", own**order).wait() ** (1 / order)
