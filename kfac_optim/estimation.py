@@ -63,7 +63,8 @@ class Estimation:
         if reached:
             self._arrived.add(place)
             self.root.terms = self.terms
-            self._run(place, at, gradient, [(call, there) for call, there in reached if call.open()])
+            with ledger.shards.passing_within_backward():
+                self._run(place, at, gradient, [(call, there) for call, there in reached if call.open()])
         if len(self._arrived) == len(self.outputs):
             for call, _ in self.calls:
                 call.release()

@@ -7,6 +7,7 @@ evaluation leaves stand-ins where parameters are looked for.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        found = [] if model is None else [ShardedParameter(held) for held in _held(model)]
+        self._groups = [] if model is None else list(_groups(model))
+        found = [ShardedParameter(held) for group in self._groups for held in group.fsdp_params]
         self._of = {sharded.param: sharded for sharded in found}
         self._never_gathered = found
         self._stand_ins: dict[nn.Parameter, ShardedParameter] = {}
@@ -59,6 +61,24 @@ class Shards:
         """Whether it is held by modules in the place of a sharded parameter."""
         return param in self._known_stand_ins()
 
+    @contextmanager
+    def passing_within_backward(self) -> Iterator[None]:
+        """A context for a backward pass within another that has more to do.
+
+        What is gathered as it begins stays so, since the other needs it; and the pass, which accumulates no gradients,
+        does not bring those of earlier backwards to other processes.
+        """
+        # Private, but the public setters do not tell what was set before.
+        before = [(group, group.reshard_after_backward, group.reduce_grads) for group in self._groups]
+        for group in self._groups:
+            group.reshard_after_backward &= not group.is_unsharded
+            group.reduce_grads = False
+        try:
+            yield
+        finally:
+            for group, reshards, reduces in before:
+                group.reshard_after_backward, group.reduce_grads = reshards, reduces
+
     def _known_stand_ins(self) -> dict[nn.Parameter, ShardedParameter]:
         if self._never_gathered:
             waiting, self._never_gathered = self._never_gathered, []
@@ -70,12 +90,11 @@ class Shards:
         return self._stand_ins
 
 
-def _held(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the parameters that it shards."""
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of the parameters that it gathers together."""
     for module in model.modules():
         if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
-            for group in state_of()._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield from state_of()._fsdp_param_groups
 
 
 def is_sharded(tensor: Tensor) -> bool:

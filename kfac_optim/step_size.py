@@ -92,6 +92,14 @@ class StepSize(ABC):
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
+    def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        """How many numbers `size` has the executor sum over workers, at each time that it does so in one step.
+
+        Args:
+            groups: the param groups that have covered parameters.
+        """
+        return ()
+
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:
         """The step; tensors of the proposal, momentum included, may be changed in place."""
@@ -116,6 +124,11 @@ class TrustRegion(StepSize):
 
     def __post_init__(self) -> None:
         check_flag("after_momentum of TrustRegion", self.after_momentum, optional=False)
+
+    def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        if all(group["kl_clip"] is None for group in groups):
+            return ()
+        return (2,) if self.after_momentum else (1,)
 
     def size(self, proposal: Proposal) -> Sized:
         bound = self._bound_step if self.after_momentum else self._bound_gradient
@@ -143,20 +156,14 @@ class TrustRegion(StepSize):
         if proposal.kl_clip is None:
             return one, one
         executor = proposal.executor
-        steps = {
-            block: _whole_step(proposal, block, matrix)
-            for block, matrix in zip(proposal.blocks, proposal.matrices, strict=True)
-        }
-        curved = {
-            block: _times_factors(block, steps[block].to(matrix.dtype))
-            for block, matrix in zip(proposal.blocks, proposal.matrices, strict=True)
-            if executor.keeps(block)
-        }
-        quadratic = executor.add_up(
-            inner_product([steps[block] for block in curved], list(curved.values()), one.device)
-        )
-        decrease = inner_product(list(steps.values()), proposal.grads, one.device)
-        decrease = executor.all_reduce_scalars(decrease.reshape(1))[0]
+        steps, curved, grads = [], [], []
+        for block, grad, matrix in zip(proposal.blocks, proposal.grads, proposal.matrices, strict=True):
+            if executor.keeps(block):  # each block counts once
+                steps.append(_whole_step(proposal, block, matrix))
+                curved.append(_times_factors(block, steps[-1].to(matrix.dtype)))
+                grads.append(grad)
+        sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, grads, one.device)])
+        quadratic, decrease = executor.add_up(sums).unbind()
         summed = max(block.clock.summed_terms for block in proposal.covered)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         _scale(proposal.matrices, scale)

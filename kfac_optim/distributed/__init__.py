@@ -30,28 +30,36 @@ Imports within this folder go only to a lower storey of its own:
 """
 
 from kfac_optim.distributed.calibration import measure_costs
+from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.costs import Collective, CostModel
+from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place, initialize
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan, predict_sgd
 from kfac_optim.distributed.strategies import Auto, FullySharded, Placement, Replicated, Sharded, Statistics, Strategy
 
 __all__ = [
     "Auto",
+    "Cause",
     "Collective",
     "CostModel",
     "Covered",
     "DistributedConfig",
     "FullySharded",
+    "Launch",
+    "Launcher",
     "Placement",
     "Plan",
     "PlanOptions",
+    "ProcessPlace",
     "Replicated",
     "Sharded",
     "Statistics",
     "Strategy",
     "Uncovered",
     "differences",
+    "find_place",
+    "initialize",
     "make_plan",
     "measure_costs",
     "predict_sgd",

@@ -28,6 +28,8 @@ class Payload(Enum):
     """And back."""
     VOTES = "votes"
     """Control, to all: what ranks must agree on in each step."""
+    SCALARS = "scalars"
+    """Control, to all: sums over parameters that bound a step, where ranks have shares of them (not `Replicated`)."""
     TRACES = "traces"
     """Control, to all: what the owners of two parts of a layer need of one another before a refresh."""
     STATUS = "status"
@@ -35,8 +37,8 @@ class Payload(Enum):
 
     @property
     def is_control(self) -> bool:
-        """Whether it is one small all-reduce, in words of 8 bytes."""
-        return self in (Payload.VOTES, Payload.TRACES, Payload.STATUS)
+        """Whether it goes in small all-reduces, in words of 8 bytes."""
+        return self in (Payload.VOTES, Payload.SCALARS, Payload.TRACES, Payload.STATUS)
 
 
 class Item(NamedTuple):

@@ -1,11 +1,13 @@
 """How several processes train one model: the user's choices, as one value."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from kfac_optim.distributed.comm import Launch
 from kfac_optim.distributed.costs import CostModel
 from kfac_optim.distributed.strategies import Auto, Replicated, Strategy, check_strategy
 from kfac_optim.validation import check_dtype, check_flag, check_integer, check_kind
@@ -17,7 +19,7 @@ _COST = CostModel(flop_rate=1e14, bandwidth=2e10, latency=2e-5, solver_rate=2e12
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """What the ranks of a process group share, and how. Must be equal on all of them.
+    """What the ranks of a process group share, and how. Must be equal on all of them, but for `observe`.
 
     Args:
         strategy: who preconditions and updates what: `Replicated(...)`, the default, `Sharded(...)`, or `Auto(...)`.
@@ -29,6 +31,9 @@ class DistributedConfig:
         bucket_bytes: the most that is sent at once; a tensor that is larger goes alone.
         sums_dtype: in which statistics are sent; None is that of the factors. They are summed in float32 at least.
         cost: rates of the machines, by which `Auto` chooses and plans predict.
+        observe: called with a `Launch` after each collective that this rank has launched, in their order, also from
+            hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
+            told.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -42,6 +47,8 @@ class DistributedConfig:
     bucket_bytes: int = 25 * 2**20
     sums_dtype: torch.dtype | None = None
     cost: CostModel = field(default=_COST)
+    # Not shown, for ranks compare what is.
+    observe: Callable[[Launch], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Auto):
@@ -53,3 +60,8 @@ class DistributedConfig:
         check_integer("bucket_bytes of DistributedConfig", self.bucket_bytes)
         check_dtype("sums_dtype of DistributedConfig", self.sums_dtype)
         check_kind("cost of DistributedConfig", self.cost, CostModel)
+        if self.observe is not None and not callable(self.observe):
+            raise TypeError(
+                f"kfac_optim: observe of DistributedConfig must be a function of a Launch, or None, got "
+                f"{self.observe!r}."
+            )

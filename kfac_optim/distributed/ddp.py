@@ -1,6 +1,6 @@
 """DistributedDataParallel: is this backward the last before a step, and its gradients, sent to owners alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.gradients import ShardedGradients
 
 
@@ -26,10 +27,15 @@ class OwnersHook:
     """Communication hook (`register_comm_hook`) that brings the mean of a gradient to its owner, and not to the others.
 
     An all-to-all moves half of what the all-reduce does. Where there is no plan yet, it is that all-reduce.
+
+    Args:
+        wrapper: whose gradients.
+        observe: told of every all-to-all, for traces.
     """
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, observe: Callable[[Launch], None] | None = None) -> None:
         self.flow: ShardedGradients | None = None
+        self._observe = observe
         self._group = wrapper.process_group
         try:
             wrapper.register_comm_hook(None, self._reduce)
@@ -57,6 +63,9 @@ class OwnersHook:
         received = sent.new_empty(ranks * share)
         work = dist.all_to_all_single(received, sent, [share] * ranks, sizes, group=self._group, async_op=True)
         assert work is not None
+        if self._observe is not None:
+            others = (sum(sizes) - share) * sent.itemsize
+            self._observe(Launch(f"gradients of DDP {bucket.index()}", Cause.COMPLETE, others))
 
         def add_up(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from kfac_optim.blocks import KFACBlock, regularised
 from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, rows_of, to_owners
-from kfac_optim.distributed.gradients import total_norm
+from kfac_optim.distributed.gradients import sum_scalars, total_norm
 from kfac_optim.distributed.layouts import ShareBucket
 from kfac_optim.distributed.plan import Plan
 from kfac_optim.execution import SingleDevice
@@ -78,10 +78,10 @@ class RowGradients:
         pass
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return self._communicator.all_reduce("scalars", values.double()).wait()
+        return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        return total_norm([local(grad) for grad in grads], order, self._communicator)
+        return total_norm([local(grad) for grad in grads], order, self._communicator, self._payload)
 
     def _owned(self, block: KFACBlock) -> list[Owned]:
         owner = self._owners[block.name]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock
+from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.layouts import Contributions
 from kfac_optim.distributed.plan import Plan
@@ -46,8 +47,7 @@ class GradientFlow(Protocol):
     def publish(self) -> None:
         """Share updated parameters."""
 
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """In float64, whatever the values are in: a rank that owns nothing does not know what others have them in."""
+    def all_reduce_scalars(self, values: Tensor) -> Tensor: ...
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
         """Of all gradients together; `grads` are those that are updated here."""
@@ -171,10 +171,10 @@ class ShardedGradients:
         self.reduced = False
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return self._communicator.all_reduce("scalars", values.double()).wait()
+        return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        return total_norm(grads, order, self._communicator)
+        return total_norm(grads, order, self._communicator, self._plan.options.parameter_dtype)
 
     def _flat(self, name: str) -> Tensor:
         """The gradients of a layer's parameters, in a row."""
@@ -211,9 +211,14 @@ def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
     param.grad.copy_(value)
 
 
-def total_norm(grads: Sequence[Tensor], order: float, communicator: Communicator) -> Tensor:
-    """Of gradients of which each rank has others, `[]`."""
-    own = nn.utils.get_total_norm(grads, order).to(communicator.device, torch.float64)  # of no gradient it is float32
+def sum_scalars(values: Tensor, communicator: Communicator) -> Tensor:
+    """Over ranks, in float64: a rank that owns nothing has zeros of no particular dtype."""
+    return communicator.all_reduce(Payload.SCALARS.value, values.double()).wait()
+
+
+def total_norm(grads: Sequence[Tensor], order: float, communicator: Communicator, dtype: torch.dtype) -> Tensor:
+    """Of gradients of which each rank has others, `[]`; sent as in `sum_scalars`."""
+    own = nn.utils.get_total_norm(grads, order).to(communicator.device).double()
     if math.isinf(order):
-        return communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait()
-    return communicator.all_reduce("norm", own**order).wait() ** (1 / order)
+        return communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait().to(dtype)
+    return (communicator.all_reduce("norm", own**order).wait() ** (1 / order)).to(dtype)

@@ -18,9 +18,10 @@ from kfac_optim.specs import Part
 from kfac_optim.text import describe_bytes, table
 from kfac_optim.validation import check_dtype, check_flag, check_integer, check_kind
 
-# Words of a vote: whether a gradient is not finite, loss terms, and a fingerprint of what this rank does, twice.
+# Words of a vote: whether a gradient is not finite, loss terms, and, each twice, fingerprints of what this rank trains,
+# of its arguments and of its gradients.
 # One more for each layer says whether it has statistics, and one for each bucket of factor sums whether it goes again.
-VOTE_WORDS = 4
+VOTE_WORDS = 8
 
 # Words of the status of one layer.
 STATUS_WORDS = 3
@@ -38,6 +39,8 @@ class PlanOptions:
         factor_dtype: of the running averages; inverses are kept and sent in it, and in float32 at least.
         sums_dtype: in which factor sums are sent; None is `factor_dtype`.
         momentum: whether there is a momentum buffer for each parameter.
+        scalars: how many numbers each sum over parameters has that every step takes, over ranks too but under
+            `Replicated`: three for the trust region with one param group, and one for its momentum.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -51,6 +54,7 @@ class PlanOptions:
     factor_dtype: torch.dtype = torch.float32
     sums_dtype: torch.dtype | None = None
     momentum: bool = True
+    scalars: tuple[int, ...] = (3, 1)
 
     def __post_init__(self) -> None:
         for name in ("factor_update_period", "inverse_update_period", "bucket_bytes"):
@@ -60,6 +64,9 @@ class PlanOptions:
         for name in ("factor_dtype", "sums_dtype"):
             check_dtype(f"{name} of PlanOptions", getattr(self, name))
         check_flag("momentum of PlanOptions", self.momentum, optional=False)
+        check_kind("scalars of PlanOptions", self.scalars, tuple)
+        for number in self.scalars:
+            check_integer("each of the scalars of PlanOptions", number)
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -85,7 +92,9 @@ class PlanOptions:
         return (self.inverse_dtype if payload is Payload.INVERSES else self.parameter_dtype).itemsize
 
     def bucket_words(self, payload: Payload) -> int:
-        """The most words of a bucket that holds more than one item."""
+        """The most words of a bucket that holds more than one item; of control each item is sent by itself."""
+        if payload.is_control:
+            return 0
         return self.bucket_bytes // self.itemsize(payload)
 
 

@@ -243,8 +243,7 @@ class _Planner:
         if self.ranks == 1:
             return []
         if payload.is_control:
-            words = self._control_words(payload)
-            return [Item(payload.value, words, -1, 0)] if words else []
+            return [Item(payload.value, words, -1, 0) for words in self._control_words(payload) if words]
         if payload in (Payload.ROWS, Payload.DIRECTIONS):
             sharded = self.layers if isinstance(self.strategy, FullySharded) else ()
             return [Item(layer.name, layer.words, layer.workers.start, layer.position) for layer in sharded]
@@ -266,14 +265,16 @@ class _Planner:
             ]
         return [item for item, _ in self._all_results()]
 
-    def _control_words(self, payload: Payload) -> int:
-        """Of one all-reduce."""
+    def _control_words(self, payload: Payload) -> tuple[int, ...]:
+        """Of each all-reduce."""
         if payload is Payload.VOTES:
             buckets = fill(self._items(Payload.SUMS), self.options.bucket_words(Payload.SUMS))
-            return VOTE_WORDS + len(self.layers) + len(buckets)
+            return (VOTE_WORDS + len(self.layers) + len(buckets),)
+        if payload is Payload.SCALARS:
+            return self.options.scalars if self.layers and not isinstance(self.strategy, Replicated) else ()
         if payload is Payload.STATUS:
-            return STATUS_WORDS * len(self.layers)
-        return sum(layer.trace_words for layer in self.layers) if self.merges else 0
+            return (STATUS_WORDS * len(self.layers),)
+        return (sum(layer.trace_words for layer in self.layers) if self.merges else 0,)
 
     def _matrices(self) -> list[Item]:
         """Gradients, or parameters, in forward order."""

@@ -19,7 +19,7 @@ class Seconds:
         apply: preconditioning.
         preconditioned: sharing its results; of sharded gradients also bringing them together.
         parameters: that the next forward waits for parameters.
-        votes: agreeing on what the step does.
+        votes: agreeing on what the step does, and how far it goes.
         sums: more than `gradients`, at a step that refreshes: what backward does not hide of reducing factor sums.
         refresh: of the rank with most to refresh.
         inverses: sharing them.
@@ -146,7 +146,7 @@ def predict(
             sharing(buckets[payload]) for payload in (Payload.ROWS, Payload.PRECONDITIONED, Payload.DIRECTIONS)
         ),
         parameters=stalled(layers, buckets[Payload.PARAMETERS], cost),
-        votes=sharing(buckets[Payload.VOTES]),
+        votes=sharing(buckets[Payload.VOTES]) + sharing(buckets[Payload.SCALARS]),
         sums=exposed(layers, both, cost) - gradients,
         refresh=cost.solving(refresh),
         inverses=sharing(buckets[Payload.INVERSES]),

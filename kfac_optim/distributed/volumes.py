@@ -45,14 +45,15 @@ def kaisa(ranks: int, workers: int, n: int, s: int, k_f: int, k_i: int) -> Fract
     return words + Fraction((workers - 1) * (s + n), k_i)
 
 
-def control(ranks: int, layers: int, buckets: int, traces: int, k_i: int) -> Fraction:
-    """What ranks agree by, whatever the strategy: all-reduces of a few words of 8 bytes.
+def control(ranks: int, layers: int, buckets: int, traces: int, scalars: int, k_i: int) -> Fraction:
+    """What ranks agree by: all-reduces of a few words of 8 bytes.
 
     Args:
         ranks: P.
         layers: that are covered.
         buckets: of factor sums.
         traces: numbers, masses included, that owners of different factors of a layer tell one another.
+        scalars: of the sums that bound a step (`PlanOptions.scalars`); under `Replicated` 0.
         k_i: steps between refreshes.
     """
-    return 2 * (ranks - 1) * (4 + layers + buckets + Fraction(3 * layers + traces, k_i))
+    return 2 * (ranks - 1) * (4 + layers + buckets + scalars + Fraction(3 * layers + traces, k_i))

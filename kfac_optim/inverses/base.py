@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,8 +153,11 @@ class Inverse(ABC, Generic[S]):
         """
         self._refuse_sharing()
 
-    def counted(self, state: S, part: str) -> tuple[Tensor, ...]:
-        """What refreshing one part alone counts and measures, where another rank may refresh another; no copies."""
+    def measures(self, state: S, part: str) -> tuple[Tensor, ...]:
+        """What only the rank that recomputes the part counted and measured of it; no copies.
+
+        Checkpoints of a block whose parts have several owners bring it together.
+        """
         return ()
 
     def take(self, state: S, part: str, received: Mapping[int, Tensor]) -> None:
@@ -181,10 +184,6 @@ class Inverse(ABC, Generic[S]):
             f"kfac_optim: the inverses of {type(self).__name__} cannot be shared among processes. Write its methods "
             f"averages(), age() and results(), see kfac_optim.Inverse, or choose another representation."
         )
-
-    of_several: ClassVar[frozenset[str]] = frozenset()
-    """Keys of `tensors` that only states on several processes have; one without goes on from a checkpoint with them,
-    and the other way round."""
 
     @abstractmethod
     def tensors(self, state: S) -> dict[str, Any]:
@@ -237,10 +236,6 @@ class PairState(ABC):
     def results(self) -> dict[str, Tensor]:
         """What `refresh` computed, by its name in checkpoints; no copies."""
 
-    def by_side(self) -> tuple[Tensor, ...]:
-        """Of `measures` those that are counted for A and G apart, each `[2]`."""
-        return self.failed_in_a_row, self.condition
-
     @abstractmethod
     def shared(self, part: str) -> tuple[Result, ...]:
         """Of these what other ranks need of one part, in a fixed order."""
@@ -289,8 +284,9 @@ class PairInverse(Inverse[P]):
     def results(self, state: P, part: str) -> tuple[Result, ...]:
         return state.shared(part)
 
-    def counted(self, state: P, part: str) -> tuple[Tensor, ...]:
-        return tuple(each[side] for side, name in enumerate("AG") if name == part for each in state.by_side())
+    def measures(self, state: P, part: str) -> tuple[Tensor, ...]:
+        sides = slice(None) if part == "" else "AG".index(part)
+        return state.condition[sides], state.failed_in_a_row[sides]
 
     def adopt(self, state: P, shadow: P) -> None:
         theirs = shadow.measures() | shadow.results()

@@ -82,13 +82,16 @@ def test_words_are_those_of_the_closed_forms(
     limit, sums = data.draw(st.sampled_from([1, 100, 10**6])), data.draw(st.sampled_from([None, torch.bfloat16]))
     with_masses = t + 2 * count * (1 if sums is None else 2)
     model = equal_layers(count, a, g)
-    options = PlanOptions(inverse_update_period=k_i, bucket_bytes=limit, sums_dtype=sums)
+    scalars = data.draw(st.sampled_from([(), (3, 1), (5,)]))
+    options = PlanOptions(inverse_update_period=k_i, bucket_bytes=limit, sums_dtype=sums, scalars=scalars)
 
     def words(strategy: Replicated | Sharded) -> Fraction:
         """But for control, which is compared here, and for factors placed away from where they are applied."""
+        scalars = sum(options.scalars) if isinstance(strategy, Sharded) else 0
         plan = make_plan(model, ranks, strategy, COST, options)
         apart = [layer for layer in plan.layers if len({part.owner for part in layer.parts}) > 1]
-        assert control_words(plan) == control(ranks, count, len(plan.buckets_of(Payload.SUMS)), 4 * len(apart), k_i)
+        buckets = len(plan.buckets_of(Payload.SUMS))
+        assert control_words(plan) == control(ranks, count, buckets, 4 * len(apart), scalars, k_i)
         away = sum(p.part.sent for layer in plan.layers for p in layer.parts if p.owner not in layer.workers)
         return plan.words_per_step - control_words(plan) - Fraction(away, k_i)
 
@@ -110,8 +113,8 @@ def test_the_rows_of_the_table() -> None:
     assert kaisa(4, 4, 6, 13, 3, 3) == 36 + 26 + 19  # COMM_OPT
     assert kaisa(4, 1, 6, 13, 3, 3) == 36 + 26 + 18  # MEM_OPT
     assert kaisa(4, 2, 6, 13, 3, 3) == 36 + 26 + Fraction(19, 3) + 12  # HYBRID
-    assert control(4, 5, 2, 7, 3) == 6 * (4 + 5 + 2) + 6 * Fraction(15 + 7, 3)
-    assert control(1, 5, 2, 7, 3) == 0
+    assert control(4, 5, 2, 7, 8, 3) == 6 * (4 + 5 + 2 + 8) + 6 * Fraction(15 + 7, 3)
+    assert control(1, 5, 2, 7, 8, 3) == 0
 
 
 def test_the_traffic_of_four_linear_layers_is_that_of_the_prototype() -> None:
@@ -581,9 +584,9 @@ def test_seconds_of_a_small_plan_by_hand() -> None:
     # 10 + 3 + 2 words of sums, in two buckets a layer: those of the second layer are long gone.
     assert seconds.sums == 15
     assert (seconds.inverses, seconds.preconditioned) == (0, 0)
-    assert seconds.votes == (4 + 2 + 4) * 8 / 4  # a ring: 2 (P−1)/P S
+    assert seconds.votes == (4 + 2 + 4 + 3 + 1) * 8 / 4  # with the scalars; a ring: 2 (P−1)/P S
     assert seconds.status == 3 * 2 * 8 / 4
-    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 16 + 20
+    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 16 + 28
     assert seconds.longest == seconds.shortest + 36 + 15 + 12
     assert seconds.mean == pytest.approx(seconds.shortest + 6.3)
     plain = predict_sgd(model, 2, cost, options)
@@ -698,7 +701,7 @@ def test_the_summary_shows_owners_bytes_and_seconds() -> None:
 
 def test_a_plan_without_covered_layers() -> None:
     plan = make_plan([Uncovered("a", 5), Uncovered("b", 3)], 2, Sharded(), COST)
-    assert plan.words_per_step == sgd(2, 8) + control(2, 0, 0, 0, 10)
+    assert plan.words_per_step == sgd(2, 8) + control(2, 0, 0, 0, 0, 10)
     assert (plan.refresh_imbalance, plan.apply_imbalance, plan.refresh_floor) == (1.0, 1.0, 0.0)
     assert "fingerprint" in str(plan.summary())
 

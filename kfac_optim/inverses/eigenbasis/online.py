@@ -38,9 +38,6 @@ class OnlineState(EigenState):
     def results(self) -> dict[str, Tensor]:
         return {**super().results(), "since_full": self.since_full}
 
-    def by_side(self) -> tuple[Tensor, ...]:
-        return *super().by_side(), self.since_full
-
 
 @dataclass(frozen=True)
 class OnlineEigen(EigenbasisInverse[OnlineState]):
