@@ -69,6 +69,9 @@ class Executor(Protocol):
             RuntimeError: the workers do not train the same model.
         """
 
+    def gradients_dropped(self) -> None:
+        """Told by `zero_grad`."""
+
     def settle(self) -> None:
         """Finish what `emitted` has begun. Told when the statistics of the step are folded."""
 
@@ -212,6 +215,9 @@ class SingleDevice:
             sampled={block for block in blocks if block.has_pending()},
             graded={block for block in blocks if block.has_gradient},
         )
+
+    def gradients_dropped(self) -> None:
+        pass
 
     def settle(self) -> None:
         pass

@@ -350,6 +350,7 @@ class KFACOptimizer(Optimizer):
         """
         super().zero_grad(set_to_none)
         self._window.mark_stale()
+        self._executor.gradients_dropped()
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the number of terms `M` that the loss's mean runs over, before `backward()`.
@@ -618,7 +619,7 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return choices if known is None else choices | _numbers(known.param_groups)
 
-        return DistributedExecutor(config, terms, arguments, state, self._step_size.scalars)
+        return DistributedExecutor(config, terms, arguments, state, self._step_size.scalars, self._step_size.totals)
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""

@@ -93,11 +93,15 @@ class StepSize(ABC):
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """How many numbers `size` has the executor sum over workers, at each time that it does so in one step.
+        """How many numbers `size` has `Executor.all_reduce_scalars` sum, at each time that it does so in one step.
 
         Args:
             groups: the param groups that have covered parameters.
         """
+        return ()
+
+    def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        """As `scalars`, of the sums that `Executor.add_up` takes."""
         return ()
 
     @abstractmethod
@@ -126,9 +130,10 @@ class TrustRegion(StepSize):
         check_flag("after_momentum of TrustRegion", self.after_momentum, optional=False)
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        if all(group["kl_clip"] is None for group in groups):
-            return ()
-        return (2,) if self.after_momentum else (1,)
+        return () if self.after_momentum or all(group["kl_clip"] is None for group in groups) else (1,)
+
+    def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        return (2,) if self.after_momentum and any(group["kl_clip"] is not None for group in groups) else ()
 
     def size(self, proposal: Proposal) -> Sized:
         bound = self._bound_step if self.after_momentum else self._bound_gradient

@@ -48,6 +48,7 @@ class DistributedExecutor(SingleDevice):
         arguments: of the optimizer, by name, as they are now: they must be the same on all ranks.
         state: the optimizer's, for momentum buffers.
         scalars: `StepSize.scalars`.
+        totals: `StepSize.totals`.
 
     Attributes:
         plan: who does what; None before the first step.
@@ -62,13 +63,14 @@ class DistributedExecutor(SingleDevice):
         arguments: Callable[[], Mapping[str, str]],
         state: Callable[[], MutableMapping[Any, Any]],
         scalars: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
+        totals: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
     ) -> None:
         self.plan: Plan | None = None
         self.config = config
         self._terms = terms
         self._arguments = arguments
         self._state = state
-        self._scalars = scalars
+        self._scalars, self._totals = scalars, totals
         # In the constructor, where all ranks come in the same order: for the main line of the program, and for what is
         # launched in backward.
         self._groups = [_group_of_our_own(config) for _ in range(2)]
@@ -150,6 +152,10 @@ class DistributedExecutor(SingleDevice):
             graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
             restarted=tuple(restarted),
         )
+
+    def gradients_dropped(self) -> None:
+        if self._hook is not None:
+            self._hook.forget()
 
     def settle(self) -> None:
         if coming := self._coming_refresh():
@@ -321,6 +327,7 @@ class DistributedExecutor(SingleDevice):
             momentum=any(group["momentum"] != 0 for group in groups),
             # Of each group a product of gradient and direction, and of all together the squares of both.
             scalars=(len(covered) + 2, *self._scalars(list(covered))),
+            totals=self._totals(list(covered)),
         )
         return make_plan(self._model, self.main.world_size, self._strategy(), self.config.cost, options)
 
@@ -352,6 +359,7 @@ class DistributedExecutor(SingleDevice):
             self._flow = sharded = ShardedGradients(plan, main, self._params)
             if self._hook is not None:
                 self._hook.flow = sharded
+                self._hook.forget()
         elif isinstance(plan.strategy, FullySharded):
             self._flow = RowGradients(plan, main)
         else:
@@ -366,7 +374,12 @@ class DistributedExecutor(SingleDevice):
             self._recover()
         self._place_anew()
         for block, tensors in states.items():
+            pending = block.inverse.pending(block.state)
             block.inverse.load(block.state, tensors)
+            block.inverse.put_back(block.state, pending)  # what the step has measured is still to be folded
+        for block in self._blocks:
+            for _, factor in self.exchange.slots(block, block.state):
+                factor.elsewhere = None  # it may be kept here now
         for param, buffer in momentum.items():
             self._state()[param]["momentum_buffer"] = buffer
         if loaded or old is not None:
