@@ -67,6 +67,7 @@ class CaptureWindow(Ledger):
             the training loop count.
         recorder: told of each forward of the model, where forwards are to be run again.
         step: number of the optimizer step, for those that draw random numbers.
+        worker: number of this process among those that train the model, likewise.
         tape: what compiled graphs hold of the window.
     """
 
@@ -83,7 +84,7 @@ class CaptureWindow(Ledger):
         self.scaled = False
         self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
         self.recorder: Recorder | None = None
-        self.step = 0
+        self.step = self.worker = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
         self._traced: dict[int, ForwardCall] = {}

@@ -164,8 +164,9 @@ class _Watcher:
             return
         self._forwards = self._forwards + 1 if window.step == self._step else 0
         self._step = window.step
-        # One stream of random numbers for each forward of each step.
-        seed = hash((self._estimate.seed, window.step, self._forwards)) % 2**63
+        # One stream of random numbers for each forward of each step, and for each worker, whose examples are others.
+        stream = (self._estimate.seed, window.step, self._forwards)
+        seed = hash((*stream, window.worker) if window.worker else stream) % 2**63
         detached = tuple(o.detach() for o in outputs)
         Estimation(
             weakref.ref(window),

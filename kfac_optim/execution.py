@@ -35,9 +35,15 @@ class Executor(Protocol):
 
     Attributes:
         several: whether there are other workers.
+        worker: the number of this one, from 0.
+        sees_all_gradients: whether what makes any gradient not finite does so here.
     """
 
     several: bool
+    worker: int
+
+    @property
+    def sees_all_gradients(self) -> bool: ...
 
     def attach(self, model: nn.Module | None) -> None:
         """Told of the model, when that is known; None where it is not yet."""
@@ -71,6 +77,9 @@ class Executor(Protocol):
         Raises:
             RuntimeError: the workers do not train the same model.
         """
+
+    def gradients_dropped(self) -> None:
+        """Told by `zero_grad`."""
 
     def settle(self) -> None:
         """Finish what `emitted` has begun. Told when the statistics of the step are folded."""
@@ -116,6 +125,12 @@ class Executor(Protocol):
 
     def average(self, values: Tensor) -> Tensor:
         """The mean of `values` over workers that see different examples, as it is taken of gradients."""
+
+    def keeps(self, block: KFACBlock) -> bool:
+        """Whether the running averages of `block` are those of all workers here: so they are on one of them."""
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """The sum of `values` over all workers."""
 
     def clip_grad_norm_(
         self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
@@ -180,6 +195,11 @@ class SingleDevice:
     """Everything here and now, in one process."""
 
     several = False
+    worker = 0
+
+    @property
+    def sees_all_gradients(self) -> bool:
+        return True
 
     def attach(self, model: nn.Module | None) -> None:
         pass
@@ -208,6 +228,9 @@ class SingleDevice:
             sampled={block for block in blocks if block.has_pending()},
             graded={block for block in blocks if block.has_gradient},
         )
+
+    def gradients_dropped(self) -> None:
+        pass
 
     def settle(self) -> None:
         pass
@@ -264,6 +287,12 @@ class SingleDevice:
         return values
 
     def average(self, values: Tensor) -> Tensor:
+        return values
+
+    def keeps(self, block: KFACBlock) -> bool:
+        return True
+
+    def add_up(self, values: Tensor) -> Tensor:
         return values
 
     def clip_grad_norm_(

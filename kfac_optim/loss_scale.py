@@ -48,6 +48,13 @@ def read_loss_scale(handed: Mapping[str, Any], scaler: GradScaler | None) -> Los
     return LossScale(scaler.get_scale(), float(found_inf) > 0)
 
 
+def spread_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Have `GradScaler.update` lower the scale after a step in which another process alone has found an overflow."""
+    # Private: the scaler asks its own findings alone, and each process has its scaler.
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.fill_(1.0)
+
+
 def unscale(gradients: Iterable[Tensor], factor: float) -> None:
     """Divide `gradients` in place, to the very bit as `GradScaler.unscale_` does."""
     inverse = float(torch.tensor(factor, dtype=torch.float64).reciprocal().float())

@@ -21,6 +21,7 @@ from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.plan import Plan
+from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.execution import AtOnce, Executor, Refresher, SingleDevice
 from kfac_optim.inverses.base import Inverse, InverseRule
@@ -28,7 +29,7 @@ from kfac_optim.inverses.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
-from kfac_optim.loss_scale import LossScale, read_loss_scale, unscale
+from kfac_optim.loss_scale import LossScale, read_loss_scale, spread_overflow, unscale
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, without_autocast
@@ -40,6 +41,7 @@ from kfac_optim.selection import Pattern
 from kfac_optim.shards import is_sharded, local
 from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
+from kfac_optim.text import without_addresses
 from kfac_optim.trial import Judge, Trial
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
 
@@ -248,6 +250,7 @@ class KFACOptimizer(Optimizer):
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
         self._executor = self._choose_executor(distributed, estimate, sharded=_shows_shards(params))
+        self._window.worker = self._executor.worker
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
@@ -258,6 +261,14 @@ class KFACOptimizer(Optimizer):
             given, options, self._window, self._executor.emitted, several=self._executor.several
         )
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
+        if isinstance(self._executor, DistributedExecutor):
+            check_choices(
+                self._executor.config,
+                refresh=refresh,
+                step_size=step_size,
+                adapt_damping=adapt_damping,
+                in_shards=any(is_sharded(param) for param in self._params()),
+            )
         self._estimate = estimate
         estimate.arm(self._window)
         self._recorder: ForwardRecorder | None = None
@@ -268,7 +279,7 @@ class KFACOptimizer(Optimizer):
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
             if adapt_damping is not None:
-                self._judge = Judge(adapt_damping, self._window, self._recorder, self._objective)
+                self._judge = Judge(adapt_damping, self._window, self._recorder, self._objective, self._executor)
         self._batches = BatchWatch()
         self._binding.start(self._group_of())
         self._executor.attach(self._binding.model)
@@ -344,6 +355,7 @@ class KFACOptimizer(Optimizer):
         """
         super().zero_grad(set_to_none)
         self._window.mark_stale()
+        self._executor.gradients_dropped()
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the number of terms `M` that the loss's mean runs over, before `backward()`.
@@ -585,6 +597,13 @@ class KFACOptimizer(Optimizer):
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
+        handed = "found_inf" in self.__dict__
+        if handed and self._grad_scaler is None and not self._executor.sees_all_gradients:
+            raise RuntimeError(
+                "kfac_optim: under Sharded() a rank does not see the gradients that others own, so that a GradScaler "
+                "on each would find overflows of its own and the scales would drift apart. Name the scaler: "
+                "KFACOptimizer(..., grad_scaler=scaler)."
+            )
         self._window.drop_stale()
         self._window.scaled |= scale.factor != 1
         agreement = self._executor.agree(
@@ -596,6 +615,8 @@ class KFACOptimizer(Optimizer):
         )
         checkpoint.warn_of_missed(agreement.restarted, stacklevel=6)
         if not agreement.finite:
+            if handed and self._grad_scaler is not None:
+                spread_overflow(self._grad_scaler, self)
             self._skip(gradients)
             return False
         self._skipped_in_a_row = 0
@@ -645,7 +666,13 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return {} if known is None else known.state
 
-        return DistributedExecutor(config, terms, state, self._step_size.scalars)
+        choices = _described(self._choices)
+
+        def arguments() -> Mapping[str, str]:
+            known = optimizer()
+            return choices if known is None else choices | _numbers(known.param_groups)
+
+        return DistributedExecutor(config, terms, arguments, state, self._step_size.scalars, self._step_size.totals)
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
@@ -751,6 +778,25 @@ class KFACOptimizer(Optimizer):
             for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
                 names.setdefault(param, name)
         return names
+
+
+def _described(choices: Mapping[str, Any]) -> dict[str, str]:
+    """Arguments of an optimizer, by name, in words that are the same in every process that has the same."""
+    return {
+        f"argument {name}": without_addresses(repr(value))
+        for name, value in choices.items()
+        if name not in ("distributed", "grad_scaler")  # the one is agreed upon with the plan, the other an object
+    }
+
+
+def _numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Numbers of param groups, likewise; tensors are not looked at, which would synchronise."""
+    return {
+        f"{name} of param group {number}": repr(value)
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names") and not isinstance(value, Tensor)
+    }
 
 
 def _as_given(group: dict[str, Any]) -> dict[str, Any]:

@@ -98,11 +98,15 @@ class StepSize(ABC):
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """How many numbers `size` has the executor sum over workers, at each time that it does so in one step.
+        """How many numbers `size` has `Executor.all_reduce_scalars` sum, at each time that it does so in one step.
 
         Args:
             groups: the param groups that have covered parameters.
         """
+        return ()
+
+    def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        """As `scalars`, of the sums that `Executor.add_up` takes."""
         return ()
 
     @abstractmethod
@@ -118,7 +122,8 @@ class TrustRegion(StepSize):
     while it goes downhill. After momentum it is on the whole step `s`, momentum included: `sᵀ F s ≤ κ`, with `F` the
     undamped factors, at the cost of two matrix products for each layer and step; momentum and preconditioned gradient
     are then scaled by the same number. That holds steps within `κ` for good, where momentum 0.9 may otherwise make
-    them ten times as long.
+    them ten times as long. On several processes `F` has the examples of all until the last refresh, and since then
+    those of one. `Placement.FACTORS`, `Auto` and FSDP2 do not go with it: no process may have all that is needed.
 
     Args:
         after_momentum: what is bounded.
@@ -134,9 +139,10 @@ class TrustRegion(StepSize):
         return not self.after_momentum
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        if all(group["kl_clip"] is None for group in groups):
-            return ()
-        return (2,) if self.after_momentum else (1,)
+        return () if self.after_momentum or all(group["kl_clip"] is None for group in groups) else (1,)
+
+    def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        return (2,) if self.after_momentum and any(group["kl_clip"] is not None for group in groups) else ()
 
     def size(self, proposal: Proposal) -> Sized:
         bound = self._bound_step if self.after_momentum else self._bound_gradient
@@ -163,16 +169,15 @@ class TrustRegion(StepSize):
         one = torch.ones_like(proposal.products[0][1])
         if proposal.kl_clip is None:
             return one, one
-        steps = [
-            _whole_step(proposal, block, matrix)
-            for block, matrix in zip(proposal.blocks, proposal.matrices, strict=True)
-        ]
-        curved = [
-            _times_factors(block, step.to(matrix.dtype))
-            for block, step, matrix in zip(proposal.blocks, steps, proposal.matrices, strict=True)
-        ]
-        sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, proposal.grads, one.device)])
-        quadratic, decrease = proposal.executor.all_reduce_scalars(sums).unbind()
+        executor = proposal.executor
+        steps, curved, grads = [], [], []
+        for block, grad, matrix in zip(proposal.blocks, proposal.grads, proposal.matrices, strict=True):
+            if executor.keeps(block):  # each block counts once
+                steps.append(_whole_step(proposal, block, matrix))
+                curved.append(_times_factors(block, steps[-1].to(matrix.dtype)))
+                grads.append(grad)
+        sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, grads, one.device)])
+        quadratic, decrease = executor.add_up(sums).unbind()
         summed = max(block.clock.summed_terms for block in proposal.covered)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         _scale(proposal.matrices, scale)

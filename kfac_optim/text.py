@@ -1,5 +1,6 @@
 """Tables and sizes as text."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 
@@ -19,3 +20,8 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         if number == 0:
             yield "  ".join("-" * width for width in widths)
+
+
+def without_addresses(text: str) -> str:
+    """What `repr` says, in words that are the same in every process: memory addresses are left out."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kfac_optim.blocks import KFACBlock, l2
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.engine import StepRecord
+from kfac_optim.execution import Executor
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.quadratic import reduction_ratio
@@ -24,7 +25,7 @@ class Trial:
     Args:
         groups: the optimizer's param groups.
         state: the optimizer's state, for momentum buffers.
-        loss: before the step, a number or a tensor of one element.
+        loss: before the step, a number or a tensor of one element; of this process's examples.
     """
 
     def __init__(
@@ -35,13 +36,21 @@ class Trial:
         self._before = {
             param: param.detach().clone() for group in groups for param in group["params"] if param.grad is not None
         }
-        self._loss = float(loss) + self._penalty(self._before)
+        self._penalty_before = self._penalty(self._before)
+        self.loss = float(loss)
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """Those that the step moves."""
+        return list(self._before)
 
     def rose(self, loss: float) -> bool:
         """Whether the step made the loss what it is now by raising it, or made it a number that is not finite."""
-        return not self._after(loss) <= self._loss
+        return not self._after(loss) <= self.loss + self._penalty_before
 
-    def ratio(self, loss: float, objective: Objective, count: LossCount, predicted: float | None) -> float | None:
+    def ratio(
+        self, loss: float, objective: Objective, count: LossCount, predicted: float | None, executor: Executor
+    ) -> float | None:
         """`ρ`: what the step did to the loss over what the quadratic model says that it does.
 
         Args:
@@ -49,10 +58,11 @@ class Trial:
             objective: whose curvature before the step makes the model.
             count: terms of the loss.
             predicted: by the model; None where nobody has computed it.
+            executor: of the step.
         """
         if predicted is None:
-            predicted = self._predicted(objective, count)
-        return reduction_ratio(self._loss, self._after(loss), predicted)
+            predicted = self._predicted(objective, count, executor)
+        return reduction_ratio(self.loss + self._penalty_before, self._after(loss), predicted)
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -65,11 +75,11 @@ class Trial:
     def _after(self, loss: float) -> float:
         return loss + self._penalty({param: param.detach() for param in self._before})
 
-    def _predicted(self, objective: Objective, count: LossCount) -> float:
+    def _predicted(self, objective: Objective, count: LossCount, executor: Executor) -> float:
         """`∇hᵀδ + ½ δᵀ (C + η) δ`."""
         step = {param: param.detach() - value for param, value in self._before.items()}
         device = next(iter(step)).device
-        total = objective.curvature(self._before, [step], count).reshape(()).to(device) / 2
+        total = executor.average(objective.curvature(self._before, [step], count)).reshape(()).to(device) / 2
         for group in self.groups:
             params = [param for param in group["params"] if param in step]
             moved = [step[param] for param in params]
@@ -97,6 +107,7 @@ class Judge:
         window: in which the second evaluation leaves nothing.
         recorder: of the model's forwards.
         objective: whose quadratic model is judged.
+        executor: of the steps: what it averages over processes, they all decide by.
 
     Attributes:
         ratio: `ρ` of the last step that was judged; None where it said nothing.
@@ -104,7 +115,12 @@ class Judge:
     """
 
     def __init__(
-        self, rule: LevenbergMarquardt, window: CaptureWindow, recorder: ForwardRecorder, objective: Objective
+        self,
+        rule: LevenbergMarquardt,
+        window: CaptureWindow,
+        recorder: ForwardRecorder,
+        objective: Objective,
+        executor: Executor,
     ) -> None:
         self.rule = rule
         self.ratio: float | None = None
@@ -112,6 +128,7 @@ class Judge:
         self._window = window
         self._recorder = recorder
         self._objective = objective
+        self._executor = executor
 
     def check_call(self, closure: object, groups: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a step without a closure, and numbers that the rule does not go with."""
@@ -142,6 +159,8 @@ class Judge:
         before, self._recorder.kept = self._recorder.kept, []
         params = (param for group in trial.groups for param in group["params"])
         held = {param: param.grad for param in {**dict.fromkeys(params), **dict.fromkeys(model.parameters())}}
+        if self._executor.several:  # the second backward may write to what a wrapper made gradients views of
+            held = {param: None if grad is None else grad.clone() for param, grad in held.items()}
         buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         values = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
@@ -149,7 +168,8 @@ class Judge:
                 param.grad = None
             with random.replayed(), self._window.muted(), torch.enable_grad():
                 loss = closure()
-            if not _same_inputs(before, self._recorder.kept):
+            differ = float(not _same_inputs(before, self._recorder.kept))
+            if float(self._executor.average(torch.tensor(differ, device=next(iter(held)).device))) > 0:
                 raise RuntimeError(
                     "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
                     "the loss, and the model was called with other inputs than the first time. Draw the batch before "
@@ -174,6 +194,8 @@ class Judge:
     ) -> None:
         """Adapt the damping by what step number `step` did to the loss, which is now `loss`; or take the step back."""
         assert record is not None
+        losses = torch.tensor([trial.loss, loss], dtype=torch.float64, device=next(iter(trial.params)).device)
+        trial.loss, loss = self._executor.average(losses).tolist()
         rejected = self.rule.reject and trial.rose(loss)
         self.ratio = -math.inf if rejected else None
         if rejected:
@@ -184,7 +206,7 @@ class Judge:
         elif self.rule.adapts_at(step):
             predicted = record.measures.get("predicted_change")
             change = None if predicted is None else float(predicted)
-            self.ratio = trial.ratio(loss, self._objective, record.count, change)
+            self.ratio = trial.ratio(loss, self._objective, record.count, change, self._executor)
         else:
             return
         for group in trial.groups:

@@ -28,6 +28,10 @@ class OwnersHook:
 
     An all-to-all moves half of what the all-reduce does. Where there is no plan yet, it is that all-reduce.
 
+    [Note: several backwards] Where a step has several backwards that reduce, a bucket holds what the gradients have
+    come to: the mean of the backwards before on the owner, and their local sums on the others. So the owner keeps what
+    makes its mean local again, until the gradient is dropped.
+
     Args:
         wrapper: whose gradients.
         observe: told of every all-to-all, for traces.
@@ -37,6 +41,8 @@ class OwnersHook:
         self.flow: ShardedGradients | None = None
         self._observe = observe
         self._group = wrapper.process_group
+        self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
+        wrapper.register_forward_pre_hook(lambda *_: self._look_for_dropped())
         try:
             wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
@@ -45,6 +51,14 @@ class OwnersHook:
                 "DistributedDataParallel, which has one already, and takes only one. Build the optimizer before or "
                 f"without it, or use Replicated(). ({error})"
             ) from error
+
+    def forget(self) -> None:
+        """Told that gradients were dropped, or are the mean on all ranks."""
+        self._to_mean.clear()
+
+    def _look_for_dropped(self) -> None:
+        for param in [param for param in self._to_mean if param.grad is None]:
+            del self._to_mean[param]
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -58,6 +72,11 @@ class OwnersHook:
         pieces = _by_owner(bucket.parameters(), bucket.gradients(), flow.owner_of, ranks)
         sizes = [sum(piece.numel() for piece in owned) for owned in pieces]
         own = pieces[dist.get_rank(self._group)]
+        owner = dist.get_rank(self._group)
+        params = [param for param in bucket.parameters() if flow.owner_of[param] == owner]
+        for param, piece in zip(params, own, strict=True):
+            if param in self._to_mean:
+                piece.sub_(self._to_mean[param])
         sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
         share = sizes[dist.get_rank(self._group)]
         received = sent.new_empty(ranks * share)
@@ -71,7 +90,9 @@ class OwnersHook:
             future.wait()
             wide = torch.promote_types(received.dtype, torch.float32)
             total = received.view(ranks, share).sum(0, dtype=wide) / ranks
-            for piece, mean in zip(own, torch.split(total, [piece.numel() for piece in own]), strict=True):
+            means = torch.split(total, [piece.numel() for piece in own])
+            for param, piece, mean in zip(params, own, means, strict=True):
+                self._to_mean[param] = mean.view(piece.shape) - piece
                 piece.copy_(mean.view(piece.shape))
             whole: Tensor = buffer
             return whole

@@ -37,6 +37,8 @@ class EarlyReports:
 
     def emitted(self, block: KFACBlock, due: Callable[[], Sequence[KFACBlock]]) -> None:
         """A block took statistics; `due` are those that the coming step refreshes, the same on all ranks."""
+        if not block.has_pending():
+            return  # a call without examples: whether the block is folded, other ranks decide
         if block in self._reported:
             self._several.add(block)  # it has several calls, of which the last alone would be the time to report it
             self._invalidate(block, self._exchange.reducer(due()))

@@ -20,17 +20,23 @@ from kfac_optim.distributed.ddp import OwnersHook, find_wrapper, synchronises
 from kfac_optim.distributed.early import EarlyReports, Terms
 from kfac_optim.distributed.fsdp import rows_of
 from kfac_optim.distributed.gradient_rows import RowGradients, check_sharding
-from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients
+from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
 from kfac_optim.distributed.statistics import StatisticsExchange
-from kfac_optim.distributed.strategies import Auto, FullySharded, Sharded, Strategy
+from kfac_optim.distributed.strategies import Auto, FullySharded, Replicated, Sharded, Strategy
 from kfac_optim.distributed.transfer import Transfer, carry_out, leaves, nested
 from kfac_optim.distributed.voting import Ballot, largest, vote
 from kfac_optim.execution import Agreement, Names, SingleDevice, check_rank
+from kfac_optim.text import without_addresses
 
 # What a vote knows of a block on one rank; what a higher number says includes what a lower one does.
 _UNUSED, _HAS_GRADIENT, _HAS_STATISTICS = range(3)
+
+# Relative difference of gradient norms that rounding explains, where ranks take the same mean in another order; and
+# steps at which it is looked at, as norms may be near by chance.
+_SAME_GRADIENTS = 1e-5
+_STEPS_LOOKED_AT = 3
 
 
 class DistributedExecutor(SingleDevice):
@@ -39,8 +45,10 @@ class DistributedExecutor(SingleDevice):
     Args:
         config: the user's choices, the same on all ranks.
         terms: of the loss, as they would be if the step came now; None where they are not known.
+        arguments: of the optimizer, by name, as they are now: they must be the same on all ranks.
         state: the optimizer's, for momentum buffers.
         scalars: `StepSize.scalars`.
+        totals: `StepSize.totals`.
 
     Attributes:
         plan: who does what; None before the first step.
@@ -52,17 +60,21 @@ class DistributedExecutor(SingleDevice):
         self,
         config: DistributedConfig,
         terms: Callable[[], Terms | None],
+        arguments: Callable[[], Mapping[str, str]],
         state: Callable[[], MutableMapping[Any, Any]],
         scalars: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
+        totals: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
     ) -> None:
         self.plan: Plan | None = None
-        self._config = config
+        self.config = config
         self._terms = terms
+        self._arguments = arguments
         self._state = state
-        self._scalars = scalars
+        self._scalars, self._totals = scalars, totals
         # In the constructor, where all ranks come in the same order: for the main line of the program, and for what is
         # launched in backward.
         self._groups = [_group_of_our_own(config) for _ in range(2)]
+        self.worker = dist.get_rank(self._groups[0])
         self._communicators: list[Communicator] = []
         self._wrapper: nn.parallel.DistributedDataParallel | None = None
         self._hook: OwnersHook | None = None
@@ -89,14 +101,22 @@ class DistributedExecutor(SingleDevice):
         self._due: tuple[KFACBlock, ...] | None = None
         self._merged: set[KFACBlock] = set()
         self._again: tuple[bool, ...] = ()
+        # Steps at which the gradients of all ranks are still to be compared.
+        self._to_compare = _STEPS_LOOKED_AT
         # Whole states for checkpoints, until the next step.
         self._complete: dict[KFACBlock, Any] = {}
         self._borrowed: list[nn.Parameter] = []
 
     def attach(self, model: nn.Module | None) -> None:
         self._wrapper = self._wrapper or find_wrapper(model)
-        if self._wrapper is not None and self._hook is None and isinstance(self._config.strategy, Sharded):
-            self._hook = OwnersHook(self._wrapper, self._config.observe)
+        if self._wrapper is not None and self._hook is None and isinstance(self.config.strategy, Sharded):
+            self._hook = OwnersHook(self._wrapper, self.config.observe)
+
+    @property
+    def sees_all_gradients(self) -> bool:
+        strategy = self.config.strategy if self.plan is None else self.plan.strategy
+        chosen = strategy.candidates if isinstance(strategy, Auto) else (strategy,)
+        return not any(isinstance(each, Sharded) for each in chosen)
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -120,14 +140,19 @@ class DistributedExecutor(SingleDevice):
 
     def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
         self._describe(blocks, params, names)
-        self._vote(finite=True, summed=1)
+        self._vote(finite=True, summed=1, checksum=0.0)
 
     def agree(
         self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
     ) -> Agreement:
         self._give_back()
         self._describe(blocks, params, names)
-        verdict = self._vote(finite=finite, summed=summed)
+        compares = self._to_compare > 0 and self._is_for_all()
+        checksum = _checksum(params) if compares and finite else 0.0
+        verdict = self._vote(finite=finite, summed=summed, checksum=checksum)
+        if verdict.finite and compares:
+            self._to_compare -= 1
+            _check_equal(verdict.checksum)
         restarted, self._restarted = self._restarted, []
         found = verdict.marks[: len(blocks)]
         self._again = tuple(map(bool, verdict.marks[len(blocks) :]))
@@ -142,6 +167,10 @@ class DistributedExecutor(SingleDevice):
             graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
             restarted=tuple(restarted),
         )
+
+    def gradients_dropped(self) -> None:
+        if self._hook is not None:
+            self._hook.forget()
 
     def settle(self) -> None:
         if coming := self._coming_refresh():
@@ -188,8 +217,13 @@ class DistributedExecutor(SingleDevice):
         return self.flow.all_reduce_scalars(values)
 
     def average(self, values: Tensor) -> Tensor:
-        main = self.main
-        return main.all_reduce("average", values).wait() / main.world_size
+        return self.add_up(values) / self.main.world_size
+
+    def keeps(self, block: KFACBlock) -> bool:
+        return self.exchange.owns_all(block)
+
+    def add_up(self, values: Tensor) -> Tensor:
+        return sum_scalars(values, self.main)
 
     def clip_grad_norm_(
         self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
@@ -239,7 +273,7 @@ class DistributedExecutor(SingleDevice):
         if not self._communicators:
             (device,) = devices
             self._communicators = [
-                Communicator(group, device, self._config.timeout, self._config.observe) for group in self._groups
+                Communicator(group, device, self.config.timeout, self.config.observe) for group in self._groups
             ]
         self._blocks = list(blocks)
         self._model, self._params = _layout(blocks, params, names())
@@ -247,22 +281,30 @@ class DistributedExecutor(SingleDevice):
             told = [self._lost[block].clock if block in self._lost else block.clock for block in blocks]
             clocks = sorted({(clock.step, clock.refreshed_at, clock.folds) for clock in told})
             self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics) {clocks}"
-        config = replace(self._config, group=None)
-        lines = [repr(config), self._loaded, *map(repr, self._model)]
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()
-        self._number = int.from_bytes(digest[:8], "little") >> 2 | 1  # below 2**62, and not 0
+        config = replace(self.config, group=None)
+        self._number = _hash([repr(config), self._loaded, *map(repr, self._model)])
 
-    def _vote(self, *, finite: bool, summed: float) -> Ballot:
+    def _is_for_all(self) -> bool:
+        """Whether it is the training loop that has to make `.grad` the mean on all ranks."""
+        return self._wrapper is None and isinstance(self._strategy(), Replicated | Auto)
+
+    def _vote(self, *, finite: bool, summed: float, checksum: float) -> Ballot:
         """What all ranks say, when all have planned the same."""
-        while (verdict := vote(self.main, self._ballot(finite, summed))).model != self._agreed:
+        arguments = self._arguments()
+        numbers = _hash(f"{name}: {value}" for name, value in arguments.items())
+        while (verdict := vote(self.main, self._ballot(finite, summed, numbers, checksum))).model != self._agreed:
+            if verdict.numbers < 0:
+                break
             if verdict.model < 0:
                 self._explain_disagreement()
             self._adopt_plan()
+        if verdict.numbers < 0:
+            self.main.check_agreement(arguments, differences)
         return verdict
 
-    def _ballot(self, finite: bool, summed: float) -> Ballot:
+    def _ballot(self, finite: bool, summed: float, numbers: int, checksum: float) -> Ballot:
         if self._number != self._agreed:  # as many marks as others may give
-            return Ballot(finite, summed, self._number, (0,) * self._marks())
+            return Ballot(finite, summed, self._number, numbers, checksum, (0,) * self._marks())
         self._place_anew()
         marks = [
             _HAS_STATISTICS if block.has_pending() else _HAS_GRADIENT if block.has_gradient else _UNUSED
@@ -274,7 +316,7 @@ class DistributedExecutor(SingleDevice):
             self._reports.review(reducer)
             for index, flag in enumerate(reducer.stale_flags()):
                 stale[index] = int(flag)
-        return Ballot(finite, summed, self._number, (*marks, *stale))
+        return Ballot(finite, summed, self._number, numbers, checksum, (*marks, *stale))
 
     def _marks(self) -> int:
         """One for each block, and one for each bucket of sums of all of them."""
@@ -296,19 +338,20 @@ class DistributedExecutor(SingleDevice):
         options = PlanOptions(
             factor_update_period=groups[0]["factor_update_period"] if groups else 1,
             inverse_update_period=groups[0]["inverse_update_period"] if groups else 1,
-            bucket_bytes=self._config.bucket_bytes,
+            bucket_bytes=self.config.bucket_bytes,
             parameter_dtype=reduce(torch.promote_types, dtypes, torch.bfloat16) if dtypes else torch.float32,
             factor_dtype=reduce(torch.promote_types, factor_dtypes) if factor_dtypes else torch.float32,
-            sums_dtype=self._config.sums_dtype,
+            sums_dtype=self.config.sums_dtype,
             momentum=any(group["momentum"] != 0 for group in groups),
             # Of each group a product of gradient and direction, and of all together the squares of both.
             scalars=(len(covered) + 2, *self._scalars(list(covered))),
+            totals=self._totals(list(covered)),
         )
-        return make_plan(self._model, self.main.world_size, self._strategy(), self._config.cost, options)
+        return make_plan(self._model, self.main.world_size, self._strategy(), self.config.cost, options)
 
     def _strategy(self) -> Strategy | Auto:
         """Of parameters that FSDP2 has sharded, gradients and momentum are FSDP2's business."""
-        wished = self._config.strategy
+        wished = self.config.strategy
         if not _any_sharded(param for held in self._params.values() for param in held):
             return wished
         return FullySharded() if isinstance(wished, Auto) else FullySharded(wished.placement, wished.statistics)
@@ -332,12 +375,13 @@ class DistributedExecutor(SingleDevice):
             self._flow = sharded = ShardedGradients(plan, main, self._params)
             if self._hook is not None:
                 self._hook.flow = sharded
+                self._hook.forget()
         elif isinstance(plan.strategy, FullySharded):
             self._flow = RowGradients(plan, main)
         else:
             self._flow = ReplicatedGradients(plan, main)
         wrapper = self._wrapper
-        overlaps = self._config.overlap and wrapper is not None and self.exchange.merges
+        overlaps = self.config.overlap and wrapper is not None and self.exchange.merges
         self._reports = None
         if overlaps and wrapper is not None:
             self._reports = EarlyReports(self.exchange, lambda: synchronises(wrapper), self._terms)
@@ -346,7 +390,12 @@ class DistributedExecutor(SingleDevice):
             self._recover()
         self._place_anew()
         for block, tensors in states.items():
+            pending = block.inverse.pending(block.state)
             block.inverse.load(block.state, tensors)
+            block.inverse.put_back(block.state, pending)  # what the step has measured is still to be folded
+        for block in self._blocks:
+            for _, factor in self.exchange.slots(block, block.state):
+                factor.elsewhere = None  # it may be kept here now
         for param, buffer in momentum.items():
             self._state()[param]["momentum_buffer"] = buffer
         if loaded or old is not None:
@@ -574,6 +623,28 @@ class DistributedExecutor(SingleDevice):
 
 def _any_sharded(params: Iterable[nn.Parameter]) -> bool:
     return any(isinstance(param, DTensor) for param in params)
+
+
+def _hash(lines: Iterable[str]) -> int:
+    """Below `2**62`, and not 0."""
+    digest = hashlib.sha256(without_addresses("\n".join(lines)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2 | 1
+
+
+def _checksum(params: Sequence[nn.Parameter]) -> float:
+    """The norm of all gradients."""
+    grads = [param.grad.double() for param in params if param.grad is not None and not param.grad.is_sparse]
+    return float(nn.utils.get_total_norm(grads))
+
+
+def _check_equal(difference: float) -> None:
+    if difference > _SAME_GRADIENTS:
+        raise RuntimeError(
+            f"kfac_optim: the gradients of this step differ from rank to rank (their norms by {difference:.1g} of the "
+            "largest), so that the parameters would drift apart. Wrap the model by DistributedDataParallel; or average "
+            "the gradients of all ranks before step(); or use DistributedConfig(strategy=Sharded()), which brings them "
+            "together itself. Where each rank is to train a model of its own, pass distributed=False."
+        )
 
 
 def _owners(plan: Plan, params: Mapping[str, Sequence[nn.Parameter]]) -> dict[nn.Parameter, int | None]:

@@ -18,9 +18,10 @@ from kfac_optim.specs import Part
 from kfac_optim.text import describe_bytes, table
 from kfac_optim.validation import check_dtype, check_flag, check_integer, check_kind
 
-# Words of a vote: whether a gradient is not finite, loss terms, and a fingerprint of what this rank does, twice.
+# Words of a vote: whether a gradient is not finite, loss terms, and, each twice, fingerprints of what this rank trains,
+# of its arguments and of its gradients.
 # One more for each layer says whether it has statistics, and one for each bucket of factor sums whether it goes again.
-VOTE_WORDS = 4
+VOTE_WORDS = 8
 
 # Words of the status of one layer.
 STATUS_WORDS = 3
@@ -40,6 +41,7 @@ class PlanOptions:
         momentum: whether there is a momentum buffer for each parameter.
         scalars: how many numbers each sum over parameters has that every step takes, over ranks too but under
             `Replicated`: three for the trust region with one param group, and one for its momentum.
+        totals: likewise, over ranks under every strategy.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -54,6 +56,7 @@ class PlanOptions:
     sums_dtype: torch.dtype | None = None
     momentum: bool = True
     scalars: tuple[int, ...] = (3, 1)
+    totals: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("factor_update_period", "inverse_update_period", "bucket_bytes"):
@@ -63,9 +66,10 @@ class PlanOptions:
         for name in ("factor_dtype", "sums_dtype"):
             check_dtype(f"{name} of PlanOptions", getattr(self, name))
         check_flag("momentum of PlanOptions", self.momentum, optional=False)
-        check_kind("scalars of PlanOptions", self.scalars, tuple)
-        for number in self.scalars:
-            check_integer("each of the scalars of PlanOptions", number)
+        for name in ("scalars", "totals"):
+            check_kind(f"{name} of PlanOptions", getattr(self, name), tuple)
+            for number in getattr(self, name):
+                check_integer(f"each of the {name} of PlanOptions", number)
 
     @property
     def sent_dtype(self) -> torch.dtype:

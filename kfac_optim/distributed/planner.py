@@ -271,7 +271,10 @@ class _Planner:
             buckets = fill(self._items(Payload.SUMS), self.options.bucket_words(Payload.SUMS))
             return (VOTE_WORDS + len(self.layers) + len(buckets),)
         if payload is Payload.SCALARS:
-            return self.options.scalars if self.layers and not isinstance(self.strategy, Replicated) else ()
+            if not self.layers:
+                return ()
+            apart = () if isinstance(self.strategy, Replicated) else self.options.scalars
+            return *apart, *self.options.totals
         if payload is Payload.STATUS:
             return (STATUS_WORDS * len(self.layers),)
         return (sum(layer.trace_words for layer in self.layers) if self.merges else 0,)

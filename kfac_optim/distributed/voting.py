@@ -1,6 +1,7 @@
 """What all ranks must know of a step before they take it: one small all-reduce."""
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,11 @@ class Ballot(NamedTuple):
     """`LossCount.summed`."""
     model: int
     """A number below `2**62` that differs where what the ranks train differs; -1 if they do not agree on it."""
+    numbers: int
+    """A hash below `2**62` of the arguments and numbers of the optimizer; -1 if they do not agree on it."""
+    checksum: float
+    """Of the gradients, where those of all ranks should be equal, not negative; the others say 0. Then the relative
+    difference between ranks."""
     marks: tuple[int, ...]
     """Of what both sides know the meaning of."""
 
@@ -33,15 +39,31 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
         CollectiveError: some rank never came.
     """
     summed = _UNBOUNDED if math.isinf(ballot.summed) else int(ballot.summed)
-    words = [int(not ballot.finite), summed, ballot.model, -ballot.model, *ballot.marks]
+    checksum = _ordered(ballot.checksum)
+    twins = [signed for each in (ballot.model, ballot.numbers, checksum) for signed in (each, -each)]
+    words = [int(not ballot.finite), summed, *twins, *ballot.marks]
     mine = torch.tensor(words, dtype=torch.int64, device=communicator.device)
-    unfinished, summed, most, least, *marks = _largest(communicator, mine)
+    unfinished, summed, *found = _largest(communicator, mine)
+    model, numbers = (most if most == -least else -1 for most, least in (found[:2], found[2:4]))
+    largest, smallest = _from_ordered(found[4]), _from_ordered(-found[5])
     return Ballot(
         finite=not unfinished,
         summed=math.inf if summed == _UNBOUNDED else summed,
-        model=most if most == -least else -1,
-        marks=tuple(marks),
+        model=model,
+        numbers=numbers,
+        checksum=1 - smallest / largest if largest > 0 else 0.0,
+        marks=tuple(found[6:]),
     )
+
+
+def _ordered(number: float) -> int:
+    """The bits of a number that is not negative: they are in the order of the numbers."""
+    return int.from_bytes(struct.pack(">d", number))
+
+
+def _from_ordered(bits: int) -> float:
+    (number,) = struct.unpack(">d", bits.to_bytes(8))
+    return float(number)
 
 
 def largest(communicator: Communicator, numbers: Sequence[int], name: str, layers: Sequence[str]) -> list[int]:

@@ -41,8 +41,7 @@ class CholeskyState(PairState):
         super().__init__(spec, dtype=dtype, device=device)
         self.applied = applied or self.condition.dtype
         self.a_inverse, self.g_inverse = (
-            None if factor is None else identity_like(factor, self.applied)
-            for factor in (self.pair.a, self.pair.g)
+            None if factor is None else identity_like(factor, self.applied) for factor in (self.pair.a, self.pair.g)
         )
 
     def results(self) -> dict[str, Tensor]:

@@ -563,9 +563,9 @@ def test_seconds_of_a_small_plan_by_hand() -> None:
     # 10 + 3 + 2 words of sums, in two buckets a layer: those of the second layer are long gone.
     assert seconds.sums == 15
     assert (seconds.inverses, seconds.preconditioned) == (0, 0)
-    assert seconds.votes == (4 + 2 + 4 + 3 + 1) * 8 / 4  # with the scalars; a ring: 2 (P−1)/P S
+    assert seconds.votes == (8 + 2 + 4 + 3 + 1) * 8 / 4  # with the scalars; a ring: 2 (P−1)/P S
     assert seconds.status == 3 * 2 * 8 / 4
-    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 24 + 28
+    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 24 + 36
     assert seconds.longest == seconds.shortest + 36 + 15 + 12
     assert seconds.mean == pytest.approx(seconds.shortest + 6.3)
     plain = predict_sgd(model, 2, cost, options)
@@ -670,7 +670,7 @@ def test_the_summary_shows_owners_bytes_and_seconds() -> None:
     assert lines[2].split()[:4] == ["l0", "A:0", "G:1", "0-1"]
     assert "preconditioned gradients: 1 bucket every step, 384 B a step." in lines
     # Three all-reduces of 4 + 2 + 1 words every step, 2 · 3 and 2 · 4 every 10: 6 (7 + 1.4) words of 8 bytes.
-    assert "control (votes, traces, status): 403 B a step." in lines
+    assert "control (votes, traces, status): 595 B a step." in lines
     assert any(line.split()[:2] == ["scale", "all"] for line in lines)
     for words in ("Predicted: ", "Refresh: ", "the largest part, 'l0 A', alone ", "Preconditioning: ", "fingerprint "):
         assert words in text

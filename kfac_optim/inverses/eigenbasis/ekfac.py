@@ -169,6 +169,10 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     Use it where refreshes must be rare, or where inputs and gradients of a layer depend on each other, which the
     product of two factors cannot express. It wants a larger λ than `Cholesky`, as `Eigen` does.
 
+    On several processes each samples `S` of its own examples, and what divides the gradient is the `S` of all as of
+    the last refresh, where one process takes it anew at every step with statistics: the two are equal where the periods
+    are. So there `inverse_update_period` should not be large.
+
     Args:
         per_example: whether the positions of an example are taken together, as above. False makes each an example of
             its own, as `A` and `G` do with `expand`: one matrix product for the batch where the exact gradients take
@@ -230,6 +234,13 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         super().age(state, decay, loss_terms)
         if state.measured:
             state.scales.age(decay, loss_terms)
+
+    def pending(self, state: EKFACState) -> Any:
+        return super().pending(state), state.scales.pending, state.expressed
+
+    def put_back(self, state: EKFACState, pending: Any) -> None:
+        of_pair, state.scales.pending, state.expressed = pending
+        super().put_back(state, of_pair)
 
     def take(self, state: EKFACState, part: str, received: Mapping[int, Tensor]) -> None:
         last = len(self.results(state, part)) - 1  # S

@@ -1,0 +1,579 @@
+"""What makes other implementations hang or go wrong: each with a time-out, and the numbers of one process."""
+
+import copy
+import os
+import pickle
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import RankError, Ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import EXAMPLES, TIMEOUT, Batch, Mixed, build, close, examples, share, squares, wrap
+
+from kfac_optim import ExactGGN, KFACOptimizer, LevenbergMarquardt, MonteCarlo, QuadraticModel
+from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
+from kfac_optim.distributed.strategies import Strategy
+
+STRATEGIES = (Replicated(0.5), Sharded(), Sharded(Placement.FACTORS))
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+
+Step = Callable[[nn.Module, KFACOptimizer, Tensor, Tensor, int], None]
+"""One step of a training loop on some examples; the number of the step comes last."""
+
+
+class Training:
+    """A model and its optimizer on one rank, or on the one process of the reference, where `rank` is None."""
+
+    def __init__(
+        self,
+        rank: int | None,
+        net: Callable[[], nn.Module] = Mixed,
+        strategy: Strategy | None = None,
+        flags: dict[str, Any] | None = None,
+        timeout: timedelta = TIMEOUT,
+        **options: Any,
+    ) -> None:
+        self.rank = rank
+        self.bare = build(net)
+        self.model = self.bare if rank is None else wrap(self.bare, flags)
+        self.options = {"lr": 0.05, "damping": 0.1, "momentum": 0.9, "inverse_update_period": 3, **options}
+        if rank is not None:
+            self.options["distributed"] = DistributedConfig(strategy=strategy or Replicated(), timeout=timeout)
+        self.optimizer = KFACOptimizer(self.model, **self.options)
+
+    def batch(self, step: int, ranks: int = 2) -> Batch:
+        whole = examples(step)
+        return whole if self.rank is None else share(whole, [EXAMPLES // ranks] * ranks, self.rank)
+
+    def run(self, step: Step, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            step(self.model, self.optimizer, *self.batch(number), number)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.bare.parameters()]
+
+
+def plain(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    optimizer.zero_grad()
+    squares(model(x), y).mean().backward()
+    optimizer.step()
+
+
+def on_rank(rank: int | None, step: Step, steps: int, arguments: dict[str, Any]) -> list[Tensor]:
+    training = Training(rank, **arguments)
+    training.run(step, range(steps))
+    return training.params
+
+
+def check(ranks: Ranks, step: Step, *, steps: int = 8, reference: Step | None = None, **arguments: Any) -> None:
+    found = ranks.run(on_rank, step, steps, arguments)
+    alone = {key: value for key, value in arguments.items() if key not in ("strategy", "flags")}
+    compare(found, on_rank(None, reference or step, steps, alone))
+
+
+def compare(found: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], rtol: float = 1e-8) -> None:
+    for params in found[1:]:
+        assert all(map(torch.equal, found[0], params)), "the ranks have drifted apart"
+    for number, (ours, theirs) in enumerate(zip(found[0], expected, strict=True)):
+        close(ours, theirs, f"parameter {number}", rtol)
+
+
+# -- layers and passes -------------------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Each half of the examples takes a layer of its own; another runs at some forwards alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.last, self.rare = (nn.Linear(4, 4) for _ in range(4))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        size = EXAMPLES // 2
+        first, second = (
+            (self.one, self.other) if x[0, 0] == examples(self.forwards - 1)[0][0, 0] else (self.other, None)
+        )
+        h = first(x) if second is None else torch.cat([first(x[:size]), second(x[size:])])
+        h = self.last(h.tanh())
+        return (self.rare(h) if self.forwards % 2 else h)[:, :2]
+
+
+@each_strategy
+def test_layers_that_run_on_some_ranks_and_at_some_steps_alone(two_ranks: Ranks, strategy: Strategy) -> None:
+    check(two_ranks, plain, net=Routed, strategy=strategy, flags={"find_unused_parameters": True})
+    check(two_ranks, plain, net=Routed, strategy=Sharded(), inverse_update_period=1)
+
+
+class Twice(nn.Module):
+    """A layer twice in one forward, once of them checkpointed."""
+
+    def __init__(self, *, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.hidden, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.reentrant is None:
+            h = self.hidden(h).tanh()
+        else:
+            h = checkpoint(self.hidden, h, use_reentrant=self.reentrant).tanh()
+        out: Tensor = self.last(h)
+        return out
+
+
+@each_strategy
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(two_ranks: Ranks, reentrant: bool, strategy: Strategy) -> None:
+    found = two_ranks.run(
+        on_rank, plain, 6, {"net": partial(Twice, reentrant=reentrant), "strategy": strategy, "flags": {}}
+    )
+    compare(found, on_rank(None, plain, 6, {"net": partial(Twice, reentrant=None)}))
+
+
+def two_backwards(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    squares(model(x), y).mean().backward()
+    squares(model(2 * x), y).mean().backward()
+    optimizer.step()
+
+
+def forward_beside(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    optimizer.zero_grad()
+    losses = squares(model(x), y)
+    with torch.no_grad():
+        model.eval()
+        model(3 * x)
+        model.train()
+    losses.mean().backward()
+    optimizer.state_dict()
+    with torch.no_grad():
+        model(x)
+    optimizer.step()
+    optimizer.state_dict()
+
+
+def thrown_away(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    optimizer.zero_grad()
+    squares(model(5 * x), y).mean().backward()
+    plain(model, optimizer, x, y, number)
+
+
+@each_strategy
+@pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}], ids=["plain", "views"])
+def test_two_backwards_before_a_step(two_ranks: Ranks, flags: dict[str, Any], strategy: Strategy) -> None:
+    check(two_ranks, two_backwards, strategy=strategy, flags=flags)
+
+
+@each_strategy
+def test_evaluations_and_checkpoints_at_any_place(two_ranks: Ranks, strategy: Strategy) -> None:
+    check(two_ranks, forward_beside, strategy=strategy, flags={})
+
+
+@each_strategy
+def test_a_backward_that_is_thrown_away_counts_nothing(two_ranks: Ranks, strategy: Strategy) -> None:
+    check(two_ranks, thrown_away, strategy=strategy, flags={}, reference=plain)
+    check(two_ranks, thrown_away, strategy=strategy, flags={}, reference=plain, inverse_update_period=1)
+
+
+# -- numbers that are not finite, refreshes that fail -------------------------------------------------------------
+
+
+def bad_gradient(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    """At step 3 one example, of rank 0, has none that is finite."""
+    optimizer.zero_grad()
+    losses = squares(model(x), y)
+    if number == 3 and torch.equal(x[0], examples(number)[0][0]):
+        losses = losses * torch.tensor([torch.inf] + [1.0] * (len(x) - 1))
+    losses.mean().backward()
+    optimizer.step()
+    assert optimizer.metrics()["skipped_steps"] == (number >= 3)
+
+
+@each_strategy
+@pytest.mark.parametrize("flags", [None, {}], ids=["bare", "DDP"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
+    two_ranks: Ranks, flags: dict[str, Any] | None, strategy: Strategy
+) -> None:
+    if flags is None and isinstance(strategy, Replicated):
+        pytest.skip("nobody averages gradients")
+    check(two_ranks, bad_gradient, strategy=strategy, flags=flags)
+
+
+def scale_after(rank: int) -> tuple[float, float]:
+    """At step 2 the gradients of rank 0 overflow, which rank 1 does not see in its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    training = Training(rank, strategy=Sharded(), grad_scaler=scaler)
+    for number in range(5):
+        x, y = training.batch(number)
+        training.optimizer.zero_grad()
+        loss = squares(training.model(x), y).mean() * (torch.inf if number == 2 and rank == 0 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+    return scaler.get_scale(), training.optimizer.metrics()["skipped_steps"]
+
+
+def test_an_overflow_on_one_rank_lowers_the_scale_on_all(two_ranks: Ranks) -> None:
+    assert two_ranks.run(scale_after) == [(32.0, 1), (32.0, 1)]
+
+
+def too_many(rank: int, strategy: Strategy) -> str:
+    training = Training(rank, strategy=strategy, flags=None if isinstance(strategy, Sharded) else {}, nonfinite_limit=2)
+    for number in range(3):
+        x, y = training.batch(number)
+        training.optimizer.zero_grad()
+        (squares(training.model(x), y).mean() * (torch.inf if rank == 0 and number else 1.0)).backward()
+        try:
+            training.optimizer.step()
+        except RuntimeError as error:
+            return f"{number}: {error}"
+    return ""
+
+
+@each_strategy
+def test_too_many_skipped_steps_raise_on_all_ranks_alike(two_ranks: Ranks, strategy: Strategy) -> None:
+    for message in two_ranks.run(too_many, strategy):
+        assert message.startswith("2: kfac_optim: 2 steps in a row were skipped")
+
+
+class Overflowing(nn.Module):
+    """A layer whose input overflows when it is squared, at examples that begin with 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        huge = (x[:, :1] == 1) * 1e200 + (x[:, :1] != 1)
+        return self.last(self.first(x * huge).tanh() / huge)
+
+
+def bad_statistics(rank: int | None, strategy: Strategy) -> list[Tensor]:
+    """At step 3 those of rank 0 are refused, so that the others' alone count."""
+    training = Training(rank, Overflowing, strategy, {}, inverse_update_period=1, skip_layers=["last"])
+    twin = build(Overflowing)
+    for number in range(6):
+        x, y = training.batch(number)
+        size = EXAMPLES // 2
+        training.optimizer.zero_grad()
+        if rank != 1 and number == 3:
+            x = torch.cat([torch.cat([torch.ones(size, 1), x[:size, 1:]], 1), x[size:]]) if rank is None else x
+            if rank == 0:
+                x = torch.cat([torch.ones(size, 1), x[:, 1:]], 1)
+        if rank is None and number == 3:
+            twin.load_state_dict(training.bare.state_dict())
+            squares(training.model(x[size:]), y[size:]).mean().backward()
+            for param, grad in zip(
+                training.bare.parameters(),
+                torch.autograd.grad(squares(twin(x), y).mean(), list(twin.parameters())),
+                strict=True,
+            ):
+                assert param.grad is not None
+                param.grad.copy_(grad)
+        else:
+            squares(training.model(x), y).mean().backward()
+        training.optimizer.step()
+    return training.params
+
+
+@each_strategy
+def test_a_rank_whose_statistics_are_not_finite_is_left_out_of_them(two_ranks: Ranks, strategy: Strategy) -> None:
+    compare(two_ranks.run(bad_statistics, strategy), bad_statistics(None, strategy))
+
+
+def failing_refresh(rank: int | None, strategy: Strategy) -> tuple[list[Tensor], float]:
+    """From step 3 on the Cholesky decomposition of 5×5 matrices fails, at two steps."""
+    training = Training(rank, strategy=strategy, flags={}, inverse_update_period=1)
+    real = torch.linalg.cholesky_ex
+    failed = 0.0
+
+    def broken(matrix: Tensor, **options: Any) -> Any:
+        factor, info = real(matrix, **options)
+        return (factor, torch.ones_like(info)) if matrix.shape[-1] == 5 else (factor, info)
+
+    for number in range(7):
+        torch.linalg.cholesky_ex = broken if number in (3, 4) else real  # type: ignore[assignment]
+        try:
+            training.run(plain, [number])
+        finally:
+            torch.linalg.cholesky_ex = real  # type: ignore[assignment]
+        failed = max(failed, training.optimizer.metrics()["failed_refreshes"])
+    return training.params, failed
+
+
+@each_strategy
+def test_a_refresh_that_fails_on_its_owner_leaves_all_ranks_the_last_good_inverse(
+    two_ranks: Ranks, strategy: Strategy
+) -> None:
+    found = two_ranks.run(failing_refresh, strategy)
+    expected, failed = failing_refresh(None, strategy)
+    compare([params for params, _ in found], expected)
+    assert failed > 0
+    assert max(count for _, count in found) > 0
+
+
+# -- the model changes -------------------------------------------------------------------------------------------
+
+
+def grows(rank: int | None, strategy: Strategy) -> list[Tensor]:
+    """A layer comes at step 3, another is unfrozen at step 6 and one frozen at step 8."""
+    training = Training(rank, Mixed, strategy, None)
+    bare = training.bare
+    bare.hidden.requires_grad_(False)
+    late = list(bare.last.parameters())
+    others = [param for param in bare.parameters() if not any(param is each for each in late)]
+    optimizer = KFACOptimizer(others, model=bare, **training.options)
+    del training.optimizer
+    for number in range(12):
+        if number == 3:
+            optimizer.add_param_group({"params": late, "lr": 0.02})
+        if number == 6:
+            bare.hidden.requires_grad_(True)
+        if number == 8:
+            bare.first.requires_grad_(False)
+        optimizer.zero_grad()
+        x, y = training.batch(number)
+        squares(bare(x), y).mean().backward()
+        if rank is not None and isinstance(strategy, Replicated):
+            for param in bare.parameters():
+                if param.grad is not None:
+                    torch.distributed.all_reduce(param.grad)
+                    param.grad /= 2
+        optimizer.step()
+    return training.params
+
+
+@each_strategy
+def test_layers_that_come_and_go_are_planned_anew(two_ranks: Ranks, strategy: Strategy) -> None:
+    compare(two_ranks.run(grows, strategy), grows(None, strategy))
+
+
+# -- ranks that differ -------------------------------------------------------------------------------------------
+
+
+def told(rank: int, build_training: Callable[[int], Training], steps: int) -> str:
+    training = build_training(rank)
+    try:
+        training.run(plain, range(steps))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def other_model(rank: int) -> Training:
+    return Training(rank, partial(Sized, width=5 + rank), Sharded())
+
+
+class Sized(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(4, width), nn.Linear(width, 2))
+
+
+def other_damping(rank: int) -> Training:
+    return Training(rank, strategy=Sharded(), flags={}, damping=0.1 * (1 + rank))
+
+
+def other_skipping(rank: int) -> Training:
+    return Training(rank, strategy=Replicated(), flags={}, skip_layers=["first"][:rank])
+
+
+def other_limit(rank: int) -> Training:
+    return Training(rank, strategy=Sharded(), flags={}, nonfinite_limit=20 + rank)
+
+
+@pytest.mark.parametrize(
+    ("built", "words"),
+    [
+        (other_model, "layer '0'"),
+        (other_damping, "damping of param group 0: 0.1 here, 0.2 there"),
+        (other_skipping, "skip_layers: \\[\\] here, \\['first'\\] there"),
+        (other_limit, "nonfinite_limit: 20 here, 21 there"),
+    ],
+)
+def test_ranks_that_differ_are_told_in_what(two_ranks: Ranks, built: Callable[[int], Training], words: str) -> None:
+    for message in two_ranks.run(told, built, 2):
+        assert message.startswith("kfac_optim: the ranks disagree")
+        assert re.search(words, message), message
+
+
+def other_rate_later(rank: int) -> str:
+    training = Training(rank, strategy=Replicated(), flags={})
+    training.run(plain, range(3))
+    training.optimizer.param_groups[0]["lr"] *= 1 + rank
+    try:
+        training.run(plain, range(3, 5))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_learning_rate_that_one_rank_changes_is_told(two_ranks: Ranks) -> None:
+    assert all("lr of param group 0: 0.05 here, 0.1 there" in message for message in two_ranks.run(other_rate_later))
+
+
+def unaveraged(rank: int) -> Training:
+    return Training(rank, strategy=Replicated(0.5), flags=None)
+
+
+def test_gradients_that_nobody_averaged_are_noticed_at_the_first_step(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(told, unaveraged, 1):
+        assert message.startswith("kfac_optim: the gradients of this step differ from rank to rank")
+
+
+# -- ranks that fail ---------------------------------------------------------------------------------------------
+
+
+def failing_rank(rank: int, kill: bool) -> str:
+    training = Training(rank, strategy=Sharded(), flags=None, timeout=timedelta(seconds=3))
+    training.run(plain, range(2))
+    if rank == 1:
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(8)
+        return ""
+    try:
+        training.run(plain, range(2, 4))
+    except RuntimeError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def by_hand(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    optimizer.zero_grad()
+    squares(model(x), y).mean().backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        torch.distributed.all_reduce(param.grad)
+        param.grad /= 2
+    optimizer.step()
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_time_out() -> None:
+    ranks = Ranks(2)
+    try:
+        began = time.monotonic()
+        message = ranks.run(failing_rank, False, timeout=40)[0]
+        assert time.monotonic() - began < 30
+    finally:
+        ranks.stop()
+    assert message.startswith("CollectiveError kfac_optim: on rank 0 of 2 the collective of 'votes'")
+    assert "No word from rank 1" in message
+
+
+def test_a_rank_that_is_killed_does_not_leave_the_others_waiting() -> None:
+    ranks = Ranks(2)
+    try:
+        with pytest.raises(RankError, match="died, exit code -9"):
+            ranks.run(failing_rank, True, timeout=40)
+    finally:
+        ranks.stop()
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+def copied(rank: int, strategy: Strategy, by_pickle: bool) -> tuple[list[Tensor], list[Tensor]]:
+    training = Training(rank, strategy=strategy, flags=None)
+    step = plain if isinstance(strategy, Sharded) else by_hand
+    training.run(step, range(4))
+    pair = training.bare, training.optimizer
+    bare, optimizer = pickle.loads(pickle.dumps(pair)) if by_pickle else copy.deepcopy(pair)
+    training.run(step, range(4, 8))
+    for number in range(4, 8):
+        step(bare, optimizer, *training.batch(number), number)
+    return training.params, [param.detach().clone() for param in bare.parameters()]
+
+
+@each_strategy
+@pytest.mark.parametrize("by_pickle", [False, True])
+def test_copies_go_on_to_the_bit_as_the_original(two_ranks: Ranks, by_pickle: bool, strategy: Strategy) -> None:
+    for original, other in two_ranks.run(copied, strategy, by_pickle):
+        for left, right in zip(original, other, strict=True):
+            assert torch.equal(left, right)
+
+
+# -- judges, and random numbers ------------------------------------------------------------------------------------
+
+
+def judged(rank: int | None, quadratic: bool) -> tuple[list[Tensor], dict[str, float]]:
+    options: dict[str, Any] = {
+        "estimate": ExactGGN(nn.MSELoss()),  # which draws nothing
+        "adapt_damping": LevenbergMarquardt(interval=1, reject=True),
+        "damping": 1e-3,
+        "kl_clip": None,
+        **({"step_size": QuadraticModel()} if quadratic else {"lr": 1.5, "momentum": 0.0}),
+    }
+    training = Training(rank, partial(Sized, width=5), Replicated(), {}, **options)
+    optimizer = training.optimizer
+    x, y = training.batch(0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(training.model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(8):
+        optimizer.step(closure)
+    metrics = optimizer.metrics()
+    return training.params, {
+        name: metrics[name] for name in ("damping", "rejected_steps", "reduction_ratio") if name in metrics
+    }
+
+
+@pytest.mark.parametrize("quadratic", [False, True])
+def test_ranks_judge_steps_as_one_process_does(two_ranks: Ranks, quadratic: bool) -> None:
+    found = two_ranks.run(judged, quadratic)
+    params, metrics = judged(None, quadratic)
+    compare([each for each, _ in found], params, rtol=1e-6)
+    assert found[0][1] == found[1][1]
+    assert found[0][1] == pytest.approx(metrics, rel=1e-4)
+    assert metrics["damping"] != 1e-3
+
+
+def refused_judge(rank: int) -> list[str]:
+    messages = []
+    for options in ({"step_size": QuadraticModel()}, {"adapt_damping": LevenbergMarquardt()}):
+        try:
+            Training(rank, strategy=Sharded(), estimate=MonteCarlo(nn.MSELoss()), **options)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_judges_are_refused_where_gradients_are_sharded(two_ranks: Ranks) -> None:
+    for messages in two_ranks.run(refused_judge):
+        assert len(messages) == 2
+        assert all("needs all gradients and momentum on every process" in message for message in messages)
+
+
+def drawn(rank: int) -> Tensor:
+    """`G` of the last layer, from one batch that is the same on all ranks, before it is merged."""
+    training = Training(rank, partial(Sized, width=5), Replicated(), None, estimate=MonteCarlo(nn.MSELoss()))
+    x, y = examples(0)
+    training.optimizer.zero_grad()
+    F.mse_loss(training.model(x), y).backward()
+    block = training.optimizer._binding.coverage.blocks[-1]
+    return block.state.pair.g.pending.clone()
+
+
+def test_ranks_draw_other_targets(two_ranks: Ranks) -> None:
+    one, other = two_ranks.run(drawn)
+    assert not torch.allclose(one, other)
+    alone = Training(None, partial(Sized, width=5), estimate=MonteCarlo(nn.MSELoss()))
+    x, y = examples(0)
+    F.mse_loss(alone.model(x), y).backward()
+    torch.testing.assert_close(one, alone.optimizer._binding.coverage.blocks[-1].state.pair.g.pending)

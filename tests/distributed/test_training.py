@@ -1,0 +1,189 @@
+"""P ranks train as one process does: parameters, momentum, factors, inverses, and all ranks at the same bits."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import RankError, Ranks
+from training import EMPTY, EVEN, NETS, UNEVEN, Case, Split, build, check, on_rank, wrap
+
+from kfac_optim import (
+    EKFAC,
+    AutoInverse,
+    Background,
+    BlockDiagonal,
+    Cholesky,
+    DoublyFactored,
+    Eigen,
+    LossTerms,
+    NewtonSchulz,
+    OnlineEigen,
+    Staggered,
+    Structure,
+    TrustRegion,
+    WeightSharing,
+)
+from kfac_optim.distributed import Auto, Placement, Replicated, Sharded
+from kfac_optim.distributed.strategies import Strategy
+
+FACTORS = Placement.FACTORS
+DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
+
+WIDE = {"inverse": {"wide": DoublyFactored(2)}}
+AFTER = {"momentum": 0.9, "step_size": TrustRegion(after_momentum=True), "inverse_update_period": 1}
+EACH = {"factor_update_period": 1, "inverse_update_period": 1}
+RARE = {"factor_update_period": 2, "inverse_update_period": 4}
+GROUPS = {"bias": {"lr": 0.02, "weight_decay": 0.1}, "hidden": {"damping": 0.3, "inverse_update_period": 4}}
+UNUSED = {"find_unused_parameters": True}
+VIEWS = {"gradient_as_bucket_view": True}
+STATIC = {"static_graph": True}
+
+
+def background(staleness: int, schedule: Any = None) -> dict[str, Any]:
+    chosen = {} if schedule is None else {"schedule": schedule}
+    return {"refresh": Background(max_staleness=staleness, deterministic=True, **chosen)}
+
+
+# Every value of every choice with several values of the others; what is in no pair here, the drawn cases below reach.
+ON_TWO = {
+    "replicated": Case(),
+    "replicated, by hand": Case(wrapped=None, split=UNEVEN, options={"momentum": 0.9}),
+    "one worker": Case(
+        "tokens", Replicated(0.5), {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, split=EMPTY
+    ),
+    "factors": Case("tied", Replicated(1, FACTORS), {"kl_clip": None, **RARE}, split=UNEVEN, wrapped=VIEWS),
+    "factors, one worker": Case(
+        "pictures", Replicated(0.5, FACTORS), {"refresh": Staggered()}, split=EMPTY, wrapped=None
+    ),
+    "sharded": Case(strategy=Sharded(), options={"momentum": 0.9}, by_layer=GROUPS, split=EMPTY),
+    "sharded, no wrapper": Case("tied", Sharded(), {"momentum": 0.5, "dampening": 0.1}, split=UNEVEN, wrapped=None),
+    "sharded factors": Case("tokens", Sharded(FACTORS), split=EMPTY, micro=2),
+    "auto": Case("feature map", Auto(), {**WIDE, "l2_in_curvature": True, "weight_decay": 0.1}, split=UNEVEN),
+    "auto of one": Case("pictures", Auto(candidates=(Sharded(),)), EACH, split=UNEVEN),
+    "eigen": Case("tokens", Sharded(FACTORS), {"inverse": Eigen(), **RARE}, split=UNEVEN, wrapped=None),
+    "eigen, replicated": Case("mixed", Replicated(0.5, FACTORS), {"inverse": Eigen()}, split=EMPTY),
+    "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=EMPTY),
+    "ekfac, one worker": Case("pictures", Replicated(0.5), {"inverse": EKFAC(), **EACH}, split=UNEVEN, micro=2),
+    "newton": Case("mixed", Replicated(1, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY, wrapped=None),
+    "online": Case("tied", Replicated(0.5, FACTORS), {"inverse": OnlineEigen(), **RARE}, split=UNEVEN),
+    "online, sharded": Case("mixed", Sharded(), {"inverse": OnlineEigen(full_period=3)}, split=UNEVEN),
+    "doubly factored": Case("feature map", Sharded(), WIDE, split=EMPTY),
+    "rule": Case("tokens", Sharded(), {"inverse": AutoInverse()}, split=UNEVEN, wrapped=STATIC),
+    "blocks": Case("mixed", Replicated(0.5), {"structure": (BlockDiagonal(3), DENSE)}, split=UNEVEN),
+    "diagonal": Case("mixed", Sharded(), {"structure": (DIAGONAL, DENSE)}, split=EVEN),
+    "identity": Case("tokens", Sharded(FACTORS), {"structure": (DENSE, IDENTITY)}, split=EMPTY),
+    "reduce": Case("tokens", Replicated(0.5), {"weight_sharing": WeightSharing.REDUCE}, split=EMPTY),
+    "summed loss": Case("tied", Replicated(), {"loss_terms": LossTerms.SUM, "kl_clip": None}, split=EMPTY),
+    "summed loss, sharded": Case("mixed", Sharded(), {"loss_terms": LossTerms.SUM, "kl_clip": None}, split=UNEVEN),
+    "stated terms": Case("mixed", Sharded(FACTORS), stated=True, split=EMPTY, micro=2),
+    "scaler": Case("pictures", Replicated(0.5), split=UNEVEN, scaler="handed"),
+    "scaler, named": Case("mixed", Sharded(), split=UNEVEN, scaler="named", micro=2),
+    "micro-batches, by hand": Case("tied", Replicated(0.5), split=UNEVEN, micro=3, wrapped=None),
+    "after momentum": Case("mixed", Replicated(), AFTER, split=UNEVEN),
+    "after momentum, sharded": Case("tokens", Sharded(), AFTER, split=EMPTY),
+    "background": Case("mixed", Replicated(0.5), background(2), split=UNEVEN),
+    "background, at once": Case("pictures", Sharded(), background(0), split=UNEVEN),
+    "background, factors": Case("tokens", Sharded(FACTORS), background(1, Staggered()), split=EMPTY),
+    "unused": Case("tied", Sharded(), split=EMPTY, wrapped=UNUSED),
+    "static graph": Case("mixed", Sharded(), split=UNEVEN, wrapped=STATIC),
+}
+
+ON_FOUR = {
+    "replicated": Case("tokens", split=UNEVEN),
+    "half the workers": Case("mixed", Replicated(0.5), {"momentum": 0.9}, split=EMPTY),
+    "factors": Case("tied", Replicated(0.5, FACTORS), {"inverse": Eigen()}, split=UNEVEN),
+    "factors, one worker": Case("mixed", Replicated(0.25, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY),
+    # Some ranks own no layer.
+    "sharded": Case("pictures", Sharded(), {"momentum": 0.9, **RARE}, split=EMPTY),
+    "sharded factors": Case(
+        "feature map", Sharded(FACTORS), {**WIDE, "refresh": Staggered()}, split=UNEVEN, wrapped=None
+    ),
+    "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=UNEVEN),
+    "background": Case("tokens", Sharded(FACTORS), background(2), split=UNEVEN),
+    "after momentum": Case("pictures", Sharded(), AFTER, split=UNEVEN),
+    "scaler": Case("mixed", Sharded(), split=EMPTY, scaler="named", micro=2),
+    "auto": Case("mixed", Auto(), by_layer=GROUPS, split=UNEVEN),
+}
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_ranks_end_where_one_process_does(two_ranks: Ranks, name: str) -> None:
+    check(ON_TWO[name], two_ranks.run(on_rank, ON_TWO[name]))
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_end_where_one_process_does(four_ranks: Ranks, name: str) -> None:
+    check(ON_FOUR[name], four_ranks.run(on_rank, ON_FOUR[name]))
+
+
+def strategies_of() -> st.SearchStrategy[Strategy | Auto]:
+    placed = st.sampled_from(Placement)
+    replicated = st.builds(Replicated, st.sampled_from([0.25, 0.5, 1.0]), placed)
+    return st.one_of(replicated, st.builds(Sharded, placed), st.just(Auto()))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    strategy = draw(strategies_of())
+    factor_period, inverse_period = draw(st.sampled_from([(1, 1), (1, 3), (2, 4)]))
+    inverse = draw(st.sampled_from([Cholesky(), Eigen(), EKFAC(), NewtonSchulz(), OnlineEigen(), AutoInverse()]))
+    if isinstance(inverse, EKFAC):
+        inverse_period = factor_period
+    options: dict[str, Any] = {
+        "inverse": inverse,
+        "factor_update_period": factor_period,
+        "inverse_update_period": inverse_period,
+        "kl_clip": draw(st.sampled_from([None, 1e-3])),
+        "weight_decay": draw(st.sampled_from([0.0, 0.01])),
+        "momentum": draw(st.sampled_from([0.0, 0.9])),
+        "factor_decay": draw(st.sampled_from([0.5, 1.0])),
+    }
+    weights = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any))
+    return Case(
+        net=draw(st.sampled_from(sorted(NETS))),
+        strategy=strategy,
+        options=options,
+        split=Split(tuple(weights)),
+        wrapped=draw(st.sampled_from([None, {}, VIEWS, UNUSED])),
+        micro=draw(st.integers(1, 2)),
+        stated=draw(st.booleans()),
+        steps=6,
+    )
+
+
+@settings(max_examples=12)
+@given(case=cases())
+def test_any_two_ranks_end_where_one_process_does(two_ranks: Ranks, case: Case) -> None:
+    check(case, two_ranks.run(on_rank, case))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refusal(rank: int, case: Case) -> str:  # noqa: ARG001
+    model = wrap(build(NETS[case.net]), case.wrapped)
+    try:
+        case.optimizer(model, **case.distributed())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "deterministic=True": Case(options={"refresh": Background()}),
+    "Placement.LAYERS": Case(strategy=Sharded(FACTORS), options=AFTER),
+    "with Placement.LAYERS": Case(strategy=Auto(), options=AFTER),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_choices_that_ranks_cannot_follow_alike_are_refused(two_ranks: Ranks, words: str) -> None:
+    for message in two_ranks.run(refusal, REFUSED[words]):
+        assert message.startswith("kfac_optim: ")
+        assert words in message
+
+
+def test_a_scaler_that_is_not_named_is_refused_where_ranks_see_other_gradients(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="grad_scaler=scaler"):
+        two_ranks.run(on_rank, Case(strategy=Sharded(), scaler="handed"), timeout=20)
