@@ -127,7 +127,7 @@ class DistributedExecutor(SingleDevice):
             return
         if _any_sharded(params):
             check_sharding(covered, self._groups[0])
-        elif isinstance(self._config.strategy, FullySharded) and params:
+        elif isinstance(self.config.strategy, FullySharded) and params:
             raise RuntimeError(
                 "kfac_optim: FullySharded() is for parameters that fully_shard has sharded, and none is. Shard the "
                 "model before the optimizer is built, or use Replicated() or Sharded()."
