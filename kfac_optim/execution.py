@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.inverses.base import Inverse
+from kfac_optim.shards import is_sharded
 
 Names = Callable[[], Mapping[nn.Parameter, str]]
 """Fully qualified names of the optimizer's parameters."""
@@ -38,6 +39,14 @@ class Executor(Protocol):
 
     def attach(self, model: nn.Module | None) -> None:
         """Told of the model, when that is known; None where it is not yet."""
+
+    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        """Refuse parameters that are laid out over processes as this executor cannot train them; changes nothing.
+
+        Raises:
+            NotImplementedError: no executor can.
+            RuntimeError: another could.
+        """
 
     def emitted(self, block: KFACBlock) -> None:
         """Told during backward that `block` took statistics; may begin to share them."""
@@ -158,6 +167,15 @@ class SingleDevice:
 
     def attach(self, model: nn.Module | None) -> None:
         pass
+
+    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        for block in blocks:
+            for param, name in zip(block.params, block.param_names, strict=True):
+                if param.grad is not None and is_sharded(param):
+                    raise RuntimeError(
+                        f"kfac_optim: {name!r} is sharded, and no process alone can precondition its gradient. Leave "
+                        "distributed at None, or pass a DistributedConfig(...) with the group that it is sharded over."
+                    )
 
     def emitted(self, block: KFACBlock) -> None:
         pass

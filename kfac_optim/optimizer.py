@@ -37,7 +37,7 @@ from kfac_optim.refresh import Background, Refresh, Together, check_refresh
 from kfac_optim.replay import ForwardRecorder, Objective
 from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Pattern
-from kfac_optim.shards import local
+from kfac_optim.shards import is_sharded, local
 from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
 from kfac_optim.trial import Judge, Trial
@@ -216,6 +216,8 @@ class KFACOptimizer(Optimizer):
                 f"kfac_optim: {self._judges[0]} needs the curvature of the loss, and estimate={estimate!r} does not "
                 "name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
             )
+        self._whole = [] if step_size.takes_shards else [step_size]
+        self._whole += [] if adapt_damping is None else [adapt_damping]
         check_refresh(refresh)
         self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
         self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
@@ -243,7 +245,9 @@ class KFACOptimizer(Optimizer):
             options.check_patterns(given)
         self._window = CaptureWindow(loss_terms)
         self._step_size = step_size
-        self._executor = self._choose_executor(distributed, estimate)
+        if not isinstance(params, nn.Module | Tensor):
+            params = list(params)
+        self._executor = self._choose_executor(distributed, estimate, sharded=_shows_shards(params))
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
@@ -267,6 +271,7 @@ class KFACOptimizer(Optimizer):
         self._batches = BatchWatch()
         self._binding.start(self._group_of())
         self._executor.attach(self._binding.model)
+        self._executor.check(self._binding.coverage.blocks, self._params())
         if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
 
@@ -374,7 +379,15 @@ class KFACOptimizer(Optimizer):
             check_group({**self.defaults, **plain}, f" in param group {number}")
             param_group.update(plain)  # torch keeps the user's very dict
         super().add_param_group(param_group)
+        try:
+            for choice in self._whole or (None,):
+                engine.check_shards(self.param_groups[-1], len(self.param_groups) - 1, choice)
+        except NotImplementedError:
+            del self.param_groups[-1]
+            raise
         self._binding.bind(self._group_of())
+        if self._binding.model is not None:
+            self._executor.check(self._binding.coverage.blocks, self._params())
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
@@ -384,12 +397,14 @@ class KFACOptimizer(Optimizer):
         """Scale all gradients so that their norm together is at most `max_norm`; the norm before, `[]`.
 
         As `torch.nn.utils.clip_grad_norm_`, over the parameters of this optimizer, and right where that is not: under
-        `Sharded` `.grad` holds the mean over ranks on one rank each. Then a collective, to be called on all ranks.
+        `Sharded` `.grad` holds the mean over ranks on one rank each. Then a collective, to be called on all ranks. Of
+        parameters that `fully_shard` has sharded torch's own is right as well.
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite`.
         """
         params = self._params()
+        self._executor.check(self._binding.coverage.blocks, params)
         self._executor.prepare(self._binding.coverage.blocks, params, self._names)
         return self._executor.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -524,7 +539,12 @@ class KFACOptimizer(Optimizer):
             self._warn_of_nothing_to_do(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
             warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
+        self._executor.check(self._binding.coverage.blocks, self._params())
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
+        if self._record is None or not gradients:
+            self._binding.refuse_replaced()
+        if self._executor.several and self._binding.model is None and not gradients:
+            self._warn_of_no_gradients(stacklevel=6)
         # What is refused is left as it was.
         if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
             self._objective.check(gradients)
@@ -563,7 +583,9 @@ class KFACOptimizer(Optimizer):
         self._warn_of_few_examples()
         return True
 
-    def _choose_executor(self, distributed: DistributedConfig | bool | None, estimate: Estimate) -> Executor:
+    def _choose_executor(
+        self, distributed: DistributedConfig | bool | None, estimate: Estimate, *, sharded: bool
+    ) -> Executor:
         if distributed is not None and distributed is not False and not isinstance(distributed, DistributedConfig):
             raise TypeError(
                 f"kfac_optim: distributed must be None, False or a DistributedConfig(...), got {distributed!r}."
@@ -576,7 +598,7 @@ class KFACOptimizer(Optimizer):
                 "is built."
             )
         config = distributed if isinstance(distributed, DistributedConfig) else DistributedConfig()
-        if distributed is False or not running or dist.get_world_size(config.group) == 1:
+        if distributed is False or not running or (dist.get_world_size(config.group) == 1 and not sharded):
             return SingleDevice()
         window, optimizer = self._window, weakref.ref(self)
 
@@ -629,6 +651,15 @@ class KFACOptimizer(Optimizer):
             warnings.warn(
                 "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
                 "optimizer.summary() lists the reasons.",
+                stacklevel=stacklevel + 1,
+            )
+
+    def _warn_of_no_gradients(self, stacklevel: int) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "kfac_optim: no parameter has a gradient, and no module that holds them was called since the optimizer "
+                "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards.",
                 stacklevel=stacklevel + 1,
             )
 
@@ -733,6 +764,17 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     checkpoint.check(blocks, incoming, strays, any_prefix=not binding.given)
     optimizer._incoming = incoming, waiting
     return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
+
+
+def _shows_shards(params: object) -> bool:
+    """Whether any parameter is sharded, as far as can be seen without using up iterators."""
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    if isinstance(params, dict):
+        params = params.get("params")
+    if isinstance(params, list | tuple):
+        return any(map(_shows_shards, params))
+    return isinstance(params, Tensor) and is_sharded(params)
 
 
 def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:

@@ -1,7 +1,7 @@
 """K-FAC on the ranks of a process group: the executor that joins plan, statistics and gradients."""
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NoReturn
@@ -68,6 +68,8 @@ class DistributedExecutor(SingleDevice):
         self._exchange: StatisticsExchange | None = None
         self._flow: GradientFlow | None = None
         self._reports: EarlyReports | None = None
+        # What was found fit to train.
+        self._checked: list[int | str] = []
         # What there is to plan, and a number that tells it; the number of what was planned.
         self._seen: tuple[Any, ...] = ()
         self._blocks: Sequence[KFACBlock] = ()
@@ -92,6 +94,20 @@ class DistributedExecutor(SingleDevice):
             self._hook = OwnersHook(self._wrapper, self._config.observe)
 
     # -- a step ------------------------------------------------------------------------------------------------
+
+    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        covered = {n: p for b in blocks for n, p in zip(b.param_names, b.params, strict=True)}
+        looked_at = [*map(id, params), *covered]
+        if looked_at == self._checked:
+            return
+        if _any_sharded(params):
+            check_sharding(covered, self._groups[0])
+        elif isinstance(self._config.strategy, FullySharded) and params:
+            raise RuntimeError(
+                "kfac_optim: FullySharded() is for parameters that fully_shard has sharded, and none is. Shard the "
+                "model before the optimizer is built, or use Replicated() or Sharded()."
+            )
+        self._checked = looked_at
 
     def emitted(self, block: KFACBlock) -> None:
         if self._reports is not None and block in self._states:
@@ -179,7 +195,9 @@ class DistributedExecutor(SingleDevice):
                 f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
                 "clipped; pass error_if_nonfinite=False to scale them all the same."
             )
-        nn.utils.clip_grads_with_norm_(self.flow.owned(params), max_norm, norm)
+        owned = self.flow.owned(params)
+        for sharded in (False, True):  # torch does not take both at once
+            nn.utils.clip_grads_with_norm_([p for p in owned if isinstance(p, DTensor) is sharded], max_norm, norm)
         return norm
 
     # -- the plan ----------------------------------------------------------------------------------------------
@@ -280,10 +298,8 @@ class DistributedExecutor(SingleDevice):
     def _strategy(self) -> Strategy | Auto:
         """Of parameters that FSDP2 has sharded, gradients and momentum are FSDP2's business."""
         wished = self._config.strategy
-        covered = {n: p for b in self._blocks for n, p in zip(b.param_names, b.params, strict=True)}
-        if not any(isinstance(param, DTensor) for param in covered.values()):
+        if not _any_sharded(param for held in self._params.values() for param in held):
             return wished
-        check_sharding(covered, self.main)
         return FullySharded() if isinstance(wished, Auto) else FullySharded(wished.placement, wished.statistics)
 
     def _adopt_plan(self) -> None:
@@ -495,6 +511,10 @@ class DistributedExecutor(SingleDevice):
     def _owners(self) -> dict[nn.Parameter, int | None]:
         assert self.plan is not None
         return _owners(self.plan, self._params)
+
+
+def _any_sharded(params: Iterable[nn.Parameter]) -> bool:
+    return any(isinstance(param, DTensor) for param in params)
 
 
 def _owners(plan: Plan, params: Mapping[str, Sequence[nn.Parameter]]) -> dict[nn.Parameter, int | None]:
