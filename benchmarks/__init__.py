@@ -6,6 +6,7 @@
     python -m benchmarks step-cost          what does a step cost, and how far is that from the arithmetic floor?
     python -m benchmarks preconditioning    does it precondition at all, and is the cold start safe?
     python -m benchmarks refresh            how long is the longest step, together, staggered and in the background?
+    python -m benchmarks distributed        what does it send, hold and cost on several processes?
     python -m benchmarks scaling            how does it scale to 1,024 ranks, as plans predict it?
 
 They need ``pip install -e ".[benchmarks]"``. A new question is a new module with ``HELP``, ``add_arguments(parser)``

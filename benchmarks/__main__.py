@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 try:
-    from benchmarks import autoencoders, language, preconditioning, quickstart, refresh, scaling, step_cost
+    from benchmarks import autoencoders, distributed, language, preconditioning, quickstart, refresh, scaling, step_cost
     from benchmarks.arguments import UsageError
     from benchmarks.data import DataError
 except ModuleNotFoundError as error:
@@ -23,6 +23,7 @@ _BENCHMARKS = {
     "preconditioning": preconditioning,
     "autoencoders": autoencoders,
     "refresh": refresh,
+    "distributed": distributed,
     "scaling": scaling,
 }
 

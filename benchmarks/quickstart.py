@@ -2,7 +2,8 @@
 
 Trains a deep network without normalisation on scikit-learn's digits, or on MNIST, once for each learning rate of a
 grid: with torch.optim.SGD and with KFACOptimizer, from the same initial weights, on the same batches, both with
-momentum 0.9, KFACOptimizer otherwise at its defaults. The target is the lowest loss on the training data that SGD
+momentum 0.9, KFACOptimizer otherwise at its defaults. On several processes (torchrun, mpirun, SLURM) each has its share
+of every batch, and both optimizers train the model in DDP. The target is the lowest loss on the training data that SGD
 reaches at any checkpoint with any learning rate; of each optimizer's runs the one that gets there first is shown.
 """
 
@@ -23,13 +24,14 @@ from rich.table import Table
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from benchmarks import arguments, data
+from benchmarks import arguments, data, processes
 from benchmarks.data import ImageData
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.models import mlp
 from benchmarks.plots import plot_training
 from benchmarks.training import Checkpoint, History, evaluate, train
 from kfac_optim import KFACOptimizer
+from kfac_optim.distributed import ProcessPlace
 
 HELP = "does K-FAC beat a tuned SGD on real data?"
 
@@ -126,19 +128,28 @@ def run(args: argparse.Namespace) -> None:
             f"argument --data-dir: digits comes with scikit-learn and is read from no folder, got "
             f"{str(args.data_dir)!r}; leave it out, or pass --dataset mnist"
         )
-    console = Console()
+    with processes.launched() as place:
+        compare(args, place)
+
+
+def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
+    """The whole benchmark, on all processes alike; the first of them shows it."""
+    console = Console(quiet=place.rank > 0)
     pin_threads(args.threads)
     problem = PROBLEMS[args.dataset]
     if args.quick:
         problem = replace(problem, epochs=2, grids={name: grid[1:2] for name, grid in problem.grids.items()})
     if args.epochs is not None:
         problem = replace(problem, epochs=args.epochs)
+    processes.check_share(problem.batch_size, place.world_size)
     images = problem.load(args.data_dir)
 
     runs = run_grids(problem, images, args.seed, console)
     tuned_sgd = min((run for run in runs if run.optimizer == "SGD"), key=lambda run: run.best_loss)
     target = tuned_sgd.best_loss
     best = [tuned_sgd, min((run for run in runs if run.optimizer == "KFAC"), key=functools.partial(_rank, target))]
+    if place.rank > 0:
+        return
     console.print(grid_table(runs, target), result_table(best, target), verdict(best, target))
 
     report = {
@@ -148,6 +159,7 @@ def run(args: argparse.Namespace) -> None:
         "batch_size": problem.batch_size,
         "epochs": problem.epochs,
         "seed": args.seed,
+        "processes": place.world_size,
         "target": target,
         "runs": [asdict(run) for run in runs],
         "best": [asdict(run) for run in best],
@@ -179,7 +191,8 @@ def run_one(
     """Train from the weights and with the batches of ``seed``, evaluating both splits at every checkpoint."""
     torch.manual_seed(seed)
     model = mlp(problem.widths, nn.Tanh)
-    optimizer = make_optimizer(name, model, lr)
+    trained = processes.wrapped(model)
+    optimizer = make_optimizer(name, trained, lr)
     checkpoints: list[Checkpoint] = []
 
     def observe(history: History) -> None:
@@ -187,8 +200,16 @@ def run_one(
         checkpoints.append(Checkpoint(history.steps, history.seconds, *figures[0], *figures[1]))
         tell(history)
 
-    batches = data.batches(images.train, problem.batch_size, problem.epochs, seed)
-    history = train(model, optimizer, batches, F.cross_entropy, period=problem.period, observe=observe)
+    batches = processes.share(data.batches(images.train, problem.batch_size, problem.epochs, seed))
+    history = train(
+        trained,
+        optimizer,
+        batches,
+        F.cross_entropy,
+        period=problem.period,
+        observe=observe,
+        average=processes.average,
+    )
     return Run(name, lr, None if history.diverged else history.highest_rise, checkpoints)
 
 

@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--periods", type=arguments.periods, default=arguments.Periods(10, 100), help="FACTOR,INVERSE (default: 10,100)"
     )
-    parser.add_argument("--out", type=Path, default=Path("scaling"), help="folder (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("scaling-results"), help="folder (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:

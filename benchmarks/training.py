@@ -62,10 +62,12 @@ def train(
     *,
     period: int,
     observe: Callable[[History], None],
+    average: Callable[[Tensor], Tensor] = lambda losses: losses,
 ) -> History:
     """Train on all of ``batches``, calling ``observe(history)`` after every ``period`` steps.
 
-    A batch is ``(inputs [batch, ...], targets)``. The run ends early once a loss is not finite.
+    A batch is ``(inputs [batch, ...], targets)``. The run ends early once a loss is not finite. Losses are averaged by
+    ``average`` over the processes that train the model together, which so end alike.
     """
     history = History()
     pending: list[Tensor] = []  # read back only when observed: no step waits for its own loss
@@ -73,7 +75,7 @@ def train(
     for inputs, targets in batches:
         pending.append(_step(model, optimizer, inputs, targets, loss_function))
         if len(pending) == period:
-            history.batch_losses += torch.stack(pending).tolist()
+            history.batch_losses += average(torch.stack(pending)).tolist()
             history.seconds += time.perf_counter() - started
             pending.clear()
             if not all(map(math.isfinite, history.batch_losses[-period:])):
@@ -81,7 +83,8 @@ def train(
                 return history
             observe(history)
             started = time.perf_counter()
-    history.batch_losses += [loss.item() for loss in pending]
+    if pending:
+        history.batch_losses += average(torch.stack(pending)).tolist()
     history.seconds += time.perf_counter() - started
     history.diverged = not all(map(math.isfinite, history.batch_losses))
     return history

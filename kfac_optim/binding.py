@@ -107,7 +107,9 @@ class ModelBinding:
         Raises:
             ValueError: a pattern of the options matches no module of a model that had to be found.
         """
-        if self._settled or all(param.grad is None for param in self._groups):
+        # Gradients of zero are also what `torch.distributed.checkpoint` has a new optimizer step with. Looking at them
+        # synchronises, at the first steps alone.
+        if self._settled or not any(param.grad is not None and bool(param.grad.any()) for param in self._groups):
             return False
         if self._finder is not None and self.model is not None:
             self._options.check_patterns(self.model)

@@ -291,10 +291,14 @@ class KFACBlock:
         decay: float = self.group["factor_decay"] ** elapsed
         return decay
 
+    def blank_state(self) -> Any:
+        """A state that has seen nothing."""
+        return self.inverse.init(self.spec.by_blocks(), dtype=self.dtype, device=self.params[0].device)
+
     def _new_state(self) -> Any:
         self._home = self.dtype, self.params[0].device
         self.under_way = None
-        return self.inverse.init(self.spec.by_blocks(), dtype=self.dtype, device=self.params[0].device)
+        return self.blank_state()
 
 
 def l2(group: Mapping[str, Any]) -> float:

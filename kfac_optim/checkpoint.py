@@ -1,5 +1,6 @@
 """Block state in and out of `Optimizer.state_dict()`: tensors and numbers only, and refused when it does not fit."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -16,19 +17,23 @@ KEY = "kfac"
 """Where a block's state stands in the optimizer's state of the block's first parameter."""
 
 
-def dump(block: KFACBlock, tensors: Mapping[str, Any] | None, *, under_way: bool = True) -> dict[str, Any]:
+def dump(
+    block: KFACBlock, tensors: Mapping[str, Any] | None, *, under_way: bool = True, spread: bool = False
+) -> dict[str, Any]:
     """The state of `block`. The name is UTF-8 bytes, to name layers by.
 
     Args:
         block: whose.
         tensors: its statistics and inverse, as `Inverse.tensors` gives them; None leaves them out.
         under_way: whether a refresh that is under way is waited for, and held beside them.
+        spread: whether, where they are left out, another process has them.
     """
     state: dict[str, Any] = {
         "name": torch.tensor(list(block.name.encode()), dtype=torch.uint8),
         "clock": asdict(block.clock),
         "opposed": block.spec.opposed,
         "shared_input": block.spec.shared_input,
+        "spread": spread,  # the same on all ranks, as whatever stands under one key in a distributed checkpoint
     }
     if tensors is not None:
         state["inverse"] = tensors
@@ -104,6 +109,27 @@ def check(
         raise ValueError(
             f"kfac_optim: the checkpoint belongs to other layers or other options: {shown}. Build the optimizer as "
             "it was when the checkpoint was saved; nothing has been changed."
+        )
+
+
+def missed(
+    blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None]
+) -> tuple[list[KFACBlock], list[KFACBlock]]:
+    """Blocks that a checkpoint has no statistics for, and those of them that another process had some of."""
+    without = [
+        (block, state) for block, state in zip(blocks, states, strict=True) if state is None or "inverse" not in state
+    ]
+    return [block for block, _ in without], [block for block, state in without if state and state.get("spread")]
+
+
+def warn_of_missed(names: Sequence[str], stacklevel: int) -> None:
+    if names:
+        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        warnings.warn(
+            f"kfac_optim: the checkpoint lacks what other ranks than the one that saved it had: the statistics of "
+            f"{shown}, which start anew, and under Sharded() their momentum. To save a whole one call "
+            "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict().",
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -26,6 +26,8 @@ class Agreement(NamedTuple):
     """Blocks that took statistics on some worker."""
     graded: Collection[KFACBlock]
     """Blocks that have a gradient on some worker."""
+    restarted: Sequence[str] = ()
+    """Names of blocks of which a checkpoint that was loaded has statistics, but no worker; told once."""
 
 
 class Executor(Protocol):
@@ -120,14 +122,27 @@ class Executor(Protocol):
     ) -> Tensor:
         """Clip the norm of all gradients together; the norm before, `[]`."""
 
-    def loaded(self, without: Collection[KFACBlock]) -> None:
-        """Told that a checkpoint was loaded, and for which blocks it has no statistics."""
+    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
+        """Told that a checkpoint was loaded.
+
+        Args:
+            without: blocks that it has no statistics for.
+            missed: those of them that had some on another worker when it was saved.
+        """
 
     def tensors(self, block: KFACBlock) -> Any | None:
         """The whole state of `block` for a checkpoint, as `Inverse.tensors` gives it; None where it is not here."""
 
-    def consolidate(self, to: int | None) -> None:
-        """Have `tensors` and momentum whole on worker `to`, until the next step; None: of each block on one."""
+    def consolidate(
+        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
+    ) -> None:
+        """Have `tensors` and momentum whole on worker `to`, until the next step; None: of each block on one.
+
+        The other arguments are those of `agree`.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         """The workers that recompute the inverse of `block`, or its parts."""
@@ -158,6 +173,12 @@ class AtOnce:
             self._executor.solve(blocks)
             self._executor.share(blocks)
         return blocks
+
+
+def check_rank(to: int | None, workers: int) -> None:
+    """Raise unless `consolidate` may be asked for it."""
+    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < workers):
+        raise ValueError(f"kfac_optim: to must be a rank from 0 to {workers - 1}, or None, got {to!r}.")
 
 
 class SingleDevice:
@@ -255,14 +276,16 @@ class SingleDevice:
     ) -> Tensor:
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    def loaded(self, without: Collection[KFACBlock]) -> None:
+    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
         pass
 
     def tensors(self, block: KFACBlock) -> Any | None:
         return block.inverse.tensors(block.state)
 
-    def consolidate(self, to: int | None) -> None:
-        pass
+    def consolidate(
+        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
+    ) -> None:
+        check_rank(to, 1)
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         return (0,)

@@ -253,6 +253,7 @@ class KFACOptimizer(Optimizer):
             self._refresher = BackgroundRefresher(self._executor, refresh)
         self._record: engine.StepRecord | None = None
         self._warned = False
+        self._missed: list[str] = []
         self._binding = ModelBinding(
             given, options, self._window, self._executor.emitted, several=self._executor.several
         )
@@ -461,8 +462,12 @@ class KFACOptimizer(Optimizer):
 
         Refreshes under way are waited for, and held beside the inverses that they are to replace.
         """
+        fresh = self._record is None and not self.state
         self._publish_blocks()
-        return super().state_dict()
+        whole = super().state_dict()
+        if fresh:  # `torch.distributed.checkpoint` takes whatever stands there for a sign that momentum does
+            self.state.clear()
+        return whole
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Make the coming `state_dict()` whole: a collective, to be called on all ranks between two steps.
@@ -479,7 +484,7 @@ class KFACOptimizer(Optimizer):
         Raises:
             ValueError: there is no such rank.
         """
-        self._executor.consolidate(to)
+        self._executor.consolidate(self._binding.coverage.blocks, self._params(), self._names, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`; factors keep their own dtype.
@@ -494,6 +499,8 @@ class KFACOptimizer(Optimizer):
         finally:
             handle.remove()
             self._incoming = [], {}
+        if not self._executor.several:  # else it may be that another rank has it
+            checkpoint.warn_of_missed(self._missed, stacklevel=2)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -503,13 +510,9 @@ class KFACOptimizer(Optimizer):
         self._window.discard()
         self._binding.restore(*self._incoming)
         states, _ = self._incoming
-        self._executor.loaded(
-            [
-                block
-                for block, state in zip(self._binding.coverage.blocks, states, strict=True)
-                if state is None or "inverse" not in state
-            ]
-        )
+        without, missed = checkpoint.missed(self._binding.coverage.blocks, states)
+        self._executor.loaded(without, missed)
+        self._missed = [block.name for block in missed]
         self._binding.rebind(self._group_of())
         self._publish_blocks()
 
@@ -560,6 +563,7 @@ class KFACOptimizer(Optimizer):
             finite=not scale.overflowed and all_finite(map(local, gradients.values())),
             summed=self._window.summed(),
         )
+        checkpoint.warn_of_missed(agreement.restarted, stacklevel=6)
         if not agreement.finite:
             self._skip(gradients)
             return False
@@ -696,10 +700,14 @@ class KFACOptimizer(Optimizer):
         for state in self.state.values():
             if isinstance(state, dict):
                 state.pop(checkpoint.KEY, None)
-        for block in self._binding.coverage.blocks:
-            tensors = self._executor.tensors(block) if self._include_factors else None
-            several = self._executor.several  # refreshes under way would be known to some of them only
-            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(block, tensors, under_way=not several)
+        blocks, several = self._binding.coverage.blocks, self._executor.several
+        held = {block: self._executor.tensors(block) if self._include_factors else None for block in blocks}
+        partial = several and self._include_factors and None in held.values()
+        for block, tensors in held.items():
+            # Refreshes under way on several processes would be known to some of them only.
+            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(
+                block, tensors, under_way=not several, spread=partial and block.is_ready
+            )
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
 

@@ -8,6 +8,7 @@ Imports within this folder go only to a lower storey of its own:
     layouts                     L0  what is sent together: layouts, what a rank gives, what an owner gets
     launch                      L0  which launcher started the processes, and their process group
     fsdp                        L1  gradients kept in rows, to owners and back
+    calibration                 L1  the rates of a cost model, measured
     assignment                  L1  work laid on ranks, the largest first
     buckets                     L1  what is sent together, in an order that all ranks share
     comm                        L1  collectives, launched in one order on all ranks
@@ -27,9 +28,11 @@ Imports within this folder go only to a lower storey of its own:
     executor                    L8  all that joined, as the engine asks for it
 """
 
+from kfac_optim.distributed.calibration import measure_costs
 from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.costs import Collective, CostModel
+from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place, initialize
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan, predict_sgd
 from kfac_optim.distributed.strategies import Auto, FullySharded, Placement, Replicated, Sharded, Statistics, Strategy
@@ -43,15 +46,20 @@ __all__ = [
     "DistributedConfig",
     "FullySharded",
     "Launch",
+    "Launcher",
     "Placement",
     "Plan",
     "PlanOptions",
+    "ProcessPlace",
     "Replicated",
     "Sharded",
     "Statistics",
     "Strategy",
     "Uncovered",
     "differences",
+    "find_place",
+    "initialize",
     "make_plan",
+    "measure_costs",
     "predict_sgd",
 ]

@@ -29,7 +29,7 @@ class Payload(Enum):
     VOTES = "votes"
     """Control, to all: what ranks must agree on in each step."""
     SCALARS = "scalars"
-    """Control, to all: sums over parameters of which each rank has a share (not `Replicated`), by which a step is bounded."""
+    """Control, to all: sums over parameters that bound a step, where ranks have shares of them (not `Replicated`)."""
     TRACES = "traces"
     """Control, to all: what the owners of two parts of a layer need of one another before a refresh."""
     STATUS = "status"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kfac_optim.blocks import KFACBlock
+from kfac_optim.checkpoint import KEY
 from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.config import DistributedConfig
@@ -26,7 +27,7 @@ from kfac_optim.distributed.statistics import StatisticsExchange
 from kfac_optim.distributed.strategies import Auto, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.transfer import Transfer, carry_out, leaves, nested
 from kfac_optim.distributed.voting import Ballot, largest, vote
-from kfac_optim.execution import Agreement, Names, SingleDevice
+from kfac_optim.execution import Agreement, Names, SingleDevice, check_rank
 
 # What a vote knows of a block on one rank; what a higher number says includes what a lower one does.
 _UNUSED, _HAS_GRADIENT, _HAS_STATISTICS = range(3)
@@ -78,15 +79,20 @@ class DistributedExecutor(SingleDevice):
         self._number = self._agreed = 0
         # States of blocks as they were placed, to see when a block starts anew.
         self._states: dict[KFACBlock, Any] = {}
+        # Checkpoints that were loaded; of the last, until the ranks have told each other what they have of it, blocks
+        # that this rank has no statistics of, and those of them that had some on another when it was saved.
         self._loads = 0
+        self._loaded = "none"
         self._lost: set[KFACBlock] | None = None
+        self._missed: set[KFACBlock] = set()
+        self._restarted: list[str] = []
         # Of the step to come: blocks that it refreshes, those whose sums are merged, and buckets that go again.
         self._due: tuple[KFACBlock, ...] | None = None
         self._merged: set[KFACBlock] = set()
         self._again: tuple[bool, ...] = ()
         # Whole states for checkpoints, until the next step.
         self._complete: dict[KFACBlock, Any] = {}
-        self._borrowed: dict[nn.Parameter, Tensor] = {}
+        self._borrowed: list[nn.Parameter] = []
 
     def attach(self, model: nn.Module | None) -> None:
         self._wrapper = self._wrapper or find_wrapper(model)
@@ -123,6 +129,7 @@ class DistributedExecutor(SingleDevice):
         self._give_back()
         self._describe(blocks, params, names)
         verdict = self._vote(finite=finite, summed=summed)
+        restarted, self._restarted = self._restarted, []
         found = verdict.marks[: len(blocks)]
         self._again = tuple(map(bool, verdict.marks[len(blocks) :]))
         if verdict.finite:
@@ -134,6 +141,7 @@ class DistributedExecutor(SingleDevice):
             verdict.summed,
             sampled={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_STATISTICS},
             graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
+            restarted=tuple(restarted),
         )
 
     def settle(self) -> None:
@@ -236,8 +244,11 @@ class DistributedExecutor(SingleDevice):
             ]
         self._blocks = list(blocks)
         self._model, self._params = _layout(blocks, params, names())
+        if self._lost is not None:
+            clocks = sorted({(block.clock.step, block.clock.refreshed_at, block.clock.folds) for block in blocks})
+            self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics) {clocks}"
         config = replace(self._config, group=None)
-        lines = [repr(config), repr(self._loads), *map(repr, self._model)]
+        lines = [repr(config), self._loaded, *map(repr, self._model)]
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         self._number = int.from_bytes(digest[:8], "little") >> 2 | 1  # below 2**62, and not 0
 
@@ -271,7 +282,7 @@ class DistributedExecutor(SingleDevice):
 
     def _explain_disagreement(self) -> NoReturn:
         plan = self._make_plan()
-        self.main.check_agreement(plan.agreement() | {"checkpoints loaded": str(self._loads)}, differences)
+        self.main.check_agreement(plan.agreement() | {"checkpoints loaded": self._loaded}, differences)
         raise RuntimeError(
             "kfac_optim: the ranks disagree about what they train, although their plans are equal. Build the same "
             "model, with the same arguments of KFACOptimizer, on every rank."
@@ -331,14 +342,14 @@ class DistributedExecutor(SingleDevice):
         if overlaps and wrapper is not None:
             self._reports = EarlyReports(self.exchange, lambda: synchronises(wrapper), self._terms)
         self._states.clear()
+        if loaded:
+            self._recover()
         self._place_anew()
         for block, tensors in states.items():
             block.inverse.load(block.state, tensors)
         for param, buffer in momentum.items():
             self._state()[param]["momentum_buffer"] = buffer
-        if loaded:
-            self._complete_load()
-        elif old is not None:
+        if loaded or old is not None:
             self.exchange.forget_others(self._blocks)
         ready = [block for block in self._blocks if block.is_ready]
         if ready and (loaded or old is not None):
@@ -363,59 +374,59 @@ class DistributedExecutor(SingleDevice):
 
         What ranks have measured since must have been merged.
         """
-        exchange, main = self.exchange, self.main
-        visitors = exchange.bring_home(targets)
-        mine = {
-            block.name: [
-                (path, tensor.shape, tensor.dtype) for path, tensor in leaves(block.inverse.tensors(block.state))
-            ]
-            for block in targets
-            if exchange.home(block) == main.rank
-        }
-        everyones: list[Any] = [None] * main.world_size
-        dist.all_gather_object(everyones, mine, group=main.group)
+        visitors = self.exchange.bring_home(targets)
+        found = self._copied({block: (self.exchange.home(block), ranks) for block, ranks in targets.items()})
+        for block in visitors:  # what came home goes again
+            if block in found:
+                found[block] = nested((path, tensor.clone()) for path, tensor in leaves(found[block]))
+        self.exchange.send_off(visitors)
+        return found
+
+    def _copied(self, routes: Mapping[KFACBlock, tuple[int, Collection[int]]]) -> dict[KFACBlock, Any]:
+        """States of blocks as a source has them, on their targets; there it is no copy on the source itself."""
         found: dict[KFACBlock, Any] = {}
         transfers = []
-        for block, ranks in targets.items():
-            home = exchange.home(block)
-            if main.rank == home:
-                held = [tensor.clone() for _, tensor in leaves(block.inverse.tensors(block.state))]
-            else:
-                device = main.device if main.rank in ranks else torch.device("meta")
-                held = [
-                    torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in everyones[home][block.name]
-                ]
-            transfers.append(Transfer(block.name, held, home, tuple(ranks)))
-            if main.rank in ranks:
-                paths = [path for path, _, _ in everyones[home][block.name]]
-                found[block] = nested(zip(paths, held, strict=True))
-        carry_out(main, transfers)
-        exchange.send_off(visitors)
+        for block, (source, targets) in routes.items():
+            own = dict(leaves(block.inverse.tensors(block.state)))
+            if self.main.rank != source:
+                device = self.main.device if self.main.rank in targets else torch.device("meta")
+                own = {path: torch.empty_like(tensor, device=device) for path, tensor in own.items()}
+            transfers.append(Transfer(block.name, list(own.values()), source, tuple(targets)))
+            if self.main.rank in targets:
+                found[block] = nested(own.items())
+        carry_out(self.main, transfers)
         return found
 
     def _moved_momentum(self, targets: Mapping[nn.Parameter, Collection[int]]) -> dict[nn.Parameter, Tensor]:
         """Buffers of parameters that one rank alone updates, on the ranks that are their targets."""
-        state, main, owners = self._state(), self.main, self._owners
+        main, owners = self.main, self._owners
         params = list(targets)
-
-        def buffer(param: nn.Parameter) -> Tensor | None:
-            held: Tensor | None = state[param].get("momentum_buffer") if param in state else None
-            return held
-
-        exists = [int(owners[param] == main.rank and buffer(param) is not None) for param in params]
+        exists = [int(owners[param] == main.rank and self._momentum(param) is not None) for param in params]
         exists = largest(main, exists, "momentum", [])
+        return self._sent_momentum(
+            {
+                param: (owner, targets[param])
+                for param, there in zip(params, exists, strict=True)
+                if there and (owner := owners[param]) is not None
+            }
+        )
+
+    def _sent_momentum(self, routes: Mapping[nn.Parameter, tuple[int, Collection[int]]]) -> dict[nn.Parameter, Tensor]:
+        """Buffers as a source has them, on their targets."""
         transfers, found = [], {}
-        for number, (param, there) in enumerate(zip(params, exists, strict=True)):
-            owner = owners[param]
-            if not there or owner is None:
-                continue
-            held = buffer(param) if owner == main.rank else torch.empty_like(param)
+        for number, (param, (source, targets)) in enumerate(routes.items()):
+            held = self._momentum(param) if self.main.rank == source else torch.empty_like(param)
             assert held is not None
-            transfers.append(Transfer(f"momentum {number}", [held], owner, tuple(targets[param])))
-            if main.rank in targets[param]:
+            transfers.append(Transfer(f"momentum {number}", [held], source, tuple(targets)))
+            if self.main.rank in targets:
                 found[param] = held
-        carry_out(main, transfers)
+        carry_out(self.main, transfers)
         return found
+
+    def _momentum(self, param: nn.Parameter) -> Tensor | None:
+        state = self._state()
+        held: Tensor | None = state[param].get("momentum_buffer") if param in state else None
+        return held
 
     def _place_anew(self) -> None:
         """Lay out the memory of states that are new."""
@@ -451,25 +462,30 @@ class DistributedExecutor(SingleDevice):
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def loaded(self, without: Collection[KFACBlock]) -> None:
+    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
         self._loads += 1
-        self._lost = set(without)
-        self._give_back()
+        self._lost, self._missed = set(without), set(missed)
+        self._complete, self._borrowed = {}, []  # of a state that is no more
 
     def tensors(self, block: KFACBlock) -> Any | None:
         if block in self._complete:
             return self._complete[block]
-        if self._exchange is None or self.exchange.owns_all(block):
-            return super().tensors(block)
+        exchange = self._exchange
+        if exchange is None or self._lost is not None or block not in self._states or exchange.owns_all(block):
+            return None if self._lost is not None and block in self._lost else super().tensors(block)
+        if block.clock.folds == 0 and exchange.home(block) == self.main.rank:
+            # Whole, as there is nothing in it: what `torch.distributed.checkpoint` reads another state into.
+            return block.inverse.tensors(block.blank_state())
         return None
 
-    def consolidate(self, to: int | None) -> None:
-        if self.plan is None:
+    def consolidate(
+        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
+    ) -> None:
+        check_rank(to, dist.get_world_size(self._groups[0]))
+        if self.plan is None and self._lost is None:
             return  # nothing was learned
-        ranks = range(self.main.world_size)
-        if to is not None and to not in ranks:
-            raise ValueError(f"kfac_optim: to must be a rank from 0 to {len(ranks) - 1}, or None, got {to!r}.")
         self._give_back()
+        self.prepare(blocks, params, names)
         self._abandon_round()
         self.exchange.merge(self._blocks)
         self._complete = self._gathered(
@@ -477,35 +493,72 @@ class DistributedExecutor(SingleDevice):
         )
         if to is not None:
             moves = {param: [to] for param, owner in self._owners.items() if owner is not None and owner != to}
-            self._borrowed = self._moved_momentum(moves)
-            for param, buffer in self._borrowed.items():
+            borrowed = self._moved_momentum(moves)
+            self._borrowed = list(borrowed)
+            for param, buffer in borrowed.items():
                 self._state()[param]["momentum_buffer"] = buffer
 
     def _give_back(self) -> None:
-        """What was brought here for a checkpoint is out of date."""
-        self._complete.clear()
+        """Let go of what was brought here for a checkpoint, which may be in use still: dicts are left as they are."""
+        state = self._state()
+        if self._complete:
+            for param in list(state):
+                if isinstance(state[param], dict):
+                    state[param] = {name: value for name, value in state[param].items() if name != KEY}
         for param in self._borrowed:
-            if param in self._state():
-                self._state()[param].pop("momentum_buffer", None)
-        self._borrowed = {}
+            state[param] = {name: value for name, value in state[param].items() if name != "momentum_buffer"}
+        self._complete, self._borrowed = {}, []
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         return (0,) if self._exchange is None or block not in self._states else self.exchange.owners(block)
 
-    def _complete_load(self) -> None:
-        """After a checkpoint: what other ranks own is theirs, and results are theirs to share."""
-        self.exchange.forget_others(self._blocks)
-        lost = [int(block in (self._lost or ()) and self.exchange.owns(block)) for block in self._blocks]
-        lost = largest(self.main, lost, "load", [block.name for block in self._blocks])
-        for block, is_lost in zip(self._blocks, lost, strict=True):
-            if is_lost:
+    def _recover(self) -> None:
+        """After a checkpoint was loaded: what some rank has, to owners that lack it; what none has starts anew."""
+        rank, ranks = self.main.rank, self.main.world_size
+        lost, everyone = self._lost or set(), range(ranks)
+        homes = {block: set(self.exchange.owners(block)) for block in self._blocks}
+        homes_of_momentum = {
+            param: set(everyone) if owner is None else {owner} for param, owner in self._owners.items()
+        }
+        words = []
+        for has, wanted in (
+            *((block not in lost, rank in homes[block]) for block in self._blocks),
+            *((self._momentum(param) is not None, rank in home) for param, home in homes_of_momentum.items()),
+        ):
+            words += [-rank if has else -ranks, int(wanted and not has)]
+        told = largest(self.main, words, "load", [block.name for block in self._blocks])
+        sources, lacks = [-word for word in told[::2]], told[1::2]
+        found = self._copied(
+            {
+                block: (source, homes[block])
+                for block, source, is_lacking in zip(self._blocks, sources, lacks, strict=False)
+                if is_lacking and source < ranks
+            }
+        )
+        for block, tensors in found.items():
+            if block in lost:
+                block.inverse.load(block.state, tensors)
+        for block, source in zip(self._blocks, sources, strict=False):
+            if source == ranks:
+                if block.is_ready and block in self._missed:
+                    self._restarted.append(block.name)
                 block.restart()
-        self._place_anew()
-        self._lost = None
-        state = self._state()
-        for param, owner in self._owners.items():
-            if owner not in (None, self.main.rank) and param in state:
-                state[param].pop("momentum_buffer", None)
+        count, state = len(self._blocks), self._state()
+        buffers = self._sent_momentum(
+            {
+                param: (source, home)
+                for (param, home), source, is_lacking in zip(
+                    homes_of_momentum.items(), sources[count:], lacks[count:], strict=True
+                )
+                if is_lacking and source < ranks
+            }
+        )
+        for param, buffer in buffers.items():
+            state[param]["momentum_buffer"] = buffer
+        for param, home in homes_of_momentum.items():
+            if rank not in home and self._momentum(param) is not None:
+                del state[param]["momentum_buffer"]
+        self._lost, self._missed = None, set()
 
     @property
     def _owners(self) -> dict[nn.Parameter, int | None]:

@@ -151,9 +151,10 @@ class StatisticsExchange:
                     if name in received:
                         block.inverse.take(block.state, part.part.name, _split(received[name], results))
                         taken.add(name)
-        # Where a rank is alone in needing what it has, that is not sent; it takes it all the same.
-        for block, layer, part in self._parts(blocks):
-            if part.owner == self.rank and self.rank in layer.workers:
+        # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
+        # so that checkpoints of its state say what others apply.
+        for block, _, part in self._parts(blocks):
+            if part.owner == self.rank:
                 for name, results in _parcels(block, part):
                     if name not in taken:
                         own = {number: each.tensor for number, each in results}
@@ -166,16 +167,16 @@ class StatisticsExchange:
         block.measured_here = self.measures(block)
         if device.type == "meta":
             return
-        wanted = [
-            (result.tensor, self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges))
-            for part in layer.parts
-            for result in block.inverse.results(block.state, part.part.name)
-        ]
-        needed = {id(tensor) for tensor, wants in wanted if wants}  # parts may share a tensor
-        for tensor, _ in wanted:
-            if id(tensor) in needed:
-                hold(tensor, device)
-            elif not tensor.is_meta:
+        needed: list[Tensor] = []  # some by one part and not by another
+        others: list[Tensor] = []
+        for part in layer.parts:
+            for result in block.inverse.results(block.state, part.part.name):
+                here = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
+                (needed if here else others).append(result.tensor)
+        for tensor in needed:
+            hold(tensor, device)
+        for tensor in others:
+            if not tensor.is_meta and not any(tensor is each for each in needed):
                 drop(tensor)
 
     def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:
@@ -186,6 +187,7 @@ class StatisticsExchange:
             name = part.part.name
             factors = block.inverse.averages(block.state, name)
             kept = [tensor for factor in factors for tensor in (factor.average, factor.mass)]
+            kept += block.inverse.measures(block.state, name)
             results = [result.tensor for result in block.inverse.results(block.state, name)]
             if self.rank == self.home(block):
                 for tensor in results:

@@ -9,6 +9,9 @@ from torch import Tensor
 from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.layouts import Parcel, ShareBucket
 
+# Elements in one collective; a transfer that is larger goes alone.
+_TOGETHER = 2**22
+
 
 class Transfer(NamedTuple):
     """Tensors that go from one rank to others.
@@ -29,21 +32,30 @@ class Transfer(NamedTuple):
 
 @torch.no_grad()
 def carry_out(communicator: Communicator, transfers: Sequence[Transfer]) -> None:
-    """All of them in one collective; the same on all ranks.
+    """All of them, a few in each collective, so that what travels needs little memory; the same on all ranks.
 
     Everything goes as float64, which holds all numbers of narrower dtypes, and counts up to 2^53.
 
     Raises:
         CollectiveError: it failed, or some rank never came.
     """
-    parcels = []
-    for name, tensors, source, targets in transfers:
-        others = tuple(sorted(set(targets) - {source}))
-        elements = sum(tensor.numel() for tensor in tensors)
-        if others and elements:
-            parcels.append(Parcel(name, elements, source, others))
-    if not parcels:
-        return
+    together: list[Transfer] = []
+    parcels: list[Parcel] = []
+    for transfer in transfers:
+        others = tuple(sorted(set(transfer.targets) - {transfer.source}))
+        elements = sum(tensor.numel() for tensor in transfer.tensors)
+        if not (others and elements):
+            continue
+        if parcels and sum(parcel.elements for parcel in parcels) + elements > _TOGETHER:
+            _carry(communicator, together, parcels)
+            together, parcels = [], []
+        together.append(transfer)
+        parcels.append(Parcel(transfer.name, elements, transfer.source, others))
+    if parcels:
+        _carry(communicator, together, parcels)
+
+
+def _carry(communicator: Communicator, transfers: Sequence[Transfer], parcels: Sequence[Parcel]) -> None:
     bucket = ShareBucket("transfer", tuple(parcels), communicator.world_size, torch.float64)
     sent = {each.name for each in parcels if each.source == communicator.rank}
     values = {

@@ -153,6 +153,13 @@ class Inverse(ABC, Generic[S]):
         """
         self._refuse_sharing()
 
+    def measures(self, state: S, part: str) -> tuple[Tensor, ...]:
+        """What only the rank that recomputes the part counted and measured of it; no copies.
+
+        Checkpoints of a block whose parts have several owners bring it together.
+        """
+        return ()
+
     def take(self, state: S, part: str, received: Mapping[int, Tensor]) -> None:
         """Take over results of another rank, or its own as the others got them.
 
@@ -276,6 +283,10 @@ class PairInverse(Inverse[P]):
 
     def results(self, state: P, part: str) -> tuple[Result, ...]:
         return state.shared(part)
+
+    def measures(self, state: P, part: str) -> tuple[Tensor, ...]:
+        sides = slice(None) if part == "" else "AG".index(part)
+        return state.condition[sides], state.failed_in_a_row[sides]
 
     def adopt(self, state: P, shadow: P) -> None:
         theirs = shadow.measures() | shadow.results()

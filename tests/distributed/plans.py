@@ -55,6 +55,7 @@ options_ = st.builds(
     bucket_bytes=st.sampled_from([1, 64, 1000, 10**6]),
     sums_dtype=st.sampled_from([None, torch.bfloat16]),
     momentum=st.booleans(),
+    scalars=st.sampled_from([(), (3, 1), (5,)]),
 )
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from collectives import counted_bytes
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import (
@@ -21,7 +24,6 @@ from kfac_optim import (
     Cholesky,
     DoublyFactored,
     Eigen,
-    Inverse,
     KFACOptimizer,
     NewtonSchulz,
     OnlineEigen,
@@ -31,6 +33,7 @@ from kfac_optim import (
 from kfac_optim.distributed import (
     Cause,
     DistributedConfig,
+    FullySharded,
     Launch,
     Placement,
     Plan,
@@ -42,7 +45,9 @@ from kfac_optim.distributed import (
 from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.volumes import control, replicated, sharded
 
-INVERSES: list[Inverse[Any]] = [Cholesky(), Eigen(), EKFAC(), OnlineEigen(), NewtonSchulz(), DoublyFactored(2)]
+INVERSES: dict[str, Any] = {
+    type(inverse).__name__: inverse for inverse in (Cholesky(), Eigen(), EKFAC(), OnlineEigen(), NewtonSchulz())
+} | {"DoublyFactored": {"5": DoublyFactored(2)}}
 FRACTIONS = {2: (1.0, 0.5), 4: (1.0, 0.5, 0.25)}
 FACTOR_PERIOD, PERIOD = 2, 4
 
@@ -52,6 +57,12 @@ UNCOUNTED = (
     *("broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter"),
     *("reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send"),
 )
+
+
+class Wrapper(Enum):
+    NONE = auto()
+    DDP = auto()
+    FSDP2 = auto()
 
 
 class Mixed(nn.Sequential):
@@ -79,7 +90,8 @@ def average(observe: Callable[[Launch], None], bucket: dist.GradBucket) -> torch
     """What DDP does by itself, where it can be counted."""
     buffer = bucket.buffer().div_(dist.get_world_size())
     work = dist.all_reduce(buffer, group=dist.group.WORLD, async_op=True)
-    observe(Launch("gradients of DDP", Cause.COMPLETE, 0.0))
+    ranks = dist.get_world_size()
+    observe(Launch("gradients of DDP", Cause.COMPLETE, 2 * (ranks - 1) * buffer.nbytes / ranks))
     return work.get_future().then(lambda future: future.value()[0])
 
 
@@ -90,11 +102,11 @@ def payload_of(name: str) -> Payload:
 def counted(
     rank: int,
     strategy: Strategy,
-    inverse: Inverse[Any] | None = None,
+    inverse: str = "Cholesky",
     *,
     net: Callable[[], nn.Module] = Mixed,
     dtype: torch.dtype = torch.float32,
-    ddp: bool = True,
+    wrapper: Wrapper = Wrapper.DDP,
     groups: bool = False,
     config: dict[str, Any] | None = None,
     **options: Any,
@@ -102,10 +114,14 @@ def counted(
     """Bytes that this rank sends in a period of steps, once the averages are old."""
     torch.manual_seed(0)
     model = net().to(dtype)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4) if ddp else model
+    wrapped: Any = model
     trace: list[Launch] = []
-    if ddp and isinstance(strategy, Replicated):
-        wrapped.register_comm_hook(trace.append, average)
+    if wrapper is Wrapper.DDP:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        if isinstance(strategy, Replicated):
+            wrapped.register_comm_hook(trace.append, average)
+    elif wrapper is Wrapper.FSDP2:
+        wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     params: Any = wrapped
     if groups:
         params = [{"params": [param]} for param in model.parameters()]
@@ -116,7 +132,7 @@ def counted(
         momentum=0.9,
         factor_update_period=FACTOR_PERIOD,
         inverse_update_period=PERIOD,
-        inverse=inverse or Cholesky(),
+        inverse=INVERSES[inverse],
         distributed=DistributedConfig(strategy, bucket_bytes=300, observe=trace.append, **(config or {})),
         **options,
     )
@@ -128,20 +144,22 @@ def counted(
         (wrapped(inputs) - 1).square().mean().backward()
         optimizer.step()
 
-    for number in range(3):
+    for number in range(PERIOD):
         step(number)
     for block in optimizer._binding.coverage.blocks:
         block.clock.folds = block.clock.folds_at_refresh = 10**6
     trace.clear()
-    with counted_bytes() as sent, nothing_uncounted():
+    with ExitStack() as stack:
+        if wrapper is not Wrapper.FSDP2:  # it gathers and reduces by itself
+            sent = stack.enter_context(counted_bytes())
+            stack.enter_context(nothing_uncounted())
         for number in range(PERIOD):
-            step(3 + number)
-    assert len(sent) == len(trace), "every collective is observed"
+            step(PERIOD + number)
+    if wrapper is not Wrapper.FSDP2:
+        assert [launch.sent_bytes for launch in trace] == sent, "every collective is told of"
     found: Counter[Payload] = Counter()
-    for launch, size in zip(trace, sent, strict=True):
-        if launch.bucket != "gradients of DDP":
-            assert launch.sent_bytes == size
-        found[payload_of(launch.bucket)] += size  # type: ignore[assignment]
+    for launch in trace:
+        found[payload_of(launch.bucket)] += launch.sent_bytes  # type: ignore[assignment]
     plan = optimizer.plan()
     assert plan is not None
     return {payload: float(size) for payload, size in found.items()}, plan
@@ -149,13 +167,13 @@ def counted(
 
 def check(ranks: Ranks, strategy: Strategy, *args: Any, **kwargs: Any) -> Plan:
     """That all ranks together send what the plan says."""
-    answers = ranks.run(by_keywords, strategy, args, kwargs)
+    answers = ranks.run(by_keywords, strategy, args, kwargs, timeout=20)
     total: Counter[Payload] = Counter()
     for found, _ in answers:
         total.update(found)  # type: ignore[arg-type]
     plan: Plan = answers[0][1]
     predicted = {each.payload: each.bytes_per_step * PERIOD for each in plan.traffic}
-    if isinstance(strategy, Replicated) and not kwargs.get("ddp", True):
+    if isinstance(strategy, Replicated) and "wrapper" in kwargs:  # bare: gradients are averaged by nobody
         del predicted[Payload.GRADIENTS]
     assert {payload: Fraction(size) for payload, size in total.items() if size} == predicted
     assert all(Fraction(each.period) in (1, PERIOD) for each in plan.traffic)
@@ -174,15 +192,15 @@ def strategies(ranks: int) -> list[Strategy]:
     ]
 
 
-@pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: type(inverse).__name__)
+@pytest.mark.parametrize("inverse", INVERSES)
 @pytest.mark.parametrize("strategy", strategies(2), ids=str)
-def test_on_two_ranks(two_ranks: Ranks, strategy: Strategy, inverse: Inverse[Any]) -> None:
+def test_on_two_ranks(two_ranks: Ranks, strategy: Strategy, inverse: str) -> None:
     check(two_ranks, strategy, inverse)
 
 
-@pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: type(inverse).__name__)
+@pytest.mark.parametrize("inverse", INVERSES)
 @pytest.mark.parametrize("strategy", strategies(4), ids=str)
-def test_on_four_ranks(four_ranks: Ranks, strategy: Strategy, inverse: Inverse[Any]) -> None:
+def test_on_four_ranks(four_ranks: Ranks, strategy: Strategy, inverse: str) -> None:
     check(four_ranks, strategy, inverse)
 
 
@@ -190,7 +208,7 @@ def test_on_four_ranks(four_ranks: Ranks, strategy: Strategy, inverse: Inverse[A
 @pytest.mark.parametrize(
     "choice",
     [
-        {"ddp": False},
+        {"wrapper": Wrapper.NONE},
         {"groups": True},
         {"refresh": Staggered()},
         {"refresh": Background(max_staleness=1, deterministic=True)},
@@ -211,6 +229,14 @@ def test_with_other_choices(two_ranks: Ranks, strategy: Strategy, choice: dict[s
 def test_of_statistics_of_ones_own(four_ranks: Ranks, strategy: Strategy) -> None:
     plan = check(four_ranks, strategy)
     assert not plan.buckets_of(Payload.SUMS)
+
+
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("inverse", ["Cholesky", "EKFAC"])
+def test_beside_fsdp2s_own(two_ranks: Ranks, placement: Placement, inverse: str) -> None:
+    """Of rows that are even; what is told of each launch is held to what was counted by the tests above."""
+    plan = check(two_ranks, Sharded(placement), inverse, net=linear, wrapper=Wrapper.FSDP2)
+    assert plan.strategy == FullySharded(placement)
 
 
 def one_layer() -> nn.Module:

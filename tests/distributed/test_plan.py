@@ -584,9 +584,9 @@ def test_seconds_of_a_small_plan_by_hand() -> None:
     # 10 + 3 + 2 words of sums, in two buckets a layer: those of the second layer are long gone.
     assert seconds.sums == 15
     assert (seconds.inverses, seconds.preconditioned) == (0, 0)
-    assert seconds.votes == (4 + 2 + 4) * 8 / 4  # a ring: 2 (P−1)/P S
+    assert seconds.votes == (4 + 2 + 4 + 3 + 1) * 8 / 4  # with the scalars; a ring: 2 (P−1)/P S
     assert seconds.status == 3 * 2 * 8 / 4
-    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 16 + 20
+    assert seconds.shortest == seconds.forward + seconds.backward + 96 + 16 + 28
     assert seconds.longest == seconds.shortest + 36 + 15 + 12
     assert seconds.mean == pytest.approx(seconds.shortest + 6.3)
     plain = predict_sgd(model, 2, cost, options)
@@ -701,7 +701,7 @@ def test_the_summary_shows_owners_bytes_and_seconds() -> None:
 
 def test_a_plan_without_covered_layers() -> None:
     plan = make_plan([Uncovered("a", 5), Uncovered("b", 3)], 2, Sharded(), COST)
-    assert plan.words_per_step == sgd(2, 8) + control(2, 0, 0, 0, 10)
+    assert plan.words_per_step == sgd(2, 8) + control(2, 0, 0, 0, 0, 10)
     assert (plan.refresh_imbalance, plan.apply_imbalance, plan.refresh_floor) == (1.0, 1.0, 0.0)
     assert "fingerprint" in str(plan.summary())
 

@@ -241,9 +241,9 @@ def send_all(rank: int) -> list[dict[Payload, float]]:
                     sent[payload] = sum(counted)
                 for traffic in plan.traffic:
                     if traffic.payload.is_control:
-                        (bucket,) = plan.buckets_of(traffic.payload)
                         with counted_bytes() as counted:
-                            comm.all_reduce("control", torch.zeros(bucket.words, dtype=torch.int64)).wait()
+                            for bucket in plan.buckets_of(traffic.payload):
+                                comm.all_reduce("control", torch.zeros(bucket.words, dtype=torch.int64)).wait()
                         sent[traffic.payload] = sum(counted)
                 answers.append(sent)
     return answers

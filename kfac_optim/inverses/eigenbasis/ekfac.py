@@ -30,7 +30,8 @@ class EKFACState(EigenState):
         scales: running average of `S`, kept as `[groups, out · in]`; its mass is what was sampled since the block first
             had a basis, and 0 where an identity leaves nothing to sample.
         applied: `S` of the samples of all ranks as of the last refresh, which is what divides the gradient, `[groups,
-            out, in]`; `scales` then holds what this rank has sampled since. None on one process, where they are one.
+            out · in]`; `scales` then holds what this rank has sampled since. None where they are one, as on one process
+            (but from when it loads a checkpoint of several until the next refresh).
         measured: whether `S` is sampled: no factor is an identity.
         expressed: whether the samples since the last fold can all be had from rows.
         substituted: folds in which they could not, `[]` int64.
@@ -66,20 +67,27 @@ class EKFACState(EigenState):
         """`S`, `[groups, out, in]`; a view."""
         return self.scales.average.view(self.shape)
 
+    @property
+    def to_apply(self) -> Tensor:
+        """What divides the gradient, `[groups, out, in]`; a view."""
+        return (self.scales.average if self.applied is None else self.applied).view(self.shape)
+
     def shared(self, part: str) -> tuple[Result, ...]:
         """Bases, `solved` and `S`; eigenvalues are for the rank that refreshes.
 
         Samples of `S` stay on each rank, so that what is applied is another tensor there. Where it is not sampled it is
-        one of the results, `[groups, out · in]`.
+        one of the results, which may be dropped.
         """
         bases = [spectrum.basis for spectrum in of_part(part, self.a, self.g) if spectrum.basis is not None]
-        scales = self.second_moments if self.measured else self.scales.average
+        scales = self.scales.average if self.applied is None else self.applied
+        if scales is self.scales.average and self.measured:
+            scales = self.second_moments  # a view: to drop it leaves the samples
         return *(Result(each, measuring=self.measured) for each in (*bases, self.solved)), Result(scales)
 
     def sampled(self) -> dict[str, Tensor]:
         """What folds made of the samples, by its name in checkpoints; no copies."""
         return {
-            "S": self.second_moments,
+            "S": self.scales.average,
             "S_mass": self.scales.mass,
             "S_substituted": self.substituted,
             "S_refused": self.refused,
@@ -228,29 +236,34 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         if not state.measured:
             super().take(state, part, received)
             if last in received:
-                state.applied = state.second_moments
+                state.applied = state.scales.average
             return
         # On the rank that refreshed the bases may be those it has: then nothing is carried over twice.
         old = state.standing()
         super().take(state, part, {index: tensor for index, tensor in received.items() if index != last})
         state.carry_over(old)
         if last in received:
-            state.applied = received[last].to(state.condition.dtype, copy=True)
+            state.applied = received[last].to(state.condition.dtype, copy=True).view_as(state.scales.average)
 
     def refresh(self, states: Sequence[EKFACState], dampings: Sequence[float]) -> None:
         before = [state.standing() for state in states]
         super().refresh(states, dampings)
         for state, old in zip(states, before, strict=True):
-            state.carry_over(old)
+            self._renew(state, old)
 
     def adopt(self, state: EKFACState, shadow: EKFACState) -> None:
         old = state.standing()
         super().adopt(state, shadow)
+        self._renew(state, old)
+
+    def _renew(self, state: EKFACState, old: "_Standing") -> None:
+        """After a refresh: `S` in the new bases, to be applied as it is now."""
         state.carry_over(old)
+        if state.measured:
+            state.applied = None  # until `take` says otherwise
 
     def damped(self, state: EKFACState, damping: float) -> Tensor:
-        moments = state.second_moments if state.applied is None else state.applied
-        return torch.where(state.solved[:, None, None], moments + damping, 1.0)
+        return torch.where(state.solved[:, None, None], state.to_apply + damping, 1.0)
 
     def setbacks(self, state: EKFACState) -> tuple[Tensor, Tensor]:
         refused, failed = super().setbacks(state)
@@ -262,15 +275,21 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         return {**counted, "substituted_statistics": state.substituted}
 
     def tensors(self, state: EKFACState) -> dict[str, Any]:
-        applied = {} if state.applied is None else {"S_applied": state.applied}
+        applied: dict[str, Tensor] = {}
+        if state.measured:  # no alias of S: checkpoints are also read in place
+            applied["S_applied"] = state.scales.average.clone() if state.applied is None else state.applied
+            applied["S_applied_apart"] = torch.tensor(state.applied is not None)
         return {**super().tensors(state), **state.sampled(), **applied}
 
     def load(self, state: EKFACState, tensors: Mapping[str, Any]) -> None:
         super().load(state, tensors)
         for name, tensor in state.sampled().items():
             copy_held(tensor, tensors[name])
-        applied = tensors.get("S_applied")
-        state.applied = None if applied is None else torch.empty_like(state.second_moments).copy_(applied)
+        state.applied = None
+        if state.measured and bool(tensors["S_applied_apart"]):
+            applied = tensors["S_applied"]
+            state.applied = torch.empty_like(state.scales.average, device="meta" if applied.is_meta else None)
+            copy_held(state.applied, applied)
         state.forget_pending()
 
     def flops(self, spec: LayerSpec) -> Cost:
