@@ -252,7 +252,9 @@ class ModelBinding:
         if not any(map(is_sharded, held)):
             return
         was_held = {
-            param: name for block in self.coverage.blocks for param, name in zip(block.params, block.param_names, strict=True)
+            param: name
+            for block in self.coverage.blocks
+            for param, name in zip(block.params, block.param_names, strict=True)
         }
         for param in (*was_held, *self.coverage.uncovered):
             if param not in held:

@@ -216,8 +216,8 @@ class KFACOptimizer(Optimizer):
                 f"kfac_optim: {self._judges[0]} needs the curvature of the loss, and estimate={estimate!r} does not "
                 "name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
             )
-        self._whole = [] if step_size.takes_shards else [step_size]
-        self._whole += [] if adapt_damping is None else [adapt_damping]
+        whole = (None if step_size.takes_shards else step_size, adapt_damping)
+        self._whole = [choice for choice in whole if choice is not None]
         check_refresh(refresh)
         self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
         self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
@@ -246,7 +246,7 @@ class KFACOptimizer(Optimizer):
         self._window = CaptureWindow(loss_terms)
         self._step_size = step_size
         if not isinstance(params, nn.Module | Tensor):
-            params = list(params)
+            params = list(params)  # type: ignore[assignment]
         self._executor = self._choose_executor(distributed, estimate, sharded=_shows_shards(params))
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):

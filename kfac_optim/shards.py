@@ -104,5 +104,5 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor, which shares its memory; plain tensors are their own."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[operator]
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part

@@ -70,7 +70,7 @@ class DistributedExecutor(SingleDevice):
         self._flow: GradientFlow | None = None
         self._reports: EarlyReports | None = None
         # What was found fit to train.
-        self._checked: list[int | str] = []
+        self._checked: tuple[int | str, ...] = ()
         # What there is to plan, and a number that tells it; the number of what was planned.
         self._seen: tuple[Any, ...] = ()
         self._blocks: Sequence[KFACBlock] = ()
@@ -103,7 +103,7 @@ class DistributedExecutor(SingleDevice):
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         covered = {n: p for b in blocks for n, p in zip(b.param_names, b.params, strict=True)}
-        looked_at = [*map(id, params), *covered]
+        looked_at: tuple[int | str, ...] = (*map(id, params), *covered)
         if looked_at == self._checked:
             return
         if _any_sharded(params):

@@ -1,12 +1,17 @@
 """Training under FSDP2 goes where one process goes that has all examples: parameters, momentum and factors."""
 
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from collectives import counted_bytes
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,12 +27,17 @@ from kfac_optim import (
     Eigen,
     ExactGGN,
     KFACOptimizer,
+    LevenbergMarquardt,
+    LossTerms,
+    MonteCarlo,
     NewtonSchulz,
+    QuadraticModel,
     Staggered,
     TrustRegion,
 )
 from kfac_optim.checkpoint import KEY
-from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Statistics
+from kfac_optim.distributed import DistributedConfig, FullySharded, Placement, Replicated, Statistics
+from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.transfer import leaves
 from kfac_optim.shards import local
 
@@ -84,6 +94,17 @@ class Skipping(nn.Module):
 def mlp() -> nn.Sequential:
     """What its last layer returns is what it returns."""
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Even(nn.Sequential):
+    """All rows can be shared evenly by two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped: Tensor = super().forward(x)
+        return mapped[:, :3].clone()
 
 
 def one_layer() -> nn.Module:
@@ -156,7 +177,6 @@ class Case:
     placement: Placement = LAYERS
     sizes: tuple[int, ...] = (4,)
     micro: int = 1
-    numbers: dict[str, Any] = field(default_factory=dict)
 
     def build(self, model: nn.Module, **more: Any) -> KFACOptimizer:
         defaults = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "inverse_update_period": 3, "kl_clip": 1e-2}
@@ -263,78 +283,163 @@ INVERSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", Placement)
-@pytest.mark.parametrize("inverse", INVERSES)
-def test_two_ranks(two_ranks: Ranks, inverse: str, placement: Placement) -> None:
-    check(two_ranks, Case(INVERSES[inverse], placement=placement))
-
-
-@pytest.mark.parametrize("placement", Placement)
-@pytest.mark.parametrize("inverse", INVERSES)
-def test_four_ranks(four_ranks: Ranks, inverse: str, placement: Placement) -> None:
-    check(four_ranks, Case(INVERSES[inverse], placement=placement, sizes=(4, 3, 5, 2)))
-
-
 SHARDS: dict[str, Shard] = {
     "root_only": root_only,
     "root_resharded": root_resharded,
     "nested": nested,
     "nested_and_kept": nested_and_kept,
 }
+L2 = {"weight_decay": 0.01, "l2_in_curvature": True}
 
-
-@pytest.mark.parametrize("shard", SHARDS)
-def test_wraps(two_ranks: Ranks, shard: str) -> None:
-    check(two_ranks, Case(shard=SHARDS[shard], sizes=(3, 5)))
-
-CHOICES = [
-    {"momentum": 0.0},
-    {"nesterov": True},
-    {"nesterov": True, "foreach": False},
-    {"nesterov": True, "foreach": True},
-    {"foreach": True},
-    {"weight_decay": 0.01},
-    {"weight_decay": 0.01, "l2_in_curvature": True},
-    {"weight_decay": 0.01, "l2_in_curvature": True, "maximize": True, "lr": 1e-4},
-    {"dampening": 0.5},
-    {"kl_clip": None},
-    {"kl_clip": 1e-6},
-    {"skip_layers": ("first", "gate")},
-    {"refresh": Staggered()},
-    {"refresh": Background(max_staleness=2, deterministic=True)},
-    {"fused": True},
+# Every inverse with both placements, every wrap and both kinds of batches; and each other choice with one of them.
+COVERING: list[tuple[str, Placement, str, tuple[int, ...], dict[str, Any]]] = [
+    ("Cholesky", LAYERS, "nested", (4,), {"momentum": 0.0}),
+    ("Cholesky", FACTORS, "root_only", (3, 5), {"nesterov": True}),
+    ("Eigen", LAYERS, "root_resharded", (3, 5), {"nesterov": True, "foreach": False}),
+    ("Eigen", FACTORS, "nested_and_kept", (4,), {"nesterov": True, "foreach": True}),
+    ("EKFAC", LAYERS, "nested", (3, 5), {"weight_decay": 0.01}),
+    ("EKFAC", FACTORS, "root_only", (4,), L2),
+    ("NewtonSchulz", LAYERS, "nested_and_kept", (3, 5), L2 | {"kl_clip": None}),
+    ("NewtonSchulz", FACTORS, "root_resharded", (4,), {"kl_clip": 1e-6, "foreach": False}),
+    ("AutoInverse", LAYERS, "nested", (3, 5), {"dampening": 0.5, "foreach": True}),
+    ("AutoInverse", FACTORS, "nested", (4,), {"maximize": True, "lr": 1e-4}),
+    ("Cholesky", LAYERS, "nested", (3, 5), {"skip_layers": ("first", "gate")}),
+    ("Eigen", FACTORS, "nested", (3, 5), {"refresh": Staggered()}),
+    ("Cholesky", FACTORS, "root_only", (3, 5), {"refresh": Background(max_staleness=2, deterministic=True)}),
 ]
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_choices(two_ranks: Ranks, choice: dict[str, Any]) -> None:
-    check(two_ranks, Case(choice, sizes=(3, 5)))
 
-def test_accumulation(two_ranks: Ranks) -> None:
-    check(two_ranks, Case(loop=accumulated, micro=3))
-
-def test_accumulation4(four_ranks: Ranks) -> None:
-    check(four_ranks, Case(loop=accumulated, micro=2, shard=root_only))
-
-def test_checkpointing(two_ranks: Ranks) -> None:
-    check(two_ranks, Case(net=Checkpointed, sizes=(3,5)))
-
-def test_one_layer(four_ranks: Ranks) -> None:
-    check(four_ranks, Case(net=one_layer, sizes=(3,5)))
+@pytest.mark.parametrize(("inverse", "placement", "shard", "sizes", "choice"), COVERING, ids=str)
+def test_on_two_ranks(
+    two_ranks: Ranks, inverse: str, placement: Placement, shard: str, sizes: tuple[int, ...], choice: dict[str, Any]
+) -> None:
+    check(two_ranks, Case(INVERSES[inverse] | choice, shard=SHARDS[shard], placement=placement, sizes=sizes))
 
 
-GGN = {"estimate": ExactGGN(nn.MSELoss(reduction="sum"))}
+@pytest.mark.parametrize(
+    ("inverse", "placement", "shard"),
+    [
+        ("Cholesky", LAYERS, "nested"),
+        ("Eigen", FACTORS, "root_only"),
+        ("EKFAC", LAYERS, "nested_and_kept"),
+        ("NewtonSchulz", FACTORS, "root_resharded"),
+    ],
+)
+def test_on_four_ranks(four_ranks: Ranks, inverse: str, placement: Placement, shard: str) -> None:
+    check(four_ranks, Case(INVERSES[inverse], shard=SHARDS[shard], placement=placement, sizes=(4, 3, 5, 2)))
 
-@pytest.mark.parametrize("net", [mlp, Uneven, Checkpointed])
-@pytest.mark.parametrize("loop", [once, accumulated])
-@pytest.mark.parametrize("shard", SHARDS)
-def test_estimates(two_ranks: Ranks, shard: str, net: Any, loop: Any) -> None:
-    check(two_ranks, Case({"estimate":ExactGGN(nn.MSELoss())}, net=net, shard=SHARDS[shard], loop=loop, micro=1 if loop is once else 2))
+
+def test_on_more_ranks_than_rows_or_layers(four_ranks: Ranks) -> None:
+    check(four_ranks, Case(net=one_layer, sizes=(3, 5)))
+
+
+@pytest.mark.parametrize("shard", ["root_only", "nested"])
+def test_accumulated_gradients(two_ranks: Ranks, shard: str) -> None:
+    check(two_ranks, Case(loop=accumulated, micro=3, shard=SHARDS[shard]))
+
+
+@pytest.mark.parametrize("shard", ["root_resharded", "nested"])
+def test_checkpointed_layers(two_ranks: Ranks, shard: str) -> None:
+    check(two_ranks, Case(net=Checkpointed, sizes=(3, 5), shard=SHARDS[shard]))
+
+
+# In `mlp` what the model returns is what a layer returns that FSDP2 gathers, and shards again after its backward.
+@pytest.mark.parametrize(
+    ("net", "loop", "shard"),
+    [
+        (mlp, once, "nested"),
+        (mlp, accumulated, "nested"),
+        (mlp, once, "root_resharded"),
+        (Uneven, once, "root_only"),
+        (Checkpointed, accumulated, "nested_and_kept"),
+    ],
+)
+def test_estimates_with_passes_of_their_own(
+    two_ranks: Ranks, net: Callable[[], nn.Module], loop: Loop, shard: str
+) -> None:
+    estimate = ExactGGN(nn.MSELoss(), loss_terms=LossTerms.EXAMPLES)
+    check(two_ranks, Case({"estimate": estimate}, net=net, shard=SHARDS[shard], loop=loop, micro=2))
+
+
+def reductions(rank: int, estimate: bool) -> list[int]:
+    """How often FSDP2 reduces gradients in each of two micro-batches."""
+    model = seeded(mlp)
+    nested(model, init_device_mesh("cpu", (2,)))
+    choice = {"estimate": ExactGGN(nn.MSELoss())} if estimate else {}
+    optimizer = KFACOptimizer(model, **choice)
+    counts = []
+    for sync, x in zip((False, True), Case(micro=2).batches(rank, 0), strict=True):
+        model.set_requires_gradient_sync(sync)
+        with mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce:
+            loss(model, x).backward()
+        counts.append(reduce.call_count)
+    optimizer.step()
+    return counts
+
+
+def test_passes_of_an_estimate_reduce_nothing(two_ranks: Ranks) -> None:
+    assert two_ranks.run(reductions, True)[0] == two_ranks.run(reductions, False)[0] == [0, 3]
+
+
+def in_low_precision(rank: int) -> dict[str, Tensor]:
+    model, mesh = seeded(mlp), init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model[0], model[2], model[4], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    case = Case({"lr": 0.01})
+    optimizer = case.build(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        once(model, case.batches(rank, step))
+        optimizer.step()
+    return {name: whole(param.detach()) for name, param in model.named_parameters()}
+
+
+def test_forwards_in_low_precision(two_ranks: Ranks) -> None:
+    start = {name: param.detach() for name, param in seeded(mlp).named_parameters()}
+    expected = on_one_process(2, Case({"lr": 0.01}, net=mlp)).params
+    far = max(float((tensor - start[name]).abs().max()) for name, tensor in expected.items())
+    for found in two_ranks.run(in_low_precision):
+        off = max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
+        assert 0 < off < 0.1 * far, (off, far)
+
+
+def compiled(rank: int, how: str, shard: str, net: Callable[[], nn.Module]) -> list[Tensor]:
+    torch.compiler.reset()
+    case = Case(net=net)
+    model = seeded(net)
+    SHARDS[shard](model, init_device_mesh("cpu", (2,)))
+    called: Any = model
+    if how == "model":
+        called = torch.compile(model, backend="aot_eager")
+    elif how == "layers":
+        for child in model.children():
+            child.compile(backend="aot_eager")
+    optimizer = case.build(called)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        for step in range(5):
+            optimizer.zero_grad()
+            once(called, case.batches(rank, step))
+            optimizer.step()
+    assert optimizer.metrics()["blocks_without_statistics"] == 0
+    return [whole(param.detach()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("how", "shard", "net"), [("model", "root_only", Uneven), ("layers", "root_only", Uneven), ("model", "nested", mlp)]
+)
+def test_compiled_models(two_ranks: Ranks, how: str, shard: str, net: Callable[[], nn.Module]) -> None:
+    expected = two_ranks.run(compiled, "", shard, net)
+    for found, theirs in zip(two_ranks.run(compiled, how, shard, net, timeout=90), expected, strict=True):
+        for left, right in zip(found, theirs, strict=True):
+            torch.testing.assert_close(left, right, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # -- gradients that are clipped, steps that are not taken, layers that are not used ---------------------------------
 
 
-def clipping(rank: int, ranks: int, order: float, mixed: bool) -> None:
+def clipping(_: int, ranks: int, order: float, mixed: bool) -> None:
     """One parameter is left whole on each rank, with the same gradient."""
     model, bare = seeded(Uneven), seeded(Uneven)
     mesh = init_device_mesh("cpu", (ranks,))
@@ -361,8 +466,7 @@ def clipping(rank: int, ranks: int, order: float, mixed: bool) -> None:
         torch.testing.assert_close(found, torch.full_like(found, 1.0), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["sharded", "partly sharded"])
-@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize(("order", "mixed"), [(2.0, False), (float("inf"), False), (1.0, True), (float("inf"), True)])
 def test_clipping_is_that_of_one_process(four_ranks: Ranks, order: float, mixed: bool) -> None:
     four_ranks.run(clipping, 4, order, mixed)
 
@@ -386,7 +490,7 @@ def sgd_parity(rank: int, choice: dict[str, Any]) -> None:
         assert torch.equal(*map(local, buffers))
 
 
-@pytest.mark.parametrize("choice", [{}, {"nesterov": True}, {"foreach": True}, {"dampening": 0.5}], ids=str)
+@pytest.mark.parametrize("choice", [{}, {"nesterov": True, "foreach": True}], ids=str)
 def test_with_all_layers_skipped_it_is_torch_sgd(two_ranks: Ranks, choice: dict[str, Any]) -> None:
     two_ranks.run(sgd_parity, choice)
 
@@ -424,12 +528,14 @@ def test_statistics_of_ones_own(two_ranks: Ranks) -> None:
         with torch.no_grad():
             for (name, left), right in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
                 source = (left, right)[owners.get(name.rpartition(".")[0], 0)]
-                left.copy_(source.clone()), right.copy_(source.clone())
+                kept = source.clone()
+                left.copy_(kept)
+                right.copy_(kept)
     for name, param in models[0].named_parameters():
         torch.testing.assert_close(found[name], param.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def of_skipped_step(rank: int, ranks: int, where: str) -> tuple[dict[str, Tensor], float]:
+def of_skipped_step(rank: int, ranks: int, where: str) -> dict[str, Tensor]:
     case = Case()
     model = seeded(case.net)
     nested(model, init_device_mesh("cpu", (ranks,)))
@@ -465,9 +571,9 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(two_ranks: Rank
             torch.testing.assert_close(found[name], param.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def of_unused(rank: int, shard: str, used: Sequence[Sequence[int]], options: dict[str, Any]) -> Any:
+def of_unused(rank: int, shard: str, used: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """In each step `Skipping` runs its layer on these ranks."""
-    case = Case(options, net=Skipping)
+    case = Case(net=Skipping)
     model = seeded(case.net)
     SHARDS[shard](model, init_device_mesh("cpu", (2,)))
     model.set_reduce_scatter_unused_params(all(used))  # else torch has no gradients to bring together
@@ -484,7 +590,11 @@ def marked(x: Tensor, uses: bool) -> Tensor:
     return x
 
 
-UNUSED = {"on one rank": [(0,)] * 4, "on another": [(0, 1), (0, 1), (1,), (1,), (0,), (0, 1)], "on all": [(), (), (0, 1), (), (0, 1)]}
+UNUSED = {
+    "on one rank": [(0,)] * 4,
+    "on another": [(0, 1), (0, 1), (1,), (1,), (0,), (0, 1)],
+    "on all": [(), (), (0, 1), (), (0, 1)],
+}
 
 
 # Modules that are gathered for themselves have to run on all ranks, says torch.
@@ -498,6 +608,125 @@ def test_a_layer_that_is_not_used(two_ranks: Ranks, used: str, shard: str) -> No
         for rank in range(2):
             (loss(model, marked(case.batches(rank, step)[0], rank in ranks)) / 2).backward()
         optimizer.step()
-    for found in two_ranks.run(of_unused, shard, UNUSED[used], {}, timeout=20):
+    for found in two_ranks.run(of_unused, shard, UNUSED[used], timeout=20):
         for name, param in model.named_parameters():
             torch.testing.assert_close(found[name], param.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+# -- bytes, and what is refused ----------------------------------------------------------------------------------------
+
+
+def bytes_of_steps(rank: int, ranks: int, case: Case) -> tuple[list[float], Any]:
+    """What is handed to `torch.distributed` within the steps of one period, once the averages are old; and the plan."""
+    model = seeded(case.net)
+    case.shard(model, init_device_mesh("cpu", (ranks,)))
+    config = DistributedConfig(Replicated(placement=case.placement), bucket_bytes=300)
+    optimizer = case.build(model, distributed=config)
+    sent: list[float] = []
+    for step in range(6):
+        if step == 3:
+            for block in optimizer._binding.coverage.blocks:
+                block.clock.folds = block.clock.folds_at_refresh = 10**6
+        optimizer.zero_grad()
+        once(model, case.batches(rank, step))
+        with counted_bytes() as counted:
+            optimizer.step()
+        sent += counted if step >= 3 else []
+    return sent, optimizer.plan()
+
+
+@pytest.mark.parametrize(("net", "placement"), [(Uneven, LAYERS), (Uneven, FACTORS), (Even, LAYERS)])
+def test_bytes_are_those_of_the_plan(two_ranks: Ranks, net: Callable[[], nn.Module], placement: Placement) -> None:
+    answers = two_ranks.run(bytes_of_steps, 2, Case(net=net, placement=placement))
+    plan = answers[0][1]
+    assert plan.options.inverse_update_period == 3
+    assert sum(sum(sent) for sent, _ in answers) == 3 * plan.bytes_per_step
+    rows = {each.payload: each.words for each in plan.traffic if each.payload in (Payload.ROWS, Payload.DIRECTIONS)}
+    if net is Even:  # n (P - 1) / P words each way
+        assert set(rows.values()) == {(8 * 5 + 4 * 9) // 2}
+
+
+def refused(rank: int, ranks: int, what: str) -> str:
+    """What is raised, and by when; parameters are looked at in between."""
+    model, mesh = seeded(Uneven), init_device_mesh("cpu", (ranks,))
+    build: Callable[..., KFACOptimizer] = partial(KFACOptimizer, model, lr=0.1)
+    loss_named = {"estimate": MonteCarlo(nn.MSELoss())}
+    late = what.startswith("before")
+    if what == "hybrid":
+        nested(model, init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
+    elif what == "partly":
+        fully_shard(model.first, mesh=mesh)
+    elif not late and what != "not sharded":
+        nested(model, mesh)
+    choices: dict[str, dict[str, Any]] = {
+        "quadratic": {"step_size": QuadraticModel(), **loss_named},
+        "levenberg": {"adapt_damping": LevenbergMarquardt(), **loss_named},
+        "after momentum": {"step_size": TrustRegion(after_momentum=True)},
+        "fused": {"fused": True},
+        "alone": {"distributed": False},
+        "not sharded": {"distributed": DistributedConfig(FullySharded())},
+    }
+    if what == "names":
+        build = partial(KFACOptimizer, list(model.named_parameters()), model=model, fused=True)
+    try:
+        optimizer = build(**choices.get(what, {}))
+    except (NotImplementedError, RuntimeError) as error:
+        return f"built: {error}"
+    if late:
+        (nested if what == "before" else root_of_first)(model, mesh)
+    if what == "fused later":
+        optimizer.param_groups[0]["fused"] = True
+    before = [whole(param.detach()) for param in model.parameters()]
+    once(model, Case().batches(rank, 0))
+    grads = [None if param.grad is None else whole(param.grad) for param in model.parameters()]
+    with pytest.raises((NotImplementedError, RuntimeError)) as caught:
+        optimizer.step()
+    for param, value, grad in zip(model.parameters(), before, grads, strict=True):
+        assert torch.equal(whole(param.detach()), value)
+        assert grad is None or torch.equal(whole(param.grad), grad)
+    assert optimizer.metrics()["blocks_without_statistics"] == optimizer.metrics()["blocks"]
+    return f"step: {caught.value}"
+
+
+def root_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model.first, mesh=mesh)
+
+
+REFUSED = {
+    "quadratic": r"built: kfac_optim: QuadraticModel\(\) needs whole parameters.* of param group 0.*TrustRegion\(\)",
+    "levenberg": r"built: kfac_optim: LevenbergMarquardt\(.*\) needs whole parameters.*TrustRegion\(\)",
+    "after momentum": r"built: kfac_optim: TrustRegion\(after_momentum=True\) needs whole parameters",
+    "fused": r"built: kfac_optim: torch's fused SGD needs whole parameters.*Leave fused at None",
+    "names": r"built: kfac_optim: torch's fused SGD needs whole parameters, and 'slope' of param group 0",
+    "fused later": r"step: kfac_optim: torch's fused SGD needs whole parameters",
+    "hybrid": r"built: kfac_optim: 'first.weight' is sharded over .*\[\[0\], \[1\]\].*group of DistributedConfig",
+    "partly": r"built: kfac_optim: 'norm.weight' is not sharded.*skip_layers",
+    "alone": r"step: kfac_optim: 'first.weight' is sharded, and no process alone.*DistributedConfig",
+    "not sharded": r"built: kfac_optim: FullySharded\(\) is for parameters that fully_shard has sharded",
+    "before": r"step: kfac_optim: the optimizer was built before fully_shard .*'first.weight'.*Build it afterwards",
+    "before a part": r"step: kfac_optim: the optimizer was built before fully_shard .*'first.weight'",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_had_is_refused(two_ranks: Ranks, what: str) -> None:
+    for told in two_ranks.run(refused, 2, what, timeout=20):
+        assert re.match(REFUSED[what], told), told
+
+
+def of_list(rank: int) -> None:
+    """The optimizer does not know the model, and cannot know that it has other parameters now."""
+    model = seeded(Uneven)
+    optimizer = KFACOptimizer(list(model.parameters()))
+    nested(model, init_device_mesh("cpu", (2,)))
+    once(model, Case().batches(rank, 0))
+    with pytest.warns(UserWarning, match="no parameter has a gradient.*fully_shard"):
+        optimizer.step()
+
+
+def test_parameters_that_were_replaced_out_of_sight_are_warned_of(two_ranks: Ranks) -> None:
+    two_ranks.run(of_list)
+
+
+def test_on_one_rank_alone(one_rank: Ranks) -> None:
+    check(one_rank, Case())
