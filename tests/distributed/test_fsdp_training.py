@@ -289,6 +289,7 @@ SHARDS: dict[str, Shard] = {
     "nested": nested,
     "nested_and_kept": nested_and_kept,
 }
+UPHILL = {"kl_clip": 1e-4, "lr": 0.5, "momentum": 0.95}  # momentum is held back
 L2 = {"weight_decay": 0.01, "l2_in_curvature": True}
 
 # Every inverse with both placements, every wrap and both kinds of batches; and each other choice with one of them.
@@ -300,7 +301,7 @@ COVERING: list[tuple[str, Placement, str, tuple[int, ...], dict[str, Any]]] = [
     ("EKFAC", LAYERS, "nested", (3, 5), {"weight_decay": 0.01}),
     ("EKFAC", FACTORS, "root_only", (4,), L2),
     ("NewtonSchulz", LAYERS, "nested_and_kept", (3, 5), L2 | {"kl_clip": None}),
-    ("NewtonSchulz", FACTORS, "root_resharded", (4,), {"kl_clip": 1e-6, "foreach": False}),
+    ("NewtonSchulz", FACTORS, "root_resharded", (4,), UPHILL | {"foreach": False}),
     ("AutoInverse", LAYERS, "nested", (3, 5), {"dampening": 0.5, "foreach": True}),
     ("AutoInverse", FACTORS, "nested", (4,), {"maximize": True, "lr": 1e-4}),
     ("Cholesky", LAYERS, "nested", (3, 5), {"skip_layers": ("first", "gate")}),
