@@ -769,7 +769,7 @@ class KFACOptimizer(Optimizer):
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
         for param in self._params():
-            if param.requires_grad:
+            if self.state and param.requires_grad:
                 self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
 
     def _names(self) -> dict[nn.Parameter, str]:
