@@ -188,6 +188,48 @@ def test_a_backward_that_is_thrown_away_counts_nothing(two_ranks: Ranks, strateg
     check(two_ranks, thrown_away, strategy=strategy, flags={}, reference=plain, inverse_update_period=1)
 
 
+class Optional(nn.Module):
+    """A layer that runs for large inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hidden, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if float(x.detach().abs().max()) > 10:
+            h = self.hidden(h).tanh()
+        out: Tensor = self.last(h)
+        return out
+
+
+def thrown_away_with_a_layer(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    """Sums of a layer are launched that then has no statistics in this step."""
+    if number % 3 == 0:
+        plain(model, optimizer, 100 * x, y, number)
+    else:
+        optimizer.zero_grad()
+        squares(model(90 * x), y).mean().backward()
+        plain(model, optimizer, x, y, number)
+
+
+def sometimes_with_a_layer(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    plain(model, optimizer, x if number % 3 else 100 * x, y, number)
+
+
+@each_strategy
+def test_a_layer_that_ran_in_a_backward_that_is_thrown_away_alone(two_ranks: Ranks, strategy: Strategy) -> None:
+    check(
+        two_ranks,
+        thrown_away_with_a_layer,
+        net=Optional,
+        strategy=strategy,
+        flags={"find_unused_parameters": True},
+        reference=sometimes_with_a_layer,
+        inverse_update_period=1,
+    )
+
+
 # -- numbers that are not finite, refreshes that fail -------------------------------------------------------------
 
 
