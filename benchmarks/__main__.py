@@ -7,7 +7,17 @@ import sys
 from collections.abc import Sequence
 
 try:
-    from benchmarks import autoencoders, distributed, language, preconditioning, quickstart, refresh, scaling, step_cost
+    from benchmarks import (
+        autoencoders,
+        distributed,
+        faults,
+        language,
+        preconditioning,
+        quickstart,
+        refresh,
+        scaling,
+        step_cost,
+    )
     from benchmarks.arguments import UsageError
     from benchmarks.data import DataError
 except ModuleNotFoundError as error:
@@ -25,6 +35,7 @@ _BENCHMARKS = {
     "refresh": refresh,
     "distributed": distributed,
     "scaling": scaling,
+    "faults": faults,
 }
 
 

@@ -7,7 +7,10 @@ ResNet-50 with 32 images on each rank, BERT-Large with 8 × 512 tokens and a 7B 
 Layouts: replicated, with every rank preconditioning all layers (COMM-OPT) or each layer on one rank (MEM-OPT),
 and sharded, whose traffic is that of SGD, with layers or factors placed as one. SGD is DDP's. Scaling efficiency is the
 mean step on the fewest ranks over that on P, with the same batch on each rank: above 1 where more ranks share the same
-refreshes.
+refreshes and preconditioning.
+
+No placement gets below the refresh of one largest factor. Last comes what does. ``DoublyFactored`` has no place in
+these three: it is for linear layers on flattened maps, as VGG-16's first, of 25,088 inputs, 512 channels by 49 places.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ to that of a folder around it):
     loss_terms                  L1  how many terms the loss of a step has
     likelihoods                 L1  losses as likelihoods, for estimates that do not look at targets
     rows                        L1  canonical rows and their second moments
+    patches                     L2  what the kernel of a convolution sees at each position
+    correlation                 L3  second moments of patches that are not made
     partition                   L1  wide factors in blocks along their diagonal
     sampling                    L1  which rows make the statistics, where not all do
     factors                     L1  running average of one Kronecker factor

@@ -18,6 +18,7 @@ from kfac_optim.functions import Product
 from kfac_optim.hooks import Handle, Handles, PicklableHook
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames
+from kfac_optim.shards import is_sharded
 
 Groups = Mapping[nn.Parameter, dict[str, Any]]
 """The param group of each parameter."""
@@ -236,6 +237,30 @@ class ModelBinding:
                     f"kfac_optim: {name!r} is kept in shards, but what was handed over is that parameter as FSDP2 has "
                     "gathered it for a forward. Call reshard() on the modules that fully_shard wrapped before their "
                     "parameters are handed to the optimizer."
+                )
+
+    def refuse_replaced(self) -> None:
+        """Raise where the model has sharded parameters now in the place of the optimizer's.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self.model is None:
+            return
+        names = ModuleNames(self.model)
+        held = names.parameters()
+        if not any(map(is_sharded, held)):
+            return
+        was_held = {
+            param: name
+            for block in self.coverage.blocks
+            for param, name in zip(block.params, block.param_names, strict=True)
+        }
+        for param in (*was_held, *self.coverage.uncovered):
+            if param not in held:
+                raise RuntimeError(
+                    f"kfac_optim: the optimizer was built before fully_shard put another parameter in the place of "
+                    f"{was_held.get(param, list(param.shape))!r}, and would go on without it. Build it afterwards."
                 )
 
     def _watch_lazy(self, modules: Iterable[nn.Module]) -> None:

@@ -42,6 +42,15 @@ class Clock:
     """`LossCount.summed` of the last statistics."""
 
 
+class Missing(NamedTuple):
+    """What a checkpoint tells of a block that it holds no statistics for."""
+
+    clock: Clock
+    """With them."""
+    elsewhere: bool
+    """Whether another process had them when it was saved."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerUse:
     """One module that uses a block's parameters.

@@ -156,6 +156,8 @@ class CaptureWindow(Ledger):
         if not watch.weight.requires_grad or not self.takes(output):
             return None
         if torch.compiler.is_compiling():
+            if watch.sharded is not None:
+                self.tape.trace(watch.number)
             self.note_in_graph(watch.number, layer_input, output, training, unbatched, context)
             return None
         if not watch.wanted():
@@ -248,6 +250,12 @@ class CaptureWindow(Ledger):
     def end_call(self, terms: int) -> None:
         if (root := self.roots.leave()) is not None:
             root.terms = None if terms < 0 else terms
+
+    def trace_call(self, watch: int) -> None:
+        # What stands for a sharded weight may not have been there when the watch was set up.
+        for each in self._watches:
+            if each.number == watch:
+                each.node = accumulator(each.used) or each.node
 
     def note_call(self, watch: int, training: bool, unbatched: bool, context: tuple[int, ...]) -> int:
         found = next((each for each in self._watches if each.number == watch), None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_optim.blocks import Clock, KFACBlock, RefreshUnderWay
+from kfac_optim.blocks import Clock, KFACBlock, Missing, RefreshUnderWay
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.specs import LayerSpec
 
@@ -50,7 +50,7 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
     Args:
         block: to copy into.
         state: what `dump` gave.
-        several: whether there are other processes, which may have the factors that are missing here.
+        several: whether there are other processes.
     """
     if state is None:
         block.clock = Clock()
@@ -58,7 +58,10 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
         block.restart()
     elif "inverse" in state:
         block.revise(_spec(block, state))
+        if several:
+            block.restart()  # for the place of what this process did not need
         block.clock = Clock(**state["clock"])
+        block.discard()
         block.inverse.load(block.state, state["inverse"])
         block.under_way = None
         if "under_way" in state:
@@ -66,8 +69,6 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
     else:
         block.clock.step = state["clock"]["step"]
         block.restart()
-        if several:
-            block.clock = Clock(**state["clock"])
 
 
 def check(
@@ -112,14 +113,15 @@ def check(
         )
 
 
-def missed(
-    blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None]
-) -> tuple[list[KFACBlock], list[KFACBlock]]:
-    """Blocks that a checkpoint has no statistics for, and those of them that another process had some of."""
-    without = [
-        (block, state) for block, state in zip(blocks, states, strict=True) if state is None or "inverse" not in state
-    ]
-    return [block for block, _ in without], [block for block, state in without if state and state.get("spread")]
+def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None]) -> dict[KFACBlock, Missing]:
+    """The blocks that a checkpoint holds no statistics for."""
+    found = {}
+    for block, state in zip(blocks, states, strict=True):
+        if state is None:
+            found[block] = Missing(Clock(), elsewhere=False)
+        elif "inverse" not in state:
+            found[block] = Missing(Clock(**state["clock"]), elsewhere=bool(state.get("spread", False)))
+    return found
 
 
 def warn_of_missed(names: Sequence[str], stacklevel: int) -> None:

@@ -25,6 +25,9 @@ class Recorder(Protocol):
     def end_call(self, terms: int) -> None:
         """It ends; the loss terms read off it, -1 where there are none to read."""
 
+    def trace_call(self, watch: int) -> None:
+        """A layer's call is being traced."""
+
     def note_call(self, watch: int, training: bool, unbatched: bool, context: tuple[int, ...]) -> int:
         """A layer was called; the number of the call, -1 where it does not count."""
 
@@ -56,6 +59,10 @@ class Tape:
         call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, unbatched, list(context))
         return call
 
+    def trace(self, watch: int) -> None:
+        """A call is being traced, and leaves nothing in the graph."""
+        _traced(self.number, watch)
+
     def commit(self, call: Tensor, layer_input: Tensor, gradient: Tensor) -> Tensor:
         """The gradient again."""
         same: Tensor = torch.ops.kfac_optim.commit(self.number, call, layer_input, gradient)
@@ -64,6 +71,13 @@ class Tape:
 
 # Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive.
 _RECORDERS: "weakref.WeakValueDictionary[int, Recorder]" = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced(recorder: int, watch: int) -> int:
+    if (found := _RECORDERS.get(recorder)) is not None:
+        found.trace_call(watch)
+    return 0
 
 
 @torch.library.custom_op("kfac_optim::begin", mutates_args=("token",))

@@ -15,7 +15,7 @@ from kfac_optim.capture import CaptureWindow
 from kfac_optim.execution import Agreement, Executor, Refresher
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.replay import Objective
-from kfac_optim.shards import local
+from kfac_optim.shards import is_sharded, local
 from kfac_optim.step_size import Group, Proposal, Sized, StepSize, by_group
 from kfac_optim.trust_region import inner_product
 from kfac_optim.validation import check_kfac_numbers
@@ -116,6 +116,7 @@ def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepS
     """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
     for i, group in enumerate(groups):
         check_kfac_numbers(group, f" in param group {i}")
+        check_shards(group, i, None if step_size.takes_shards else step_size)
     step_size.check(groups)
     clips = {group["kl_clip"] for group in groups}
     if len(clips) > 1:
@@ -132,6 +133,33 @@ def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepS
                 )
     kl_clip: float | None = clips.pop()
     return kl_clip
+
+
+def check_shards(group: Group, number: int, whole: object | None) -> None:
+    """Refuse parameters that processes hold parts of, where a choice needs them whole.
+
+    Args:
+        group: a param group.
+        number: of it.
+        whole: the choice; None is none but those of the param group.
+
+    Raises:
+        NotImplementedError: there are such parameters.
+    """
+    if whole is None and not group["fused"]:
+        return
+    named = zip(group["params"], group.get("param_names", ()) or [None] * len(group["params"]), strict=True)
+    for param, name in named:
+        if is_sharded(param):
+            choice, remedy = (
+                ("torch's fused SGD", "Leave fused at None")
+                if whole is None
+                else (repr(whole), "Use TrustRegion() and a fixed damping")
+            )
+            raise NotImplementedError(
+                f"kfac_optim: {choice} needs whole parameters, and {'one' if name is None else repr(name)} of param "
+                f"group {number}, {list(param.shape)}, is sharded, as by fully_shard. {remedy}."
+            )
 
 
 def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock]) -> None:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks import KFACBlock
+from kfac_optim.blocks import KFACBlock, Missing
 from kfac_optim.inverses.base import Inverse
+from kfac_optim.shards import is_sharded
 
 Names = Callable[[], Mapping[nn.Parameter, str]]
 """Fully qualified names of the optimizer's parameters."""
@@ -46,6 +47,14 @@ class Executor(Protocol):
 
     def attach(self, model: nn.Module | None) -> None:
         """Told of the model, when that is known; None where it is not yet."""
+
+    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        """Refuse parameters that are laid out over processes as this executor cannot train them; changes nothing.
+
+        Raises:
+            NotImplementedError: no executor can.
+            RuntimeError: another could.
+        """
 
     def emitted(self, block: KFACBlock) -> None:
         """Told during backward that `block` took statistics; may begin to share them."""
@@ -128,13 +137,8 @@ class Executor(Protocol):
     ) -> Tensor:
         """Clip the norm of all gradients together; the norm before, `[]`."""
 
-    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
-        """Told that a checkpoint was loaded.
-
-        Args:
-            without: blocks that it has no statistics for.
-            missed: those of them that had some on another worker when it was saved.
-        """
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
+        """Told that a checkpoint is about to be loaded, and for which blocks it has no statistics."""
 
     def tensors(self, block: KFACBlock) -> Any | None:
         """The whole state of `block` for a checkpoint, as `Inverse.tensors` gives it; None where it is not here."""
@@ -199,6 +203,15 @@ class SingleDevice:
 
     def attach(self, model: nn.Module | None) -> None:
         pass
+
+    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        for block in blocks:
+            for param, name in zip(block.params, block.param_names, strict=True):
+                if param.grad is not None and is_sharded(param):
+                    raise RuntimeError(
+                        f"kfac_optim: {name!r} is sharded, and no process alone can precondition its gradient. Leave "
+                        "distributed at None, or pass a DistributedConfig(...) with the group that it is sharded over."
+                    )
 
     def emitted(self, block: KFACBlock) -> None:
         pass
@@ -287,7 +300,7 @@ class SingleDevice:
     ) -> Tensor:
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
         pass
 
     def tensors(self, block: KFACBlock) -> Any | None:

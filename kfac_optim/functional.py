@@ -22,7 +22,7 @@ from kfac_optim.hooks import Handle
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
-from kfac_optim.shards import Shards
+from kfac_optim.shards import ShardedParameter, Shards
 
 Claim = Callable[[Product], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
@@ -50,6 +50,7 @@ class FunctionalUses:
         self._last: dict[nn.Parameter, ForwardCall] = {}
         self._looking = self._looked = False
         self._in_graphs: list[nn.Parameter] = []
+        self._in_shards: list[ShardedParameter | None] = []
         self.number = id(self)
         self.mode = ProductMode(self._seen, self._used)
         _KNOWN[self.number] = self
@@ -73,6 +74,8 @@ class FunctionalUses:
                 self._watches.pop((weight, opposed))[1].remove()
         self._candidates = set(candidates)
         self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
+        window = self._window()
+        self._in_shards = [None if window is None else window.shards.of(param) for param in self._in_graphs]
         self._look_into(set(owners))
         self._looking = self._looked = False
 
@@ -82,7 +85,8 @@ class FunctionalUses:
             handle.remove()
         self._watches.clear()
         self._look_into(set())
-        self._listening, self._blocks, self._candidates, self._in_graphs = [], {}, set(), []
+        self._listening, self._blocks, self._candidates = [], {}, set()
+        self._in_graphs, self._in_shards = [], []
 
     def begin(self) -> bool:
         """A forward of the model begins; whether it is to run in the mode.
@@ -150,8 +154,11 @@ class FunctionalUses:
 
     def _index(self, param: Tensor | None) -> int:
         """By which graphs know a parameter, -1 where they do not; traced by `torch.compile`, which knows no keys."""
+        if param is None:
+            return -1
         for index, known in enumerate(self._in_graphs):
-            if known is param:
+            sharded = self._in_shards[index]
+            if known is param or (sharded is not None and sharded.gathered is param):
                 return index
         return -1
 

@@ -218,6 +218,8 @@ class KFACOptimizer(Optimizer):
                 f"kfac_optim: {self._judges[0]} needs the curvature of the loss, and estimate={estimate!r} does not "
                 "name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
             )
+        whole = (None if step_size.takes_shards else step_size, adapt_damping)
+        self._whole = [choice for choice in whole if choice is not None]
         check_refresh(refresh)
         self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
         self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
@@ -245,7 +247,9 @@ class KFACOptimizer(Optimizer):
             options.check_patterns(given)
         self._window = CaptureWindow(loss_terms)
         self._step_size = step_size
-        self._executor = self._choose_executor(distributed, estimate)
+        if not isinstance(params, nn.Module | Tensor):
+            params = list(params)  # type: ignore[assignment]
+        self._executor = self._choose_executor(distributed, estimate, sharded=_shows_shards(params))
         self._window.worker = self._executor.worker
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
@@ -279,6 +283,7 @@ class KFACOptimizer(Optimizer):
         self._batches = BatchWatch()
         self._binding.start(self._group_of())
         self._executor.attach(self._binding.model)
+        self._executor.check(self._binding.coverage.blocks, self._params())
         if given is not None:
             self._warn_of_nothing_to_do(stacklevel=2)
 
@@ -387,7 +392,15 @@ class KFACOptimizer(Optimizer):
             check_group({**self.defaults, **plain}, f" in param group {number}")
             param_group.update(plain)  # torch keeps the user's very dict
         super().add_param_group(param_group)
+        try:
+            for choice in self._whole or (None,):
+                engine.check_shards(self.param_groups[-1], len(self.param_groups) - 1, choice)
+        except NotImplementedError:
+            del self.param_groups[-1]
+            raise
         self._binding.bind(self._group_of())
+        if self._binding.model is not None:
+            self._executor.check(self._binding.coverage.blocks, self._params())
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
@@ -397,12 +410,14 @@ class KFACOptimizer(Optimizer):
         """Scale all gradients so that their norm together is at most `max_norm`; the norm before, `[]`.
 
         As `torch.nn.utils.clip_grad_norm_`, over the parameters of this optimizer, and right where that is not: under
-        `Sharded` `.grad` holds the mean over ranks on one rank each. Then a collective, to be called on all ranks.
+        `Sharded` `.grad` holds the mean over ranks on one rank each. Then a collective, to be called on all ranks. Of
+        parameters that `fully_shard` has sharded torch's own is right as well.
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite`.
         """
         params = self._params()
+        self._executor.check(self._binding.coverage.blocks, params)
         self._executor.prepare(self._binding.coverage.blocks, params, self._names)
         return self._executor.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -458,6 +473,11 @@ class KFACOptimizer(Optimizer):
         """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it.
 
         Refreshes under way are waited for, and held beside the inverses that they are to replace.
+
+        On several processes no collective: it may be called on one rank, and holds what that rank has. It loads on any
+        number of processes, and layers whose statistics it lacks start anew there, with a warning. To have all of it
+        call `consolidate_state_dict` first. Refreshes that `Background` has under way are then not held: such layers
+        keep their inverses until they are next due.
         """
         fresh = self._record is None and not self.state
         self._publish_blocks()
@@ -470,21 +490,47 @@ class KFACOptimizer(Optimizer):
         """Make the coming `state_dict()` whole: a collective, to be called on all ranks between two steps.
 
         On several processes each rank has the statistics and inverses of the layers that it refreshes, under `Sharded`
-        also the momentum; and all ranks have measured since the last refresh. `state_dict()`, which may be called on
-        one rank, holds what that rank has.
+        also the momentum; and all ranks have measured since the last refresh. What they have measured goes to the
+        owners, as at a refresh, and from there to `to`:
+
+            optimizer.consolidate_state_dict()
+            if rank == 0:
+                torch.save(optimizer.state_dict(), "optimizer.pt")
+
+        The file loads on any number of processes, by any strategy. On as many ranks, by the same strategy, training
+        goes on bit for bit as that which wrote it (but for the first step of DDP on more than two ranks, which may sum
+        gradients in another order); else up to rounding.
+
+        With `torch.distributed.checkpoint` every rank writes what it owns, and reads what it will own:
+
+            optimizer.consolidate_state_dict(to=None)
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder)
+
+            optimizer.consolidate_state_dict(to=None)  # nothing, where the optimizer is new
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(state, checkpoint_id=folder)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            optimizer.consolidate_state_dict(to=None)  # needed with EKFAC alone: it samples in bases of other ranks
+
+        On one process there is nothing to do.
 
         Args:
-            to: the rank whose `state_dict()` then holds everything, as on one process, until the next step: it can be
-                loaded on any number of processes, and on one. None leaves each layer's part complete on the rank that
-                owns it: call it so before `torch.distributed.checkpoint` saves the state of all ranks.
+            to: the rank whose `state_dict()` then holds everything, as on one process, until the next step. None leaves
+                each layer's part whole on the one rank that owns it.
 
         Raises:
             ValueError: there is no such rank.
+            CollectiveError: some rank never came.
         """
         self._executor.consolidate(self._binding.coverage.blocks, self._params(), self._names, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `torch.optim`; factors keep their own dtype.
+
+        On several processes no collective, but to be called on all ranks; with the same checkpoint, or each with a part
+        of one. The next step brings what some rank has to those that own it now, and each lets go of the rest. What no
+        rank has starts anew on all alike, with a warning.
 
         Raises:
             ValueError: the checkpoint belongs to other layers, which are named; nothing is changed.
@@ -505,11 +551,11 @@ class KFACOptimizer(Optimizer):
             for key in self._group_keys:
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
-        self._binding.restore(*self._incoming)
         states, _ = self._incoming
-        without, missed = checkpoint.missed(self._binding.coverage.blocks, states)
-        self._executor.loaded(without, missed)
-        self._missed = [block.name for block in missed]
+        missing = checkpoint.missing(self._binding.coverage.blocks, states)
+        self._executor.loading(missing)
+        self._binding.restore(*self._incoming)
+        self._missed = [block.name for block, each in missing.items() if each.elsewhere]
         self._binding.rebind(self._group_of())
         self._publish_blocks()
 
@@ -539,7 +585,12 @@ class KFACOptimizer(Optimizer):
             self._warn_of_nothing_to_do(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
             warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
+        self._executor.check(self._binding.coverage.blocks, self._params())
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
+        if self._record is None or not gradients:
+            self._binding.refuse_replaced()
+        if self._executor.several and self._binding.model is None and not gradients:
+            self._warn_of_no_gradients(stacklevel=6)
         # What is refused is left as it was.
         if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
             self._objective.check(gradients)
@@ -588,7 +639,9 @@ class KFACOptimizer(Optimizer):
         self._warn_of_few_examples()
         return True
 
-    def _choose_executor(self, distributed: DistributedConfig | bool | None, estimate: Estimate) -> Executor:
+    def _choose_executor(
+        self, distributed: DistributedConfig | bool | None, estimate: Estimate, *, sharded: bool
+    ) -> Executor:
         if distributed is not None and distributed is not False and not isinstance(distributed, DistributedConfig):
             raise TypeError(
                 f"kfac_optim: distributed must be None, False or a DistributedConfig(...), got {distributed!r}."
@@ -601,7 +654,7 @@ class KFACOptimizer(Optimizer):
                 "is built."
             )
         config = distributed if isinstance(distributed, DistributedConfig) else DistributedConfig()
-        if distributed is False or not running or dist.get_world_size(config.group) == 1:
+        if distributed is False or not running or (dist.get_world_size(config.group) == 1 and not sharded):
             return SingleDevice()
         window, optimizer = self._window, weakref.ref(self)
 
@@ -663,6 +716,15 @@ class KFACOptimizer(Optimizer):
                 stacklevel=stacklevel + 1,
             )
 
+    def _warn_of_no_gradients(self, stacklevel: int) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "kfac_optim: no parameter has a gradient, and no module that holds them was called since the optimizer "
+                "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards.",
+                stacklevel=stacklevel + 1,
+            )
+
     def _warn_of_unseen_layers(self, names: Sequence[str]) -> None:
         if names and not self._warned:
             self._warned = True
@@ -706,6 +768,9 @@ class KFACOptimizer(Optimizer):
             )
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
+        for param in self._params():
+            if self.state and param.requires_grad:
+                self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
 
     def _names(self) -> dict[nn.Parameter, str]:
         names = self._binding.names()
@@ -787,6 +852,17 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     checkpoint.check(blocks, incoming, strays, any_prefix=not binding.given)
     optimizer._incoming = incoming, waiting
     return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
+
+
+def _shows_shards(params: object) -> bool:
+    """Whether any parameter is sharded, as far as can be seen without using up iterators."""
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    if isinstance(params, dict):
+        params = params.get("params")
+    if isinstance(params, list | tuple):
+        return any(map(_shows_shards, params))
+    return isinstance(params, Tensor) and is_sharded(params)
 
 
 def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:

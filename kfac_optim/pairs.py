@@ -116,7 +116,6 @@ class FactorPair:
         for name, factor in (("A", self.a), ("G", self.g)):
             if factor is not None:
                 factor.load(tensors[name])
-        self.discard()
 
 
 class OpposedPair(FactorPair):

@@ -1,7 +1,6 @@
 """From the layouts of modules to canonical rows `[groups, batch, shared, d]`, and their second moments."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,48 +64,6 @@ def channel_rows(tensor: Tensor, groups: int) -> Tensor:
     batch, channels = tensor.shape[:2]
     shared = math.prod(tensor.shape[2:])
     return tensor.reshape(batch, groups, channels // groups, shared).permute(1, 0, 3, 2)
-
-
-def patch_rows(
-    features: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    positions: Tensor | None = None,
-) -> Tensor:
-    """What a convolution's kernel sees at each position.
-
-    Args:
-        features: input with its padding, `[batch, channels, *space]`.
-        kernel: its size along each dimension of space.
-        stride: of the positions.
-        dilation: of the kernel.
-        groups: into which the channels fall.
-        positions: of each example those that are wanted, `[batch, wanted]`, counted along the last dimension of space
-            first; all where it is None. Only their patches are copied.
-
-    Returns:
-        `[groups, batch, positions, channels/groups · prod(kernel)]`, columns ordered `(channel, *kernel)`.
-    """
-    ndim = len(kernel)
-    # windows [batch, channels, *positions, *kernel], a view
-    windows = features
-    for axis in range(ndim):
-        span = dilation[axis] * (kernel[axis] - 1) + 1
-        windows = windows.unfold(2 + axis, span, stride[axis])[..., :: dilation[axis]]
-    batch, channels = windows.shape[:2]
-    width = channels // groups * math.prod(kernel)
-    if positions is not None:
-        places = torch.unravel_index(positions, windows.shape[2 : 2 + ndim])
-        examples = torch.arange(batch, device=features.device).unsqueeze(1)
-        taken = windows.movedim(1, 1 + ndim)[(examples, *places)]  # [batch, wanted, channels, *kernel]
-        return taken.reshape(batch, positions.shape[1], groups, width).permute(2, 0, 1, 3)
-    shared = math.prod(windows.shape[2 : 2 + ndim])
-    # split channels into groups, then [groups, batch, *positions, channels/groups, *kernel]
-    windows = windows.reshape(batch, groups, channels // groups, *windows.shape[2:])
-    patches = windows.permute(1, 0, *range(3, 3 + ndim), 2, *range(3 + ndim, 3 + 2 * ndim))
-    return patches.reshape(groups, batch, shared, width)
 
 
 def sum_of_squares(a: Tensor, g: Tensor, a_basis: Tensor | None, g_basis: Tensor | None) -> Tensor:

@@ -98,7 +98,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Whether processes hold parts of it: a DTensor."""
     return hasattr(tensor, "to_local")  # the import of DTensor takes half as long as that of torch
 
 

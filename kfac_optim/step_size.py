@@ -89,6 +89,11 @@ class StepSize(ABC):
     needs_objective = False
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
 
+    @property
+    def takes_shards(self) -> bool:
+        """Whether it can do with the part of momentum and parameters that one process has of those in shards."""
+        return True
+
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
@@ -128,6 +133,10 @@ class TrustRegion(StepSize):
 
     def __post_init__(self) -> None:
         check_flag("after_momentum of TrustRegion", self.after_momentum, optional=False)
+
+    @property
+    def takes_shards(self) -> bool:
+        return not self.after_momentum
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
         return () if self.after_momentum or all(group["kl_clip"] is None for group in groups) else (1,)
@@ -197,6 +206,10 @@ class QuadraticModel(StepSize):
     """
 
     needs_objective = True
+
+    @property
+    def takes_shards(self) -> bool:
+        return False
 
     def check(self, groups: Sequence[Group]) -> None:
         for i, group in enumerate(groups):

@@ -1,17 +1,22 @@
 """Layers, models and losses that the tests run over, and one step of the optimizer watched from outside."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import oracles
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer, LossTerms, Structure, WeightSharing
+from kfac_optim.correlation import can_correlate, correlated_gram
+from kfac_optim.layers import base
+from kfac_optim.patches import Patches
 
 STRUCTURES = [(left, right) for left in Structure for right in Structure if (left, right) != (Structure.IDENTITY,) * 2]
 
@@ -189,6 +194,45 @@ def conv_cases(draw: st.DrawFn, one_position: bool = False) -> ConvCase:
         padding=padding,
         padding_mode=mode,
     )
+
+
+@st.composite
+def patches_cases(draw: st.DrawFn) -> Patches:
+    """Feature maps and a kernel over them, with at least one position."""
+    ndim = draw(st.integers(1, 3))
+
+    def per_axis(least: int, most: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(least, most)) for _ in range(ndim))
+
+    kernel, dilation = per_axis(1, 4 if ndim < 3 else 2), per_axis(1, 3 if ndim < 3 else 2)
+    zeros = tuple(zip(per_axis(0, 3), per_axis(0, 3), strict=True))
+    reach = (d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
+    least = tuple(max(1, r + 1 - sum(pair)) for r, pair in zip(reach, zeros, strict=True))
+    space = tuple(low + extra for low, extra in zip(least, per_axis(0, 5 if ndim < 3 else 2), strict=True))
+    groups = draw(sizes(3))
+    return Patches(
+        features=torch.randn(draw(sizes(3)), groups * draw(sizes(2)), *space),
+        zeros=zeros,
+        kernel=kernel,
+        stride=per_axis(1, 3),
+        dilation=dilation,
+        groups=groups,
+    )
+
+
+@contextmanager
+def correlating() -> Iterator[list[Patches]]:
+    """Correlations wherever there is such a form, as if it always paid; what was correlated."""
+    seen: list[Patches] = []
+
+    def correlated(patches: Patches) -> Tensor:
+        seen.append(patches)
+        return correlated_gram(patches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "correlation_pays", can_correlate)
+        patch.setattr(base, "correlated_gram", correlated)
+        yield seen
 
 
 # -- one step, watched from outside ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kfac_optim.blocks import KFACBlock
+from kfac_optim.blocks import KFACBlock, Missing
 from kfac_optim.checkpoint import KEY
 from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.comm import Communicator
@@ -81,6 +81,8 @@ class DistributedExecutor(SingleDevice):
         self._exchange: StatisticsExchange | None = None
         self._flow: GradientFlow | None = None
         self._reports: EarlyReports | None = None
+        # What was found fit to train.
+        self._checked: tuple[int | str, ...] = ()
         # What there is to plan, and a number that tells it; the number of what was planned.
         self._seen: tuple[Any, ...] = ()
         self._blocks: Sequence[KFACBlock] = ()
@@ -90,11 +92,10 @@ class DistributedExecutor(SingleDevice):
         # States of blocks as they were placed, to see when a block starts anew.
         self._states: dict[KFACBlock, Any] = {}
         # Checkpoints that were loaded; of the last, until the ranks have told each other what they have of it, blocks
-        # that this rank has no statistics of, and those of them that had some on another when it was saved.
+        # that this rank has no statistics of. Names of those that no rank has any of.
         self._loads = 0
         self._loaded = "none"
-        self._lost: set[KFACBlock] | None = None
-        self._missed: set[KFACBlock] = set()
+        self._lost: dict[KFACBlock, Missing] | None = None
         self._restarted: list[str] = []
         # Of the step to come: blocks that it refreshes, those whose sums are merged, and buckets that go again.
         self._due: tuple[KFACBlock, ...] | None = None
@@ -119,8 +120,22 @@ class DistributedExecutor(SingleDevice):
 
     # -- a step ------------------------------------------------------------------------------------------------
 
+    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        covered = {n: p for b in blocks for n, p in zip(b.param_names, b.params, strict=True)}
+        looked_at: tuple[int | str, ...] = (*map(id, params), *covered)
+        if looked_at == self._checked:
+            return
+        if _any_sharded(params):
+            check_sharding(covered, self._groups[0])
+        elif isinstance(self.config.strategy, FullySharded) and params:
+            raise RuntimeError(
+                "kfac_optim: FullySharded() is for parameters that fully_shard has sharded, and none is. Shard the "
+                "model before the optimizer is built, or use Replicated() or Sharded()."
+            )
+        self._checked = looked_at
+
     def emitted(self, block: KFACBlock) -> None:
-        if self._reports is not None and block in self._states:
+        if self._reports is not None and self._lost is None and block in self._states:
             self._reports.emitted(block, self._coming_refresh)
 
     def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
@@ -221,7 +236,9 @@ class DistributedExecutor(SingleDevice):
                 f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
                 "clipped; pass error_if_nonfinite=False to scale them all the same."
             )
-        nn.utils.clip_grads_with_norm_(self.flow.owned(params), max_norm, norm)
+        owned = self.flow.owned(params)
+        for sharded in (False, True):  # torch does not take both at once
+            nn.utils.clip_grads_with_norm_([p for p in owned if isinstance(p, DTensor) is sharded], max_norm, norm)
         return norm
 
     # -- the plan ----------------------------------------------------------------------------------------------
@@ -261,7 +278,8 @@ class DistributedExecutor(SingleDevice):
         self._blocks = list(blocks)
         self._model, self._params = _layout(blocks, params, names())
         if self._lost is not None:
-            clocks = sorted({(block.clock.step, block.clock.refreshed_at, block.clock.folds) for block in blocks})
+            told = [self._lost[block].clock if block in self._lost else block.clock for block in blocks]
+            clocks = sorted({(clock.step, clock.refreshed_at, clock.folds) for clock in told})
             self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics) {clocks}"
         config = replace(self.config, group=None)
         self._number = _hash([repr(config), self._loaded, *map(repr, self._model)])
@@ -334,10 +352,8 @@ class DistributedExecutor(SingleDevice):
     def _strategy(self) -> Strategy | Auto:
         """Of parameters that FSDP2 has sharded, gradients and momentum are FSDP2's business."""
         wished = self.config.strategy
-        covered = {n: p for b in self._blocks for n, p in zip(b.param_names, b.params, strict=True)}
-        if not any(isinstance(param, DTensor) for param in covered.values()):
+        if not _any_sharded(param for held in self._params.values() for param in held):
             return wished
-        check_sharding(covered, self.main)
         return FullySharded() if isinstance(wished, Auto) else FullySharded(wished.placement, wished.statistics)
 
     def _adopt_plan(self) -> None:
@@ -495,9 +511,10 @@ class DistributedExecutor(SingleDevice):
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def loaded(self, without: Collection[KFACBlock], missed: Collection[KFACBlock]) -> None:
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
+        self._coming_refresh()  # as it is known to all ranks still, for what may be under way
         self._loads += 1
-        self._lost, self._missed = set(without), set(missed)
+        self._lost = dict(missing)
         self._complete, self._borrowed = {}, []  # of a state that is no more
 
     def tensors(self, block: KFACBlock) -> Any | None:
@@ -548,7 +565,7 @@ class DistributedExecutor(SingleDevice):
     def _recover(self) -> None:
         """After a checkpoint was loaded: what some rank has, to owners that lack it; what none has starts anew."""
         rank, ranks = self.main.rank, self.main.world_size
-        lost, everyone = self._lost or set(), range(ranks)
+        lost, everyone = self._lost or {}, range(ranks)
         homes = {block: set(self.exchange.owners(block)) for block in self._blocks}
         homes_of_momentum = {
             param: set(everyone) if owner is None else {owner} for param, owner in self._owners.items()
@@ -568,14 +585,19 @@ class DistributedExecutor(SingleDevice):
                 if is_lacking and source < ranks
             }
         )
-        for block, tensors in found.items():
-            if block in lost:
-                block.inverse.load(block.state, tensors)
         for block, source in zip(self._blocks, sources, strict=False):
-            if source == ranks:
-                if block.is_ready and block in self._missed:
-                    self._restarted.append(block.name)
-                block.restart()
+            if block not in lost:
+                continue
+            if source < ranks:
+                block.clock = lost[block].clock
+                # What was taken when nothing was known here may be too much, or measured by results that were missing.
+                measuring = any(part.measuring for part in block.inverse.parts(block.spec.by_blocks()))
+                if measuring or not block.wants_statistics():
+                    block.discard()
+            elif lost[block].elsewhere:
+                self._restarted.append(block.name)
+            if block in found:
+                block.inverse.load(block.state, found[block])
         count, state = len(self._blocks), self._state()
         buffers = self._sent_momentum(
             {
@@ -591,12 +613,16 @@ class DistributedExecutor(SingleDevice):
         for param, home in homes_of_momentum.items():
             if rank not in home and self._momentum(param) is not None:
                 del state[param]["momentum_buffer"]
-        self._lost, self._missed = None, set()
+        self._lost = None
 
     @property
     def _owners(self) -> dict[nn.Parameter, int | None]:
         assert self.plan is not None
         return _owners(self.plan, self._params)
+
+
+def _any_sharded(params: Iterable[nn.Parameter]) -> bool:
+    return any(isinstance(param, DTensor) for param in params)
 
 
 def _hash(lines: Iterable[str]) -> int:

@@ -32,6 +32,7 @@ class RowGradients:
         self._communicator = communicator
         self._owners = {layer.name: layer.workers.start for layer in plan.layers}
         self._payload = plan.options.parameter_dtype
+        self._ranks = dist.get_process_group_ranks(communicator.group)
         self._limit = plan.options.bucket_bytes // self._payload.itemsize
 
     def reduce(self) -> None:
@@ -81,7 +82,18 @@ class RowGradients:
         return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        return total_norm([local(grad) for grad in grads], order, self._communicator, self._payload)
+        # Of layers that are left to SGD some may lie otherwise, and be whole on each rank.
+        ours = [grad for grad in grads if self._is_in_rows(grad)]
+        held = [part for grad in ours if (part := local(grad)).numel()]  # no maximum of nothing
+        rows = total_norm(held, order, self._communicator, self._payload)
+        others = [_norm(grad, order).to(rows) for grad in grads if not self._is_in_rows(grad)]
+        return nn.utils.get_total_norm([rows, *others], order)
+
+    def _is_in_rows(self, grad: Tensor) -> bool:
+        """Whether the ranks that train together each hold a part of it."""
+        if not isinstance(grad, DTensor) or grad.device_mesh.ndim > 1 or not grad.placements[0].is_shard():
+            return False
+        return dist.get_process_group_ranks(grad.device_mesh.get_group(0)) == self._ranks
 
     def _owned(self, block: KFACBlock) -> list[Owned]:
         owner = self._owners[block.name]
@@ -107,13 +119,13 @@ class RowGradients:
         return {parcel: piece for flight in flights for parcel, piece in flight.wait().items()}
 
 
-def check_sharding(params: Mapping[str, nn.Parameter], communicator: Communicator) -> None:
+def check_sharding(params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
     """Refuse parameters of covered layers that are not kept as rows on the ranks that train together.
 
     Raises:
         NotImplementedError: they are laid out in another way.
     """
-    ranks = dist.get_process_group_ranks(communicator.group)
+    ranks = dist.get_process_group_ranks(group)
     for name, param in params.items():
         if not isinstance(param, DTensor):
             raise NotImplementedError(
@@ -128,6 +140,12 @@ def check_sharding(params: Mapping[str, nn.Parameter], communicator: Communicato
                 "together. Shard over one mesh dimension that has all of them; a part of all ranks is told by group of "
                 "DistributedConfig."
             )
+
+
+def _norm(grad: Tensor, order: float) -> Tensor:
+    """Of a whole gradient, wherever its parts are, `[]`."""
+    norm = torch.linalg.vector_norm(grad, order)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _gradient(param: nn.Parameter, group: Mapping[str, object]) -> Tensor:

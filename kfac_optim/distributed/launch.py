@@ -12,6 +12,8 @@ from datetime import timedelta
 from enum import Enum
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 # torch's own default.
 _PORT = 29500
@@ -128,8 +130,13 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
     if dist.is_initialized():
         _check_same(place)
     elif place.launcher is Launcher.TORCHRUN:
-        # By way of the variables: torchrun may keep the store itself, and says so in further ones.
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        # By way of the variables: torchrun may keep the store itself, and says so in further ones. Then it keeps it
+        # over restarts (torch 2.13), with addresses of processes that are gone, for which gloo would wait.
+        found = rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
+        store, rank, world_size = next(found)
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world_size}"
+        store = PrefixStore(attempt, store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     elif place.launcher is not Launcher.NONE:
         host = f"[{place.address}]" if ":" in place.address else place.address
         dist.init_process_group(

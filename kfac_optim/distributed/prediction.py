@@ -18,7 +18,7 @@ class Seconds:
         gradients: that backward does not hide of reducing gradients.
         apply: preconditioning.
         preconditioned: sharing its results; of sharded gradients also bringing them together.
-        parameters: that the next forward waits for parameters.
+        parameters: gathering them, which nothing hides.
         votes: agreeing on what the step does, and how far it goes.
         sums: more than `gradients`, at a step that refreshes: what backward does not hide of reducing factor sums.
         refresh: of the rank with most to refresh.
@@ -88,22 +88,6 @@ def exposed(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostMode
     return max(0.0, finished(begins, [bucket.seconds for bucket in buckets]) - clock)
 
 
-def stalled(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostModel) -> float:
-    """Seconds that a forward waits for its parameters, which arrive in `buckets`, in this order, as it begins."""
-    arrives = [0.0] * len(layers)
-    clock = 0.0
-    for bucket in buckets:
-        clock += bucket.seconds
-        for item in bucket.items:
-            arrives[item.position] = clock
-    clock = total = 0.0
-    for layer, arrival in zip(layers, arrives, strict=True):
-        seconds = cost.computing(layer.forward)
-        clock = max(clock, arrival) + seconds
-        total += seconds
-    return clock - total
-
-
 def sharing(buckets: Sequence[Bucket]) -> float:
     """Seconds of sending all buckets, on the rank in most of them: those of different groups go side by side."""
     by_group: defaultdict[range, float] = defaultdict(float)
@@ -145,7 +129,7 @@ def predict(
         preconditioned=sum(
             sharing(buckets[payload]) for payload in (Payload.ROWS, Payload.PRECONDITIONED, Payload.DIRECTIONS)
         ),
-        parameters=stalled(layers, buckets[Payload.PARAMETERS], cost),
+        parameters=sharing(buckets[Payload.PARAMETERS]),
         votes=sharing(buckets[Payload.VOTES]) + sharing(buckets[Payload.SCALARS]),
         sums=exposed(layers, both, cost) - gradients,
         refresh=cost.solving(refresh),

@@ -199,7 +199,10 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def load(self, state: S, tensors: Mapping[str, Any]) -> None:
-        """Copy what `tensors` gave, of equal shapes, into `state`, but for results that have no memory."""
+        """Copy what `tensors` gave, of equal shapes, into `state`, but for results that have no memory.
+
+        What was accumulated since the last fold stays.
+        """
 
 
 class InverseRule(ABC):

@@ -21,6 +21,7 @@ from kfac_optim.inverses.base import (
 from kfac_optim.linalg import damped_cholesky_inverse, norm1, sandwich
 from kfac_optim.pairs import of_part
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
+from kfac_optim.validation import check_dtype
 
 
 class CholeskyState(PairState):
@@ -29,15 +30,18 @@ class CholeskyState(PairState):
     Attributes:
         a_inverse: `[groups, in, in]`, `[groups, in]` for a diagonal factor, None for the identity.
         g_inverse: likewise over `out`.
+        applied: dtype of both.
     """
 
-    __slots__ = ("a_inverse", "g_inverse")
+    __slots__ = ("a_inverse", "applied", "g_inverse")
 
-    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: LayerSpec, applied: torch.dtype | None, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(spec, dtype=dtype, device=device)
+        self.applied = applied or self.condition.dtype
         self.a_inverse, self.g_inverse = (
-            None if factor is None else identity_like(factor, self.condition.dtype)
-            for factor in (self.pair.a, self.pair.g)
+            None if factor is None else identity_like(factor, self.applied) for factor in (self.pair.a, self.pair.g)
         )
 
     def results(self) -> dict[str, Tensor]:
@@ -58,10 +62,28 @@ class Cholesky(PairInverse[CholeskyState]):
 
     Use it first. On CPUs it is the cheapest to refresh and to apply at every size (figures at `AutoInverse`), and its
     damping at a given λ is the strongest: `(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.
+
+    Args:
+        dtype: in which inverses are kept and applied; None is that of the factors, but at least float32. With
+            `torch.bfloat16` they take half the memory, and their products a third of the time on CPUs that have them,
+            a sixteenth on accelerators; each of the two products then rounds to 8 bits, which turns the preconditioned
+            gradient by less than a hundredth of its length. Inverses are computed in full precision all the same.
+
+    Raises:
+        TypeError: `dtype` is no dtype.
+        ValueError: it is no floating one with the range of float32.
     """
 
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_dtype("dtype of Cholesky", self.dtype)
+
+    def __repr__(self) -> str:
+        return "Cholesky()" if self.dtype is None else f"Cholesky(dtype={self.dtype})"
+
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> CholeskyState:
-        return CholeskyState(spec, dtype=dtype, device=device)
+        return CholeskyState(spec, self.dtype, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[CholeskyState], dampings: Sequence[float]) -> None:
         jobs = [
@@ -76,7 +98,7 @@ class Cholesky(PairInverse[CholeskyState]):
                 take_reciprocals(equal)
 
     def apply(self, state: CholeskyState, grad: Tensor, damping: float) -> Tensor:
-        return sandwich(state.g_inverse, grad.to(state.condition.dtype), state.a_inverse)
+        return sandwich(state.g_inverse, grad.to(state.applied), state.a_inverse).to(state.condition.dtype)
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         return factor.packed, factor.numel

@@ -261,7 +261,6 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             copy_held(inverse, tensors["inverses"][name])
         for name, tensor in state.measures().items():
             tensor.copy_(tensors[name])
-        self.discard(state)
 
     def _maps(self, state: DoublyFactoredState, stats: LayerStatistics) -> tuple[Tensor, int | Tensor]:
         """Inputs of the examples that this call adds, `[n, C, T]`, and how many; others are left out or zero."""

@@ -7,17 +7,21 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim.calls import LayerCall, LayerWatch
 from kfac_optim.capture import CaptureWindow
+from kfac_optim.correlation import correlated_gram, correlation_pays
 from kfac_optim.hooks import Handle
 from kfac_optim.partition import cut, level_padding
-from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, sum_of_squares, total
+from kfac_optim.patches import Patches
+from kfac_optim.rows import active_rows, channel_rows, gram, mean_over_shared, on_host, sum_of_squares, total
 from kfac_optim.sampling import Draw, RowSample
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
@@ -132,6 +136,10 @@ class RowStatistics(LayerStatistics):
         """Those of `input_rows` that `sample` names. A family whose rows are copies makes no others."""
         return sample.of(self.input_rows(layer_input))
 
+    def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
+        """`mean_over_shared` of `input_rows`. A family whose rows are copies makes none."""
+        return mean_over_shared(self.input_rows(layer_input), active)
+
     def subsample(self, draw: Draw) -> None:
         rows = self.gradient_rows(self.call.gradient)
         self._sample = draw.rows(rows.shape[1], rows.shape[2], rows.device)
@@ -217,15 +225,19 @@ class RowStatistics(LayerStatistics):
     def _shared_inputs(self, active: Tensor | None) -> Tensor:
         """`a` after weight sharing, of the positions that `active` marks or of all; the other rows hold anything."""
         assert self.call.input is not None, "the input was released after the first backward"
-        if self._sample is None:
-            a = self.input_rows(self.call.input.to(self.dtype))
-        else:
+        reduce = self.spec.weight_sharing is WeightSharing.REDUCE
+        if self._sample is not None:
             a = self.sampled_input_rows(self.call.input, self._sample).to(self.dtype)
-        if self.spec.weight_sharing is WeightSharing.REDUCE:
-            a = mean_over_shared(a, active)
-        if self.spec.has_bias:
-            a = torch.cat([a, a.new_ones(()).expand(*a.shape[:-1], 1)], dim=-1)
-        return a
+            a = mean_over_shared(a, active) if reduce else a
+        elif reduce:
+            a = self.mean_input_rows(self.call.input.to(self.dtype), active)
+        else:
+            a = self.input_rows(self.call.input.to(self.dtype))
+        return self._homogeneous(a)
+
+    def _homogeneous(self, a: Tensor) -> Tensor:
+        """`a` `[..., in]` with a column of ones, where there is a bias."""
+        return torch.cat([a, a.new_ones(()).expand(*a.shape[:-1], 1)], dim=-1) if self.spec.has_bias else a
 
     def _shared_gradients(self, gradient: Tensor) -> Tensor:
         if self._sample is None:
@@ -237,6 +249,83 @@ class RowStatistics(LayerStatistics):
     def _sampled_gradient_rows(self, gradient: Tensor) -> Tensor:
         rows = self.gradient_rows(gradient)
         return rows if self._sample is None else self._sample.of(rows)
+
+
+class PatchStatistics(RowStatistics):
+    """Statistics of a layer whose rows are patches of feature maps: a convolution's, in one view or another.
+
+    Rows are copies, `prod(kernel)` times as large as the input. They are made where rows are asked for. Moments are had
+    without: the diagonal of `A`, and `A` of means over positions, by sums of what each element of the kernel sees; all
+    of `A` by correlations, where that pays (`correlation_pays`), as follows. Those count every position. Where some are
+    not active, they are made and taken off again, if they are few; if they are many, or if `A` drowns in what they
+    hold, the active ones are made. An accelerator would have to be asked how many there are: there all are made.
+
+    Args:
+        ndim: dimensions of space.
+        spec: as in `RowStatistics`, as are `call` and `dtype`.
+    """
+
+    def __init__(self, ndim: int, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
+        super().__init__(spec, call, dtype)
+        self.ndim = ndim
+
+    @abstractmethod
+    def patches(self, features: Tensor) -> Patches:
+        """Those of some of the examples of the input, `[batch, channels, *space]`."""
+
+    def input_rows(self, layer_input: Tensor) -> Tensor:
+        return self.patches(self._batched(layer_input)).rows()
+
+    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
+        return self.patches(self._batched(layer_input)[sample.examples]).rows(sample.positions)
+
+    def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
+        patches = self.patches(self._batched(layer_input))
+        counts = math.prod(patches.positions) if active is None else active.sum(1, keepdim=True).clamp(min=1)
+        return (patches.sums(active) / counts).unsqueeze(2).to(layer_input.dtype)
+
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        return channel_rows(self._batched(gradient), self.spec.groups)
+
+    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+        expand = self.spec.weight_sharing is WeightSharing.EXPAND
+        if self._sample is not None or not expand or self.spec.blocks(0) > 1:
+            return super()._moment_over(active, structure)
+        assert self.call.input is not None, "the input was released after the first backward"
+        patches = self.patches(self._batched(self.call.input.to(self.dtype)))
+        if structure is Structure.DIAGONAL:
+            squares = replace(patches, features=patches.features.square()).total(active)
+            if self.spec.has_bias:
+                squares = torch.cat([squares, active.sum().to(squares).expand(len(squares), 1)], dim=-1)
+            return squares.to(self.dtype)
+        if not on_host(active):
+            return super()._moment_over(active, structure)
+        inactive = active.numel() - int(active.sum())
+        # To make rows takes several times as long as to correlate as many.
+        if 3 * inactive <= active.numel() and correlation_pays(patches):
+            moment = self._correlated(patches)
+            if inactive == 0:
+                return moment
+            excess = gram(self._homogeneous(patches.marked_rows(~active)), structure)
+            moment -= excess
+            left, taken = (each.diagonal(dim1=1, dim2=2)[:, : patches.width].sum(1) for each in (moment, excess))
+            if bool((taken <= left).all()):  # and so finite, and of the digits at most one lost
+                return moment
+        if inactive == 0:
+            return gram(self._homogeneous(patches.rows()), structure)
+        return gram(self._homogeneous(patches.marked_rows(active)), structure)
+
+    def _correlated(self, patches: Patches) -> Tensor:
+        """`Σ a aᵀ` over all positions."""
+        moment = correlated_gram(patches)
+        if not self.spec.has_bias:
+            return moment
+        moment = F.pad(moment, (0, 1, 0, 1), value=len(patches.features) * math.prod(patches.positions))
+        moment[:, -1, :-1] = moment[:, :-1, -1] = patches.total()
+        return moment
+
+    def _batched(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)
 
 
 class StatisticsSink(Protocol):

@@ -10,14 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, weight_and_bias
-from kfac_optim.rows import channel_rows, patch_rows
-from kfac_optim.sampling import RowSample
+from kfac_optim.layers.base import LayerStatistics, PatchStatistics, WeightBiasAdapter, weight_and_bias
+from kfac_optim.patches import Patches, pad
 from kfac_optim.specs import LayerSpec
 
 
@@ -29,7 +27,7 @@ class ConvTransposeSpec(LayerSpec):
     """Elements of the kernel: it is unpacked from in front of the bias, as `[groups, out, in_channels, taps]`."""
 
 
-class ConvTransposeStatistics(RowStatistics):
+class ConvTransposeStatistics(PatchStatistics):
     """Rows are patches of the interleaved input, ordered `(channel, *kernel)` with the kernel flipped.
 
     Args:
@@ -38,33 +36,22 @@ class ConvTransposeStatistics(RowStatistics):
     """
 
     def __init__(self, module: _ConvTransposeNd, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
-        super().__init__(spec, call, dtype)
+        super().__init__(len(module.kernel_size), spec, call, dtype)
         self.module = module
-        self.ndim = len(module.kernel_size)
 
-    def input_rows(self, layer_input: Tensor) -> Tensor:
-        return self._patches(self._batched(layer_input), None)
-
-    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
-        return self._patches(self._batched(layer_input)[sample.examples], sample.positions)
-
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        return channel_rows(self._batched(gradient), self.spec.groups)
-
-    def _patches(self, features: Tensor, places: Tensor | None) -> Tensor:
+    def patches(self, features: Tensor) -> Patches:
         module, interleaved = self.module, self._interleaved(features)
         # The output's size tells what padding its end has: `output_padding`, or the `output_size` of that forward.
         positions = self.call.gradient.shape[-self.ndim :]
-        amounts: list[int] = []
-        for axis in reversed(range(self.ndim)):  # the order of F.pad
+        zeros: tuple[tuple[int, int], ...] = ()
+        for axis in range(self.ndim):
             reach = module.dilation[axis] * (module.kernel_size[axis] - 1)
             before = reach - int(module.padding[axis])
-            amounts += [before, positions[axis] + reach - before - interleaved.shape[2 + axis]]
-        # A crop may be longer than the input, but never than the input with the padding of its other end.
-        padded = F.pad(interleaved, [max(amount, 0) for amount in amounts])
-        cropped = F.pad(padded, [min(amount, 0) for amount in amounts])
+            zeros += ((before, positions[axis] + reach - before - interleaved.shape[2 + axis]),)
+        if min(map(min, zeros)) < 0:
+            interleaved, zeros = pad(interleaved, zeros), ((0, 0),) * self.ndim
         stride = (1,) * self.ndim
-        return patch_rows(cropped, module.kernel_size, stride, module.dilation, self.spec.groups, places)
+        return Patches(interleaved, zeros, module.kernel_size, stride, module.dilation, self.spec.groups)
 
     def _interleaved(self, features: Tensor) -> Tensor:
         """`[batch, channels, *(s·(space - 1) + 1)]`: `features` with `s - 1` zeros between neighbours."""
@@ -74,9 +61,6 @@ class ConvTransposeStatistics(RowStatistics):
         taken = [slice(None), slice(None), *(slice(None, None, step) for step in stride)]
         interleaved[tuple(taken)] = features
         return interleaved
-
-    def _batched(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)
 
 
 class ConvTransposeAdapter(WeightBiasAdapter[_ConvTransposeNd]):

@@ -7,6 +7,13 @@ from ranks import Ranks
 
 
 @pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks

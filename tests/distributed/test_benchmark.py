@@ -29,28 +29,28 @@ SMALL = Workload(net, batch, F.cross_entropy, LossTerms.EXAMPLES, examples=8, pe
 
 
 def of_small(_: int, out: Path) -> None:
-    choices = distributed.Choices(("small",), (Periods(10, 100), Periods(1, 5)), 1, 2, False, out)
+    choices = distributed.Choices(("small",), (Periods(10, 100),), 1, 1, False, out)
     with mock.patch.dict(distributed.WORKLOADS, {"small": SMALL}):
         distributed.compare(choices)
 
 
-def test_bytes_counted_are_those_of_plans(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(of_small, tmp_path / "distributed.json")
+def test_bytes_counted_are_those_of_plans(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(of_small, tmp_path / "distributed.json", timeout=120.0)
     report = json.loads((tmp_path / "distributed.json").read_text())
-    assert report["ranks"] == 4
+    assert report["ranks"] == 2
     (cost,) = report["models"]
-    assert cost["sgd_bytes"] == 2 * 3 * cost["parameter_bytes"]
+    assert cost["sgd_bytes"] == 2 * cost["parameter_bytes"]
     assert cost["sgd_held_bytes"] == cost["parameter_bytes"]
-    names = ["Replicated(1)", "Replicated(1/2)", "Replicated(1/4)", "Sharded()", "Sharded(FACTORS)"]
+    names = ["Replicated(1)", "Replicated(1/2)", "Sharded()", "Sharded(FACTORS)"]
     by_key = {(each["layout"], each["periods"]): each for each in cost["layouts"]}
-    assert list(by_key) == [(name, periods) for name in names for periods in ("10,100", "1,5")]
+    assert list(by_key) == [(name, "10,100") for name in names]
     for each in by_key.values():
         assert each["bytes"] == pytest.approx(each["planned_bytes"], rel=1e-12)
         assert each["bytes_ratio"] == each["bytes"] / cost["sgd_bytes"]
         assert each["seconds_ratio"] > 0
         assert each["held_bytes"] <= each["planned_memory"] * 1.05, "the rest is for sums on their way"
     held = {name: by_key[name, "10,100"]["held_bytes"] for name in names}
-    assert held["Sharded()"] < held["Replicated(1/4)"] < held["Replicated(1/2)"] < held["Replicated(1)"]
+    assert held["Sharded()"] < held["Replicated(1/2)"] < held["Replicated(1)"]
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,14 @@ class Run:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for block in SingleDevice().refresh(self.blocks):
+        SingleDevice().solve(self.blocks)
+        for block in self.blocks:
             block.mark_refreshed()
 
     @torch.no_grad()
     def refresh_shadows(self) -> list[KFACBlock]:
         shadows = [block.shadow() for block in self.blocks]
-        SingleDevice().refresh(shadows)
+        SingleDevice().solve(shadows)
         return shadows
 
     @torch.no_grad()

@@ -234,3 +234,34 @@ def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) 
     a, g = CHOLESKY.factors(state)
     curvature = oracles.damped_kronecker(a.double(), g.double(), grad.double(), 0.1)
     assert_same(direction.double(), oracles.solve(curvature, grad.double()), rtol=1e-5)
+
+
+# -- inverses in a narrower dtype --------------------------------------------------------------------------------
+
+
+@given(structure=st.sampled_from(STRUCTURES), groups=st.integers(1, 3), dims=st.tuples(*[st.integers(1, 40)] * 2))
+def test_inverses_kept_in_bfloat16_turn_the_direction_by_less_than_a_hundredth(
+    structure: tuple[Structure, Structure], groups: int, dims: tuple[int, int]
+) -> None:
+    narrow, wide = Cholesky(dtype=torch.bfloat16), Cholesky()
+    made = []
+    for inverse in (narrow, wide):
+        torch.manual_seed(0)
+        made.append(states.measured_state(inverse, *dims, groups, structure, dtype=torch.float32))
+    kept, exact = made
+    narrow.refresh([kept], [1e-2])
+    wide.refresh([exact], [1e-2])
+    grad = torch.randn(groups, *reversed(dims), dtype=torch.float32)
+    found, expected = narrow.apply(kept, grad, 1e-2), wide.apply(exact, grad, 1e-2)
+    assert found.dtype == torch.float32
+    assert all(tensor.dtype == torch.bfloat16 for tensor in kept.results().values())
+    assert float((found - expected).norm()) <= 0.01 * float(expected.norm())
+    again = narrow.init(spec(*dims, groups, structure), dtype=torch.float32, device=CPU)
+    narrow.load(again, narrow.tensors(kept))
+    assert torch.equal(narrow.apply(again, grad, 1e-2), found)
+
+
+def test_the_dtype_of_inverses_has_the_range_of_float32() -> None:
+    with pytest.raises(ValueError, match="dtype of Cholesky"):
+        Cholesky(dtype=torch.float16)
+    assert (repr(Cholesky()), repr(Cholesky(dtype=torch.bfloat16))) == ("Cholesky()", "Cholesky(dtype=torch.bfloat16)")

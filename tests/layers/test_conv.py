@@ -1,14 +1,17 @@
+from dataclasses import replace
+
 import oracles
 import pytest
 import torch
-from cases import STRUCTURES, Bias, ConvCase, any_loss, conv_cases, measure, snapshot
-from hypothesis import given, settings
+from cases import STRUCTURES, Bias, ConvCase, any_loss, conv_cases, correlating, measure, snapshot
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from oracles import assert_same
 from torch import Tensor, nn
 
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
 from kfac_optim.calls import LayerCall
+from kfac_optim.patches import Patches
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -76,6 +79,138 @@ def test_the_model_may_be_the_layer_itself(loss_terms: LossTerms) -> None:
         LossTerms.SUM: 1,
     }[loss_terms]
     assert_same(measured.factors[""], oracles.factors(a, g, terms=terms, bias=True))
+
+
+# -- moments without unfolding ---------------------------------------------------------------------------------------
+
+
+def moment(
+    module: nn.Module, features: Tensor, gradient: Tensor, structure: Structure, sharing: WeightSharing, bias: bool
+) -> tuple[Tensor, float]:
+    """`Σ a aᵀ` of one call, or its diagonal, and how many rows are in it."""
+    adapter = DEFAULT_ADAPTERS[type(module)]
+    (spec,) = adapter.specs(module, "", {"weight", "bias"} if bias else {"weight"})
+    spec = replace(spec, weight_sharing=sharing)
+    stats = adapter.statistics(module, spec, LayerCall(features, gradient), features.dtype)
+    return stats.input_moment(structure), float(stats.count)
+
+
+def expected_moment(rows: Tensor, active: Tensor, structure: Structure, sharing: WeightSharing, bias: bool) -> Tensor:
+    """From `[groups, batch, positions, columns]` and the rows `[batch, positions]` that count."""
+    examples = []
+    for example, kept in zip(rows.unbind(1), active, strict=True):
+        a = oracles.with_ones(example[:, kept], bias)
+        examples.append(a.mean(1, keepdim=True) if sharing is WeightSharing.REDUCE and kept.any() else a)
+    a = torch.cat(examples, dim=1)
+    return a.square().sum(1) if structure is Structure.DIAGONAL else a.mT @ a
+
+
+def with_inactive(case: ConvCase, module: nn.Module, features: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """An output gradient that is zero at about `share` of the positions, and `[batch, positions]` where it is not."""
+    gradient = torch.randn_like(module(features).detach())
+    batched = gradient if case.batched else gradient[None]
+    active = torch.rand_like(batched[:, 0]) >= share
+    batched *= active.unsqueeze(1)
+    return gradient, active.flatten(1)
+
+
+@settings(max_examples=200)
+@given(
+    case=conv_cases(),
+    sharing=st.sampled_from(WeightSharing),
+    structure=st.sampled_from([Structure.DENSE, Structure.DIAGONAL]),
+    share=st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_moments_without_unfolding_are_those_of_the_active_patches(
+    case: ConvCase, sharing: WeightSharing, structure: Structure, share: float
+) -> None:
+    module, features = case.module(), case.input()
+    gradient, active = with_inactive(case, module, features, share)
+    assume(bool(active.any()))
+    with correlating() as seen:
+        ours, _ = moment(module, features, gradient, structure, sharing, case.trains_bias)
+    expected = expected_moment(oracles.conv_rows(module, features), active, structure, sharing, case.trains_bias)
+    assert_same(ours, expected, rtol=1e-12)
+    event(f"correlated {len(seen)} times with {share} inactive")
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e100])
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+@pytest.mark.parametrize("sharing", WeightSharing)
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_inactive_patches_hold_does_not_matter(
+    garbage: float, structure: Structure, sharing: WeightSharing, bias: bool
+) -> None:
+    module = nn.Conv2d(2, 3, 3, padding=1, bias=bias)
+    features, gradient = torch.randn(4, 2, 6, 6), torch.randn(4, 3, 6, 6)
+    features[1, :, :2, :2] = garbage
+    gradient[1, :, :3, :3] = 0
+    with correlating() as seen:
+        ours, _ = moment(module, features, gradient, structure, sharing, bias)
+    assert len(seen) == (structure is Structure.DENSE and sharing is WeightSharing.EXPAND)
+    clean = torch.where(features.abs() < 10, features, 0.0)
+    active = (gradient != 0).any(1).flatten(1)
+    assert_same(ours, expected_moment(oracles.conv_rows(module, clean), active, structure, sharing, bias), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("zero", "correlations"), [(0, 1), (48, 1), (49, 0), (100, 0)])
+def test_of_many_inactive_patches_none_is_made(zero: int, correlations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Conv2d(2, 3, 3, padding=1)
+    features, gradient = torch.randn(4, 2, 6, 6), torch.randn(4, 3, 36)
+    active = torch.ones(4 * 36, dtype=torch.bool)
+    active[torch.randperm(4 * 36)[:zero]] = False
+    gradient = (gradient * active.view(4, 1, 36)).view(4, 3, 6, 6)
+    made: list[int] = []
+
+    def marked_rows(patches: Patches, marked: Tensor) -> Tensor:
+        rows = marked_rows_of(patches, marked)
+        made.append(rows.shape[2])
+        return rows
+
+    marked_rows_of = Patches.marked_rows
+    monkeypatch.setattr(Patches, "marked_rows", marked_rows)
+    with correlating() as seen:
+        moment(module, features, gradient, Structure.DENSE, WeightSharing.EXPAND, True)
+    assert len(seen) == correlations
+    assert made == ([] if zero == 0 else [zero] if correlations else [144 - zero])
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+def test_a_layer_where_it_pays_is_measured_without_its_patches(
+    structure: Structure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Conv2d(16, 4, 3, padding=1)
+    features, gradient = torch.randn(8, 16, 16, 16), torch.randn(8, 4, 16, 16)
+    expected, _ = moment(module, features, gradient, structure, WeightSharing.EXPAND, True)
+    rows = oracles.with_ones(oracles.conv_rows(module, features), True).flatten(1, 2)
+    assert_same(expected, rows.mT @ rows if structure is Structure.DENSE else rows.square().sum(1), rtol=1e-12)
+    wide: list[int] = []
+    rows_of = Patches.rows
+
+    def counted(patches: Patches, positions: Tensor | None = None) -> Tensor:
+        rows = rows_of(patches, positions)
+        wide.append(rows.numel())
+        return rows
+
+    monkeypatch.setattr(Patches, "rows", counted)
+    moment(module, features, gradient, structure, WeightSharing.EXPAND, True)
+    assert sum(wide) < features.numel()
+
+
+@pytest.mark.parametrize("sharing", WeightSharing)
+def test_several_backwards_are_as_one_of_their_sum_without_unfolding(sharing: WeightSharing) -> None:
+    module = nn.Conv2d(2, 3, 3, padding=1)
+    features, first, then = torch.randn(4, 2, 6, 6), torch.randn(4, 3, 6, 6), torch.randn(4, 3, 6, 6)
+    first[0, :, 0] = then[0, :, 5] = 0
+    adapter = DEFAULT_ADAPTERS[type(module)]
+    (spec,) = adapter.specs(module, "", {"weight", "bias"})
+    spec = replace(spec, weight_sharing=sharing)
+    calls = [LayerCall(features, first), LayerCall(features, first + then, first)]
+    with correlating():
+        parts = [adapter.statistics(module, spec, call, torch.float64).input_moment(Structure.DENSE) for call in calls]
+    rows = oracles.conv_rows(module, features)
+    every = torch.ones(4, 36, dtype=torch.bool)
+    assert_same(sum(parts), expected_moment(rows, every, Structure.DENSE, sharing, True), rtol=1e-12)
 
 
 class _Standardised(nn.Conv2d):

@@ -1,10 +1,11 @@
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import oracles
 import pytest
 import torch
-from cases import STRUCTURES, Bias, any_loss, sizes, snapshot
+from cases import STRUCTURES, Bias, any_loss, correlating, sizes, snapshot
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import assert_same
@@ -194,14 +195,20 @@ def trained(module: nn.Module, attribute: str = "data") -> dict[str, Tensor]:
 
 
 @settings(max_examples=120)
-@given(case=transposed_cases(), sharing=st.sampled_from(WeightSharing), structure=st.sampled_from(STRUCTURES))
+@given(
+    case=transposed_cases(),
+    sharing=st.sampled_from(WeightSharing),
+    structure=st.sampled_from(STRUCTURES),
+    without_unfolding=st.booleans(),
+)
 def test_factors_equal_their_definition_by_patches(
-    case: TransposedCase, sharing: WeightSharing, structure: tuple[Structure, Structure]
+    case: TransposedCase, sharing: WeightSharing, structure: tuple[Structure, Structure], without_unfolding: bool
 ) -> None:
     module, features = case.module(), case.input()
     optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing, structure=structure)
     output = case.forward(module, features)
-    any_loss(output).backward()
+    with correlating() if without_unfolding else nullcontext():
+        any_loss(output).backward()
     optimizer.step()
     expected = oracles.factors(
         patches(case, features),
@@ -287,6 +294,21 @@ def test_a_crop_longer_than_the_input_leaves_only_the_padding_of_the_other_end(i
     features, output = case.input(), torch.ones(2, 1, *case.positions)
     a, _ = adapter.statistics(module, spec, LayerCall(features, output), torch.float64).rows()
     assert_same(a, patches(case, features))
+
+
+def test_input_that_the_output_leaves_out_may_hold_anything() -> None:
+    module = nn.ConvTranspose1d(2, 3, 2, padding=3)  # reads no further than one element before the first position
+    features, gradient = torch.randn(4, 2, 9), torch.randn(4, 3, 4)
+    adapter = DEFAULT_ADAPTERS[type(module)]
+    (spec,) = adapter.specs(module, "", {"weight", "bias"})
+    moments = []
+    for outside in (0.0, torch.nan):
+        features[..., :2] = features[..., 7:] = outside
+        with correlating() as seen:
+            stats = adapter.statistics(module, spec, LayerCall(features.clone(), gradient), torch.float64)
+            moments.append(stats.input_moment(Structure.DENSE))
+        assert len(seen) == 1
+    assert_same(moments[1], moments[0])
 
 
 def test_channels_last_weights_take_the_same_steps_as_contiguous_ones() -> None:

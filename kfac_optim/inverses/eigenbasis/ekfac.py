@@ -301,7 +301,6 @@ class EKFAC(EigenbasisInverse[EKFACState]):
             applied = tensors["S_applied"]
             state.applied = torch.empty_like(state.scales.average, device="meta" if applied.is_meta else None)
             copy_held(state.applied, applied)
-        state.forget_pending()
 
     def flops(self, spec: LayerSpec) -> Cost:
         # To carry S over: the overlap of the bases, and a product with it.
