@@ -87,17 +87,6 @@ class FactorPair:
                 factor.pending = None
         self.rows = 0
 
-    def set_aside(self) -> Any:
-        """The sums since the last fold, for `put_back`."""
-        return self.rows, [None if factor is None else factor.pending for factor in (self.a, self.g)]
-
-    def put_back(self, aside: Any) -> None:
-        """Go on with what `set_aside` gave."""
-        self.rows, pending = aside
-        for factor, each in zip((self.a, self.g), pending, strict=True):
-            if factor is not None:
-                factor.pending = each
-
     def held(self) -> Tensor:
         """`[]` bool: whether any sample was ever accepted."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
@@ -164,13 +153,6 @@ class OpposedPair(FactorPair):
     def discard(self) -> None:
         self.own.discard()
         self.opposed.discard()
-
-    def set_aside(self) -> Any:
-        return self.own.set_aside(), self.opposed.set_aside()
-
-    def put_back(self, aside: Any) -> None:
-        for pair, each in zip((self.own, self.opposed), aside, strict=True):
-            pair.put_back(each)
 
     def held(self) -> Tensor:
         return self.own.held() | self.opposed.held()

@@ -390,9 +390,7 @@ class DistributedExecutor(SingleDevice):
             self._recover()
         self._place_anew()
         for block, tensors in states.items():
-            pending = block.inverse.pending(block.state)
             block.inverse.load(block.state, tensors)
-            block.inverse.put_back(block.state, pending)  # what the step has measured is still to be folded
         for block in self._blocks:
             for _, factor in self.exchange.slots(block, block.state):
                 factor.elsewhere = None  # it may be kept here now

@@ -146,14 +146,6 @@ class Inverse(ABC, Generic[S]):
         """
         self._refuse_sharing()
 
-    def pending(self, state: S) -> Any:
-        """The sums of this step, which `load` discards, for `put_back`."""
-        self._refuse_sharing()
-
-    def put_back(self, state: S, pending: Any) -> None:
-        """Go on with the sums that `pending` gave."""
-        self._refuse_sharing()
-
     def results(self, state: S, part: str) -> tuple[Result, ...]:
         """What a rank that did not recompute the part needs to apply it, or to take statistics; no copies.
 
@@ -291,12 +283,6 @@ class PairInverse(Inverse[P]):
 
     def age(self, state: P, decay: float, loss_terms: float | Tensor = 0) -> None:
         state.pair.age(decay, loss_terms)
-
-    def pending(self, state: P) -> Any:
-        return state.pair.set_aside()
-
-    def put_back(self, state: P, pending: Any) -> None:
-        state.pair.put_back(pending)
 
     def results(self, state: P, part: str) -> tuple[Result, ...]:
         return state.shared(part)

@@ -135,14 +135,6 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             factor.pending = None
         state.rows = 0
 
-    def pending(self, state: DoublyFactoredState) -> Any:
-        return state.rows, [factor.pending for factor in state.factors.values()]
-
-    def put_back(self, state: DoublyFactoredState, pending: Any) -> None:
-        state.rows, sums = pending
-        for factor, each in zip(state.factors.values(), sums, strict=True):
-            factor.pending = each
-
     def has_statistics(self, state: DoublyFactoredState) -> bool:
         return bool(state.held())
 

@@ -113,7 +113,7 @@ def test_the_rows_of_the_table() -> None:
     assert kaisa(4, 4, 6, 13, 3, 3) == 36 + 26 + 19  # COMM_OPT
     assert kaisa(4, 1, 6, 13, 3, 3) == 36 + 26 + 18  # MEM_OPT
     assert kaisa(4, 2, 6, 13, 3, 3) == 36 + 26 + Fraction(19, 3) + 12  # HYBRID
-    assert control(4, 5, 2, 7, 8, 3) == 6 * (4 + 5 + 2 + 8) + 6 * Fraction(15 + 7, 3)
+    assert control(4, 5, 2, 7, 8, 3) == 6 * (8 + 5 + 2 + 8) + 6 * Fraction(15 + 7, 3)
     assert control(1, 5, 2, 7, 8, 3) == 0
 
 

@@ -235,13 +235,6 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         if state.measured:
             state.scales.age(decay, loss_terms)
 
-    def pending(self, state: EKFACState) -> Any:
-        return super().pending(state), state.scales.pending, state.expressed
-
-    def put_back(self, state: EKFACState, pending: Any) -> None:
-        of_pair, state.scales.pending, state.expressed = pending
-        super().put_back(state, of_pair)
-
     def take(self, state: EKFACState, part: str, received: Mapping[int, Tensor]) -> None:
         last = len(self.results(state, part)) - 1  # S
         if not state.measured:
