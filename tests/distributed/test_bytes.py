@@ -1,5 +1,6 @@
 """What steps send, counted as it is handed to `torch.distributed`, is to the byte what the plan predicts."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -193,14 +194,18 @@ def strategies(ranks: int) -> list[Strategy]:
     ]
 
 
-@pytest.mark.parametrize("inverse", INVERSES)
-@pytest.mark.parametrize("strategy", strategies(2), ids=str)
+def covering(ranks: int, each: int) -> list[tuple[Strategy, str]]:
+    """Every strategy with so many of the inverses, in turn."""
+    inverses = itertools.cycle(INVERSES)
+    return [(strategy, inverse) for strategy in strategies(ranks) for inverse in itertools.islice(inverses, each)]
+
+
+@pytest.mark.parametrize(("strategy", "inverse"), covering(2, 3), ids=str)
 def test_on_two_ranks(two_ranks: Ranks, strategy: Strategy, inverse: str) -> None:
     check(two_ranks, strategy, inverse)
 
 
-@pytest.mark.parametrize("inverse", INVERSES)
-@pytest.mark.parametrize("strategy", strategies(4), ids=str)
+@pytest.mark.parametrize(("strategy", "inverse"), covering(4, 1), ids=str)
 def test_on_four_ranks(four_ranks: Ranks, strategy: Strategy, inverse: str) -> None:
     check(four_ranks, strategy, inverse)
 
