@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from kfac_optim import checkpoint
@@ -18,7 +18,7 @@ from kfac_optim.functions import Product
 from kfac_optim.hooks import Handle, Handles, PicklableHook
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames
-from kfac_optim.shards import is_sharded
+from kfac_optim.shards import is_sharded, local
 
 Groups = Mapping[nn.Parameter, dict[str, Any]]
 """The param group of each parameter."""
@@ -109,7 +109,7 @@ class ModelBinding:
         """
         # Gradients of zero are also what `torch.distributed.checkpoint` has a new optimizer step with. Looking at them
         # synchronises, at the first steps alone.
-        if self._settled or not any(param.grad is not None and bool(param.grad.any()) for param in self._groups):
+        if self._settled or not any(_says_something(param.grad) for param in self._groups):
             return False
         if self._finder is not None and self.model is not None:
             self._options.check_patterns(self.model)
@@ -295,3 +295,7 @@ class ModelBinding:
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
     if (bound := method()) is not None:
         bound()
+
+
+def _says_something(gradient: Tensor | None) -> bool:
+    return gradient is not None and (gradient.is_meta or bool(local(gradient).any()))

@@ -768,9 +768,10 @@ class KFACOptimizer(Optimizer):
             )
         for param, waiting in self._binding.waiting.items():
             self.state[param][checkpoint.KEY] = waiting
-        for param in self._params():
-            if self.state and param.requires_grad:
-                self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
+        if self.state and dist.is_available() and dist.is_initialized():
+            for param in self._params():
+                if param.requires_grad:
+                    self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
 
     def _names(self) -> dict[nn.Parameter, str]:
         names = self._binding.names()

@@ -147,7 +147,13 @@ def test_what_was_folded_since_stays_and_the_inverse_is_that_of_the_copy(
             run.fold(number)
     late.adopt(shadows)
     assert_folds_are(late, never)
-    sampled = {"factors", *(getattr(late.blocks[0].state, "sampled", dict)()), "refused", "refused_in_a_row"}
+    sampled = {
+        "factors",
+        "S_applied",
+        *(getattr(late.blocks[0].state, "sampled", dict)()),
+        "refused",
+        "refused_in_a_row",
+    }
     for ours, theirs in zip(late.tensors(), at_refresh, strict=True):
         assert_identical(*({key: t[key] for key in t.keys() - sampled} for t in (ours, theirs)))
     for block in late.blocks:

@@ -36,7 +36,9 @@ def held_in_state(inverse: Inverse[Any], layer: LayerSpec) -> int:
     state = inverse.init(layer.by_blocks(), dtype=torch.float32, device=torch.device("meta"))
     # What opposed uses mix their averages to is held, and made anew from these when a checkpoint is loaded.
     mixed = [factor for factor in inverse.factors(state) if factor is not None] if layer.opposed else []
-    return sum(tensor.numel() for tensor in [*numbers(inverse.tensors(state)), *mixed])
+    # So is the S that is applied among several processes, which checkpoints hold on one as well.
+    kept = {name: tensor for name, tensor in inverse.tensors(state).items() if not name.startswith("S_applied")}
+    return sum(tensor.numel() for tensor in [*numbers(kept), *mixed])
 
 
 def held_by_parts(inverse: Inverse[Any], layer: LayerSpec) -> int:
