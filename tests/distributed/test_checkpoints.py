@@ -396,7 +396,7 @@ def test_distributed_checkpoints_load_on_other_ranks_by_other_strategies(
         for found in ranks.run(read_by_dcp, run._replace(strategy=strategy), folder):
             assert_close(found, expected[0])
     assert_close(two_ranks.run(read_by_trained, run, folder)[0], expected[0])
-    # Without momentum, and without a process group, torch wants strict=False: parameters that have no state are missing.
+    # Without momentum and without a process group torch wants strict=False: parameters without state are missing.
     if not isinstance(run.inverse, EKFAC) and run.momentum:
         assert_close(read_by_dcp(0, alone(run), folder), expected[0])
 
