@@ -5,30 +5,73 @@ import math
 import torch
 from torch import Tensor
 
+from kfac_optim.linalg import symmetric_product
 from kfac_optim.specs import Structure
 
 # Elements of per-example gradients that are held at a time: 64 MiB of float32.
 _CHUNK = 2**24
 
 
-def gram(rows: Tensor, structure: Structure, active: Tensor | None = None) -> Tensor:
+def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, constant: int | None = None) -> Tensor:
     """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
 
-    Only over the rows that `active` `[batch, shared]` marks, where it is given: what the others hold, be it not finite,
-    does not matter.
+    Args:
+        rows: `r`.
+        structure: whether all of it is wanted.
+        active: `[batch, shared]` bool, the rows that count; None is all. What the others hold, be it not finite, does
+            not matter.
+        constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made:
+            that would copy all others too, and leave rows of an odd length, which are slower to multiply.
     """
+    if active is None and structure is Structure.DENSE and _feature_major(rows):
+        moment = (rows.mT @ rows).sum(1)  # without a copy by rows
+        return moment if constant is None else bordered(moment, rows.sum((1, 2)), rows[0, ..., 0].numel(), constant)
     rows = rows.flatten(1, 2)
+    count: int | Tensor = rows.shape[1]
     if active is not None:
         # What is left out costs nothing on the host; how much that is an accelerator would have to be asked.
         marked = active.flatten()
         rows = rows[:, marked] if on_host(marked) else torch.where(marked.unsqueeze(-1), rows, 0)
+        count = total(marked)
     if structure is Structure.DIAGONAL:
-        return rows.square().sum(1)
-    return rows.mT @ rows
+        squares = rows.square().sum(1)
+        return squares if constant is None else torch.cat([squares, _filled(squares[:, :1], count * constant)], dim=-1)
+    moment = symmetric_product(rows)
+    return moment if constant is None else bordered(moment, rows.sum(1), count, constant)
+
+
+def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:
+    """Second moments of rows with a constant column behind them, `[groups, d + 1, d + 1]`.
+
+    Args:
+        moment: of the rows, `[groups, d, d]`.
+        sums: of the rows, `[groups, d]`.
+        count: of the rows.
+        constant: 1 or 0.
+    """
+    border = sums.unsqueeze(1) * constant
+    whole = torch.cat([moment, border], dim=1)
+    column = torch.cat([border, _filled(sums[:, :1], count * constant).unsqueeze(1)], dim=2).mT
+    return torch.cat([whole, column], dim=2)
+
+
+def _filled(like: Tensor, number: float | Tensor) -> Tensor:
+    return number.to(like).expand_as(like) if isinstance(number, Tensor) else torch.full_like(like, number)
+
+
+def _feature_major(rows: Tensor) -> bool:
+    """Whether the rows of each example lie side by side as columns, and are many enough to multiply one by one."""
+    shared, width = rows.shape[2:]
+    return shared > 1 and rows.stride(2) == 1 and rows.stride(3) >= shared and width <= shared
 
 
 def active_rows(gradients: Tensor) -> Tensor:
     """`[batch, shared]` bool: the rows of `[groups, batch, shared, d]` that are not exactly zero in every group."""
+    if on_host(gradients) and gradients.shape[-1] > 1 and gradients.numel() > 0:
+        # In most layers one feature shows already that all are.
+        active = gradients[0, :, :, 0] != 0
+        if bool(active.all()):
+            return active
     # By far the fastest way to ask, and a NaN is not zero.
     return gradients.abs().amax(-1).amax(0) != 0
 

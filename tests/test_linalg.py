@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kfac_optim.linalg import (
     pack_triangle,
     sandwich,
     shift_diagonal,
+    symmetric_product,
     triangle_size,
     unpack_triangle,
 )
@@ -515,3 +517,12 @@ def test_packing_reads_a_matrix_that_is_not_contiguous() -> None:
     spread = torch.zeros(2, 12, 6)
     spread[:, ::2] = matrix
     assert torch.equal(pack_triangle(spread[:, ::2]), pack_triangle(matrix))
+
+
+@given(groups=st.integers(1, 3), rows=st.integers(0, 9), dim=st.integers(1, 150), transposed=st.booleans())
+def test_symmetric_product_is_the_product(groups: int, rows: int, dim: int, transposed: bool) -> None:
+    matrix = torch.randn(groups, dim, rows, dtype=torch.float64).mT if transposed else torch.randn(groups, rows, dim)
+    matrix = matrix.double()
+    with mock.patch("kfac_optim.linalg._LEAF", 32):
+        product = symmetric_product(matrix)
+    torch.testing.assert_close(product, torch.einsum("gri,grj->gij", matrix, matrix), rtol=1e-12, atol=1e-12)

@@ -434,7 +434,8 @@ class DampedJob(FactorJob):
             condition: condition number, `[groups]`.
         """
         usable = self.settle(attempts)
-        self.inverse.copy_(torch.where(usable.view(-1, *(1,) * (inverse.dim() - 1)), inverse, self.inverse))
+        taken = usable.view(-1, *(1,) * (inverse.dim() - 1))
+        torch.where(taken, inverse.to(self.inverse.dtype), self.inverse, out=self.inverse)
         last = self.state.condition[self.side]
         self.state.condition[self.side] = torch.where(usable, condition, last).max()
         return usable

@@ -21,7 +21,7 @@ from kfac_optim.correlation import correlated_gram, correlation_pays
 from kfac_optim.hooks import Handle
 from kfac_optim.partition import cut, level_padding
 from kfac_optim.patches import Patches
-from kfac_optim.rows import active_rows, channel_rows, gram, mean_over_shared, on_host, sum_of_squares, total
+from kfac_optim.rows import active_rows, bordered, channel_rows, gram, mean_over_shared, on_host, sum_of_squares, total
 from kfac_optim.sampling import Draw, RowSample
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
@@ -206,13 +206,15 @@ class RowStatistics(LayerStatistics):
 
     def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
         """`Σ a aᵀ` over the rows that `active` marks."""
-        if on_host(active) and bool(active.all()):
-            return gram(self._block_inputs(None), structure)
-        return gram(self._block_inputs(active), structure, self._shared_mask(active))
+        marked = None if on_host(active) and bool(active.all()) else active
+        mask = None if marked is None else self._shared_mask(marked)
+        if self.spec.blocks(0) > 1:
+            return gram(self._block_inputs(marked), structure, mask)
+        return gram(self._shared_inputs(marked), structure, mask, constant=self._constant)
 
     def _block_inputs(self, active: Tensor | None) -> Tensor:
-        """`_shared_inputs`, `[blocks, batch, shared, width]` where `A` is cut into blocks."""
-        return cut(self._shared_inputs(active), -1, self.spec.blocks(0))
+        """`_shared_inputs` with the column of ones, `[blocks, batch, shared, width]` where `A` is cut into blocks."""
+        return cut(self._homogeneous(self._shared_inputs(active)), -1, self.spec.blocks(0))
 
     def _block_gradients(self, gradient: Tensor) -> Tensor:
         """`_shared_gradients`, likewise."""
@@ -223,21 +225,32 @@ class RowStatistics(LayerStatistics):
         return active.any(1, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else active
 
     def _shared_inputs(self, active: Tensor | None) -> Tensor:
-        """`a` after weight sharing, of the positions that `active` marks or of all; the other rows hold anything."""
+        """`a` after weight sharing, without the column of ones that a bias adds.
+
+        Of the positions that `active` marks or of all; the other rows hold anything.
+        """
         assert self.call.input is not None, "the input was released after the first backward"
         reduce = self.spec.weight_sharing is WeightSharing.REDUCE
         if self._sample is not None:
             a = self.sampled_input_rows(self.call.input, self._sample).to(self.dtype)
-            a = mean_over_shared(a, active) if reduce else a
-        elif reduce:
-            a = self.mean_input_rows(self.call.input.to(self.dtype), active)
-        else:
-            a = self.input_rows(self.call.input.to(self.dtype))
-        return self._homogeneous(a)
+            return mean_over_shared(a, active) if reduce else a
+        if reduce:
+            return self.mean_input_rows(self.call.input.to(self.dtype), active)
+        return self.input_rows(self.call.input.to(self.dtype))
+
+    @property
+    def bias_input(self) -> int:
+        """What the bias is multiplied by: 1, or 0 where this call did not add it."""
+        return 1
+
+    @property
+    def _constant(self) -> int | None:
+        """The last column of `a`; None without a bias."""
+        return self.bias_input if self.spec.has_bias else None
 
     def _homogeneous(self, a: Tensor) -> Tensor:
-        """`a` `[..., in]` with a column of ones, where there is a bias."""
-        return torch.cat([a, a.new_ones(()).expand(*a.shape[:-1], 1)], dim=-1) if self.spec.has_bias else a
+        """`a` `[..., in]` with its last column, where there is a bias."""
+        return F.pad(a, (0, 1), value=self.bias_input) if self.spec.has_bias else a
 
     def _shared_gradients(self, gradient: Tensor) -> Tensor:
         if self._sample is None:
@@ -289,10 +302,14 @@ class PatchStatistics(RowStatistics):
 
     def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
         expand = self.spec.weight_sharing is WeightSharing.EXPAND
-        if self._sample is not None or not expand or self.spec.blocks(0) > 1:
+        drawn = self._sample is not None and self._sample.positions is not None
+        if drawn or not expand or self.spec.blocks(0) > 1:
             return super()._moment_over(active, structure)
         assert self.call.input is not None, "the input was released after the first backward"
-        patches = self.patches(self._batched(self.call.input.to(self.dtype)))
+        features = self._batched(self.call.input)
+        if self._sample is not None:
+            features = features.index_select(0, self._sample.examples)
+        patches = self.patches(features.to(self.dtype))
         if structure is Structure.DIAGONAL:
             squares = replace(patches, features=patches.features.square()).total(active)
             if self.spec.has_bias:
@@ -306,23 +323,22 @@ class PatchStatistics(RowStatistics):
             moment = self._correlated(patches)
             if inactive == 0:
                 return moment
-            excess = gram(self._homogeneous(patches.marked_rows(~active)), structure)
+            excess = gram(patches.marked_rows(~active), structure, constant=self._constant)
             moment -= excess
             left, taken = (each.diagonal(dim1=1, dim2=2)[:, : patches.width].sum(1) for each in (moment, excess))
             if bool((taken <= left).all()):  # and so finite, and of the digits at most one lost
                 return moment
         if inactive == 0:
-            return gram(self._homogeneous(patches.rows()), structure)
-        return gram(self._homogeneous(patches.marked_rows(active)), structure)
+            return gram(patches.rows(), structure, constant=self._constant)
+        return gram(patches.marked_rows(active), structure, constant=self._constant)
 
     def _correlated(self, patches: Patches) -> Tensor:
         """`Σ a aᵀ` over all positions."""
         moment = correlated_gram(patches)
         if not self.spec.has_bias:
             return moment
-        moment = F.pad(moment, (0, 1, 0, 1), value=len(patches.features) * math.prod(patches.positions))
-        moment[:, -1, :-1] = moment[:, :-1, -1] = patches.total()
-        return moment
+        count = len(patches.features) * math.prod(patches.positions)
+        return bordered(moment, patches.total(), count, self.bias_input)
 
     def _batched(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)

@@ -29,11 +29,9 @@ class ProductStatistics(RowStatistics):
         rows = linear_rows(gradient)
         return F.pad(rows, (0, self.spec.out_dim - rows.shape[-1]))
 
-    def _shared_inputs(self, active: Tensor | None) -> Tensor:
-        a = super()._shared_inputs(active)
-        if self.spec.has_bias and self.call.context != ADDS_BIAS:
-            a[..., -1] = 0
-        return a
+    @property
+    def bias_input(self) -> int:
+        return int(self.call.context == ADDS_BIAS)
 
 
 class ProductAdapter(LayerAdapter[nn.Module]):
