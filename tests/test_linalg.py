@@ -17,6 +17,7 @@ from kfac_optim.linalg import (
     newton_start,
     norm1,
     pack_triangle,
+    packed_diagonal,
     sandwich,
     shift_diagonal,
     triangle_size,
@@ -515,3 +516,16 @@ def test_packing_reads_a_matrix_that_is_not_contiguous() -> None:
     spread = torch.zeros(2, 12, 6)
     spread[:, ::2] = matrix
     assert torch.equal(pack_triangle(spread[:, ::2]), pack_triangle(matrix))
+
+
+@given(dim=st.integers(1, 9), shape=st.lists(st.integers(0, 3), max_size=2))
+def test_the_diagonal_of_a_packed_triangle_is_two_views_of_it(dim: int, shape: list[int]) -> None:
+    rows = torch.randn(*shape, dim, dim)
+    matrix = rows + rows.mT
+    packed = pack_triangle(matrix)
+    parts = packed_diagonal(packed, dim)
+    assert torch.equal(torch.cat(parts, -1), matrix.diagonal(dim1=-2, dim2=-1))
+    for part in parts:
+        part.fill_(7.0)
+    matrix.diagonal(dim1=-2, dim2=-1).fill_(7.0)
+    assert torch.equal(unpack_triangle(packed, dim), matrix)
