@@ -318,7 +318,7 @@ def packed_diagonal(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     Both are views: the first `[..., d - d // 2]`, the rest `[..., d // 2]`.
     """
     low, rows, column = _triangle_blocks(dim)
-    rectangle = packed.unflatten(-1, (rows, dim - low))
+    rectangle = packed.view(*packed.shape[:-1], rows, dim - low)
     left, last = rectangle[..., rows - dim :, :], rectangle[..., :low, column:]
     return left.diagonal(dim1=-2, dim2=-1), last.diagonal(dim1=-2, dim2=-1)
 

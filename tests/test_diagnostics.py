@@ -356,7 +356,7 @@ def test_factors_are_copies() -> None:
     train(model, optimizer, 1)
     optimizer.factors()["0"][0].zero_()
     assert optimizer.factors()["0"][0].any()
-    assert block(optimizer, "0").state.pair.a.average.any()
+    assert block(optimizer, "0").state.pair.a.packed.any()
 
 
 def test_factors_have_the_shape_of_their_structure() -> None:
