@@ -106,7 +106,7 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def factors(self, state: S) -> tuple[Tensor | None, Tensor | None]:
-        """The undamped running averages `(A, G)`; None stands for the identity."""
+        """The undamped running averages `(A, G)`, not to be written to; None stands for the identity."""
 
     @abstractmethod
     def setbacks(self, state: S) -> tuple[Tensor, Tensor]:
