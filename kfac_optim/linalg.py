@@ -325,7 +325,7 @@ def pack_triangle(matrix: Tensor) -> Tensor:
     if low > 0:
         free = packed[..., :low, column:]
         upper = torch.ones(low, low, dtype=torch.bool, device=matrix.device).triu()
-        free.copy_(torch.where(upper, matrix[..., columns:, columns:], free))
+        torch.where(upper, matrix[..., columns:, columns:], free, out=free)
     return packed.flatten(-2)
 
 
@@ -336,12 +336,23 @@ def unpack_triangle(packed: Tensor, dim: int) -> Tensor:
     packed = packed.reshape(*packed.shape[:-1], rows, columns)
     matrix = packed.new_empty(*packed.shape[:-2], dim, dim)
     left = packed[..., rows - dim :, :]
-    matrix[..., :columns, :columns] = _mirror_lower(left[..., :columns, :])
+    _mirror_lower(left[..., :columns, :], out=matrix[..., :columns, :columns])
     if low > 0:
         matrix[..., columns:, :columns] = left[..., columns:, :]
         matrix[..., :columns, columns:] = left[..., columns:, :].mT
-        matrix[..., columns:, columns:] = _mirror_lower(packed[..., :low, column:].mT)
+        _mirror_lower(packed[..., :low, column:].mT, out=matrix[..., columns:, columns:])
     return matrix
+
+
+def packed_diagonal(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The diagonal of the symmetric matrices that `pack_triangle` made into `[..., triangle_size(d)]`, in two parts.
+
+    Both are views: the first `[..., d - d // 2]`, the rest `[..., d // 2]`.
+    """
+    low, rows, column = _triangle_blocks(dim)
+    rectangle = packed.view(*packed.shape[:-1], rows, dim - low)
+    left, last = rectangle[..., rows - dim :, :], rectangle[..., :low, column:]
+    return left.diagonal(dim1=-2, dim2=-1), last.diagonal(dim1=-2, dim2=-1)
 
 
 def _triangle_blocks(dim: int) -> tuple[int, int, int]:
@@ -355,7 +366,7 @@ def _triangle_blocks(dim: int) -> tuple[int, int, int]:
     return low, dim + 1 - dim % 2, dim % 2
 
 
-def _mirror_lower(matrix: Tensor) -> Tensor:
-    """`[..., d, d]` with the part above the diagonal replaced by the mirror image of that below."""
+def _mirror_lower(matrix: Tensor, *, out: Tensor) -> None:
+    """Make `out` `matrix` `[..., d, d]`, the part above the diagonal replaced by the mirror image of that below."""
     lower = torch.ones(matrix.shape[-2:], dtype=torch.bool, device=matrix.device).tril()
-    return torch.where(lower, matrix, matrix.mT)
+    torch.where(lower, matrix, matrix.mT, out=out)

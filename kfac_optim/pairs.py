@@ -57,8 +57,8 @@ class FactorPair:
             loss_terms = torch.where(possible, loss_terms, 1)
             accept = accept & possible.to(accept.device)
         if self.a is not None:
-            scale, mass = _normalised(self.rows, self.a)
-            self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept)
+            scale, mass, sampled = _normalised(self.rows, self.a)
+            self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)
         if self.g is not None:
             # Where the device found no row the loss did not use the layer, and the zeros are no sample.
             used = (self.rows > 0).any().to(self.g.mass.dtype) if isinstance(self.rows, Tensor) else 1
@@ -177,9 +177,9 @@ class OpposedPair(FactorPair):
         weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # []
         total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
         if self.a is not None:
-            self.a.average.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
+            self.a.packed.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
         if self.g is not None:
-            self.g.average.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
+            self.g.packed.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
 
 
 def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
@@ -196,7 +196,7 @@ def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> F
 
 def _mean_eigenvalue(factor: Factor | None) -> Tensor:
     """`[]`, of all blocks, where it is cut into such; 1 for the identity."""
-    return torch.ones(()) if factor is None else factor.trace().mean() / factor.average.shape[-1]
+    return torch.ones(()) if factor is None else factor.trace().mean() / factor.dim
 
 
 def _divide(left: Tensor, right: Tensor) -> Tensor:
@@ -205,11 +205,11 @@ def _divide(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) -> Tensor:
-    """`Σ weight · average`; both factors are there."""
+    """`Σ weight · average`, packed; both factors are there."""
     mixed: Tensor | None = None
     for factor, weight in zip(factors, weights, strict=True):
         assert factor is not None
-        part = factor.average * weight.to(factor.average.dtype).view(-1, *(1,) * (factor.average.dim() - 1))
+        part = factor.packed * weight.to(factor.dtype)
         mixed = part if mixed is None else mixed + part
     assert mixed is not None
     return mixed
@@ -222,19 +222,16 @@ def _counts(rows: float | Tensor) -> bool:
     return rows > 0
 
 
-def _normalised(rows: float | Tensor, factor: Factor) -> tuple[float | Tensor, float | Tensor]:
-    """What turns the pending sum of `factor` into a mean over `rows`, and the mass of that mean.
+def _normalised(rows: float | Tensor, factor: Factor) -> tuple[float | Tensor, float | Tensor, Tensor | None]:
+    """What turns the pending sum of `factor` into a mean over `rows`, the mass of that mean, and of which groups it is.
 
     Groups with rows of their own share one mass, that of the first (of an attention the queries), or of the largest
-    where the first has none. A group without rows stays as it is: its pending sum becomes its average.
+    where the first has none.
     """
     if not isinstance(rows, Tensor):
-        return 1 / rows, rows
-    mass = rows
-    if rows.dim() > 0:
-        rows = rows.view(-1, *(1,) * (factor.average.dim() - 1))
-        assert factor.pending is not None
-        factor.pending = torch.where(rows > 0, factor.pending, factor.average)
-        mass = torch.where(mass[0] > 0, mass[0], mass.amax())
+        return 1 / rows, rows, None
     # Rows that only the device could count may turn out to be none.
-    return 1 / rows.clamp(min=1).to(factor.mass.dtype), mass
+    scale = 1 / rows.clamp(min=1).to(factor.mass.dtype)
+    if rows.dim() == 0:
+        return scale, rows, None
+    return scale, torch.where(rows[0] > 0, rows[0], rows.amax()), rows > 0

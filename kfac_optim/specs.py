@@ -195,13 +195,13 @@ class FactorShape(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """How many different numbers it holds: of a dense matrix one triangle."""
+        """Numbers of its running average as it is kept and sent: of a dense matrix one triangle."""
         per_group = self.dim * (self.dim + 1) // 2 if self.structure is Structure.DENSE else self.dim
         return self.groups * per_group
 
     @property
     def numel(self) -> int:
-        """Of the tensor."""
+        """Of the matrices, or diagonals."""
         return self.groups * (self.dim**2 if self.structure is Structure.DENSE else self.dim)
 
 

@@ -1,6 +1,7 @@
 """Plain equivalents that the user-facing tests compare with: small models, loops, and K-FAC written out densely."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer
 from kfac_optim.blocks import KFACBlock
+from kfac_optim.factors import Factor
+from kfac_optim.linalg import pack_triangle
 
 Factors = dict[str, tuple[Tensor | None, Tensor | None]]
 Layer = nn.Linear | nn.Conv2d
@@ -118,6 +121,21 @@ def refresh_steps(factor_period: int, inverse_period: int, steps: int) -> list[i
 def block(optimizer: KFACOptimizer, name: str) -> KFACBlock:
     """The block called `name`; for tests of what has no public view."""
     return next(block for block in optimizer._binding.coverage.blocks if block.name == name)
+
+
+@contextmanager
+def edited(factor: Factor) -> Iterator[Tensor]:
+    """The average as a tensor to write to, `[groups, d, d]` or `[groups, d]`, which the factor takes over at the end.
+
+    No public way leads to an average that was written to.
+    """
+    average = factor.average.clone()
+    yield average
+    if average.dim() == 2:
+        factor.packed.copy_(average)
+    else:
+        assert torch.allclose(average, average.mT, equal_nan=True), "of a dense average one triangle is kept"
+        factor.packed.copy_(pack_triangle(average))
 
 
 def sgd_step(start: Tensor, grad: Tensor | None, lr: float) -> Tensor:

@@ -237,7 +237,7 @@ def sgd_checkpoint() -> dict[str, Any]:
 REFUSED = {
     "another width": (
         lambda: saved_by(mlp(sizes=(4, 7, 3))),
-        r"factors\.A\.average of '2' is \[1, 8, 8\], here \[1, 6, 6\]",
+        r"factors\.A\.average of '2' is \[1, 36\], here \[1, 21\]",
     ),
     "other names": (
         lambda: saved_by(named(encoder=nn.Linear(4, 5), decoder=nn.Linear(5, 3))),

@@ -153,9 +153,9 @@ def test_the_record_of_a_block_says_sizes_structure_inverse_and_bytes() -> None:
     assert (linear.in_dim, linear.out_dim, linear.groups) == (25, 5, 1)
     assert linear.structure == (Structure.DIAGONAL, Structure.DENSE)
     assert linear.notes == ("A is diagonal: 25 > max_factor_dim 20",)
-    # float32 factors and inverses, a mass for each factor, and a few counters
-    assert conv.state_bytes - 4 * (2 * 2 * 19**2 + 1) in range(64)
-    assert linear.state_bytes - 4 * (2 * (25 + 5**2) + 2) in range(64)
+    # float32 triangles and inverses, a mass for each factor, and a few counters
+    assert conv.state_bytes - 4 * (2 * (19 * 20 // 2 + 19**2) + 1) in range(64)
+    assert linear.state_bytes - 4 * (2 * 25 + 5 * 6 // 2 + 5**2 + 2) in range(64)
     line_conv, line_linear = str(optimizer.summary()).splitlines()[2:5:2]
     for part in ("2·19×19", "identity", "Cholesky()", "reduce", "KiB"):
         assert part in line_conv
@@ -356,7 +356,7 @@ def test_factors_are_copies() -> None:
     train(model, optimizer, 1)
     optimizer.factors()["0"][0].zero_()
     assert optimizer.factors()["0"][0].any()
-    assert block(optimizer, "0").state.pair.a.average.any()
+    assert block(optimizer, "0").state.pair.a.packed.any()
 
 
 def test_factors_have_the_shape_of_their_structure() -> None:

@@ -1,5 +1,7 @@
 """Running averages, alone and through the optimizer, and the scale that the loss's mean gives to `G`."""
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import KFACOptimizer, LossTerms, Structure
 from kfac_optim.factors import Elsewhere, Factor
@@ -27,7 +30,8 @@ def new_factor(structure: Structure = Structure.DENSE, dtype: torch.dtype = torc
 
 
 def random_moment(factor: Factor) -> Tensor:
-    return torch.randn_like(factor.average)
+    moment = torch.randn_like(factor.average)
+    return moment + moment.mT if factor.structure is Structure.DENSE else moment
 
 
 def weighted_mean(samples: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -111,23 +115,22 @@ def test_what_others_send_is_merged_by_mass(
         samples = []
         for factor, mass in zip((own, *others), masses, strict=True):
             moment = random_moment(factor)
-            moment = moment + moment.mT if structure is Structure.DENSE else moment
             factor.add(moment.clone())
             factor.fold(scale=1, mass=mass, decay=0.5, accept=YES)
             samples.append(moment.double())
         count = sum(masses)
         whole.add(sum(mass * moment for mass, moment in zip(masses, samples, strict=True)) / max(count, 1))
         whole.fold(scale=1, mass=count, decay=0.5, accept=YES)
-        assert all(len(factor.packed()) == FactorShape(structure, groups, 3).packed for factor in others)
+        assert all(factor.packed.numel() == FactorShape(structure, groups, 3).packed for factor in others)
         own.merge(
-            sum(factor.packed().to(own.mass.dtype) * factor.mass for factor in others),
+            sum(factor.packed.flatten().to(own.mass.dtype) * factor.mass for factor in others),
             sum(factor.mass for factor in others),
         )
         for factor in others:
             factor.forget()
-            assert not factor.average.any()
+            assert not factor.packed.any()
             assert not factor.held()
-        assert own.average.dtype == dtype
+        assert own.dtype == own.average.dtype == dtype
         rtol = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
         assert_same(own.average.double(), whole.average, rtol=rtol)
         assert_same(own.mass.double(), whole.mass, rtol=1e-6)
@@ -137,13 +140,13 @@ def test_what_others_send_is_merged_by_mass(
 @pytest.mark.parametrize("held", [0, 5])
 def test_where_others_have_nothing_an_average_stays_to_the_bit(dtype: torch.dtype, held: int) -> None:
     factor = new_factor(dtype=dtype)
-    factor.average.copy_(random_moment(factor))  # not quite symmetric, as a product may leave it
-    factor.average[0, 0, 0] = -0.0
+    factor.packed.copy_(torch.randn_like(factor.packed))
+    factor.packed[0, 0] = -0.0
     factor.mass.fill_(held)
-    before = factor.average.clone()
+    before = factor.packed.clone()
     factor.merge(torch.zeros(12, dtype=factor.mass.dtype), torch.zeros_like(factor.mass))
-    assert torch.equal(factor.average, before)
-    assert torch.equal(factor.average.signbit(), before.signbit())
+    assert torch.equal(factor.packed, before)
+    assert torch.equal(factor.packed.signbit(), before.signbit())
     assert float(factor.mass) == held
 
 
@@ -153,10 +156,10 @@ def test_forgetting_leaves_the_sum_of_the_step() -> None:
     for _ in range(2):
         factor.add(moment.clone())
         factor.fold(scale=1, mass=3, decay=1, accept=YES)
-    average = factor.average
+    packed = factor.packed
     factor.add(moment.clone())
     factor.forget()
-    assert factor.average is average
+    assert factor.packed is packed
     factor.fold(scale=2, mass=3, decay=1, accept=YES)
     assert_same(factor.average, 2 * moment, rtol=0)
 
@@ -180,9 +183,9 @@ def test_an_impossible_number_of_terms_weighs_nothing(terms: float) -> None:
     factor = new_factor()
     factor.add(random_moment(factor))
     factor.fold(scale=1, mass=4, decay=1, accept=YES)
-    before = factor.average.clone()
+    before = factor.packed.clone()
     factor.age(0.5, torch.tensor(terms))
-    assert torch.equal(factor.average, before)
+    assert torch.equal(factor.packed, before)
     assert float(factor.mass) == 2
 
 
@@ -207,14 +210,14 @@ def test_a_refused_sample_leaves_the_average_bitwise_and_only_decays_the_mass(st
     factor = new_factor(structure)
     factor.add(random_moment(factor))
     factor.fold(scale=1, mass=5, decay=0.9, accept=YES)
-    before = factor.average.clone()
+    before = factor.packed.clone()
     spoiled = random_moment(factor)
     spoiled[1, ..., 0] = bad
     factor.add(spoiled)
     finite = factor.pending_is_finite()
     assert not finite
     factor.fold(scale=1, mass=3, decay=0.9, accept=finite)
-    assert torch.equal(factor.average.view(torch.int64), before.view(torch.int64))
+    assert torch.equal(factor.packed.view(torch.int64), before.view(torch.int64))
     assert_same(factor.mass, torch.tensor(5 * 0.9))
     factor.add(random_moment(factor))
     assert factor.pending_is_finite()
@@ -235,7 +238,114 @@ def test_trace_sums_the_diagonal_of_each_group(structure: Structure) -> None:
     factor = new_factor(structure)
     factor.add(random_moment(factor))
     factor.fold(scale=1, mass=1, decay=1, accept=YES)
-    assert_same(factor.trace(), torch.stack([matrix.trace() for matrix in oracles.dense(factor.average, 2, 3)]))
+    matrices = oracles.dense(factor.average, 2, 3)
+    assert_same(factor.diagonal(), matrices.diagonal(dim1=-2, dim2=-1), rtol=0)
+    assert_same(factor.trace(), torch.stack([matrix.trace() for matrix in matrices]))
+
+
+@given(dim=st.integers(1, 6), groups=st.integers(1, 3), dtype=st.sampled_from([torch.float64, torch.bfloat16]))
+def test_of_a_dense_average_one_triangle_is_kept_which_makes_it_exactly_symmetric(
+    dim: int, groups: int, dtype: torch.dtype
+) -> None:
+    factor = Factor(groups, dim, Structure.DENSE, dtype=dtype, device=torch.device("cpu"))
+    assert (factor.groups, factor.dim, factor.dtype, factor.device.type) == (groups, dim, dtype, "cpu")
+    assert factor.packed.shape == (groups, dim * (dim + 1) // 2)
+    rows = torch.randn(groups, 5, dim, dtype=dtype)
+    moment = rows.mT @ rows
+    skewed = moment + torch.randn_like(moment).triu(1) * 0.01  # as a product in low precision may leave it
+    factor.add(skewed.clone())
+    factor.fold(scale=1, mass=1, decay=1, accept=YES)
+    average = factor.average
+    assert torch.equal(average, average.mT)
+    assert ((average == skewed) | (average == skewed.mT)).all()
+    average.zero_()
+    assert factor.packed.any()
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+@given(seen=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=4))
+def test_a_group_without_a_sample_stays_as_it_is(structure: Structure, seen: list[tuple[bool, bool, bool]]) -> None:
+    """Each group has a scale of its own; against a factor of that group alone, which counts the steps it was seen."""
+    factor = new_factor(structure, groups=3)
+    alone = [new_factor(structure, groups=1) for _ in range(3)]
+    for of in ((True, True, True), *seen):
+        moment, scales = random_moment(factor), torch.tensor([1.0, 0.5, 0.1])
+        factor.add(moment.clone())
+        factor.fold(scale=scales, mass=1, decay=0.0, accept=YES, sampled=torch.tensor(of))
+        for one, part, scale, sampled in zip(alone, moment, scales, of, strict=True):
+            if sampled:
+                one.add(part[None].clone())
+                one.fold(scale=scale, mass=1, decay=0.0, accept=YES)
+    assert_same(factor.average, torch.cat([one.average for one in alone]), rtol=0)
+
+
+def test_a_moment_that_all_groups_share_counts_for_each() -> None:
+    factor, alone = new_factor(groups=3), new_factor(groups=1)
+    moment = random_moment(alone)
+    for each in (factor, alone):
+        each.add(moment.clone())
+        each.fold(scale=0.5, mass=1, decay=1, accept=YES)
+    assert torch.equal(factor.average, alone.average.expand(3, 3, 3))
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda factor: pickle.loads(pickle.dumps(factor))])
+def test_a_copy_shares_nothing(structure: Structure, copied: Callable[[Factor], Factor]) -> None:
+    factor = new_factor(structure)
+    factor.add(random_moment(factor))
+    factor.fold(scale=1, mass=3, decay=1, accept=YES)
+    factor.add(random_moment(factor))
+    twin = copied(factor)
+    assert torch.equal(twin.average, factor.average)
+    before = factor.packed.clone()
+    twin.fold(scale=1, mass=3, decay=1, accept=YES)
+    assert torch.equal(factor.packed, before)
+    factor.fold(scale=1, mass=3, decay=1, accept=YES)
+    assert torch.equal(twin.average, factor.average)
+
+
+@pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
+def test_what_is_saved_is_loaded_into_another_dtype(structure: Structure) -> None:
+    factor, other = new_factor(structure), new_factor(structure, torch.float32)
+    factor.add(random_moment(factor))
+    factor.fold(scale=1, mass=3, decay=1, accept=YES)
+    saved = factor.tensors()
+    assert sum(tensor.nbytes for tensor in saved.values()) == 8 * (FactorShape(structure, 2, 3).packed + 1)
+    other.load(saved)
+    assert torch.equal(other.average, factor.average.float())
+    assert float(other.mass) == 3
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many numbers the largest tensor holds that is made while it is on; views, flags and masks aside."""
+
+    def __init__(self, *there: Tensor) -> None:
+        super().__init__()
+        self.largest = 0
+        self._there = {tensor.untyped_storage().data_ptr() for tensor in there}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.is_floating_point():
+            storage = found.untyped_storage()
+            if storage.data_ptr() not in self._there:
+                self.largest = max(self.largest, storage.nbytes() // found.element_size())
+        return found
+
+
+def test_what_every_step_does_makes_no_matrix() -> None:
+    factor = Factor(1, 20, Structure.DENSE, dtype=torch.float64, device=torch.device("cpu"))
+    rows = torch.randn(1, 5, 20)
+    moment = rows.mT @ rows
+    with Sizes(moment) as sizes:
+        factor.add(moment)
+        factor.pending_is_finite()
+        factor.fold(scale=0.5, mass=5, decay=0.9, accept=YES)
+        factor.age(0.9, 2)
+        factor.trace()
+        factor.merge(factor.packed.flatten() * 2, torch.tensor(2.0))
+        factor.forget()
+    assert sizes.largest == 20 * 21 // 2
 
 
 # -- through the optimizer ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from kfac_optim.linalg import (
     newton_start,
     norm1,
     pack_triangle,
+    packed_diagonal,
     sandwich,
     shift_diagonal,
     symmetric_product,
@@ -526,3 +527,16 @@ def test_symmetric_product_is_the_product(groups: int, rows: int, dim: int, tran
     with mock.patch("kfac_optim.linalg._LEAF", 32):
         product = symmetric_product(matrix)
     torch.testing.assert_close(product, torch.einsum("gri,grj->gij", matrix, matrix), rtol=1e-12, atol=1e-12)
+
+
+@given(dim=st.integers(1, 9), shape=st.lists(st.integers(0, 3), max_size=2))
+def test_the_diagonal_of_a_packed_triangle_is_two_views_of_it(dim: int, shape: list[int]) -> None:
+    rows = torch.randn(*shape, dim, dim)
+    matrix = rows + rows.mT
+    packed = pack_triangle(matrix)
+    parts = packed_diagonal(packed, dim)
+    assert torch.equal(torch.cat(parts, -1), matrix.diagonal(dim1=-2, dim2=-1))
+    for part in parts:
+        part.fill_(7.0)
+    matrix.diagonal(dim1=-2, dim2=-1).fill_(7.0)
+    assert torch.equal(unpack_triangle(packed, dim), matrix)

@@ -138,7 +138,7 @@ def test_too_many_failed_refreshes_in_a_row_raise_with_the_layer() -> None:
     train(model, optimizer, 1)
     (_, block) = optimizer._binding.coverage.blocks
     good = block.state.g_inverse.clone()
-    block.state.pair.g.average.fill_(NAN)  # no public way leads here: what is not finite is refused
+    block.state.pair.g.packed.fill_(NAN)  # no public way leads here: what is not finite is refused
     train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match=r"the inverse of layer '2' could not be computed 2 times in a row"):
         train(model, optimizer, 1)

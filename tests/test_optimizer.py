@@ -20,6 +20,7 @@ from plain import (
     block,
     clones,
     direction,
+    edited,
     factors_after,
     gradient_matrix,
     layer_direction,
@@ -1157,7 +1158,8 @@ def test_a_failing_refresh_keeps_the_last_good_inverse_and_is_counted() -> None:
     broken = block(optimizer, "0").state
     good = broken.a_inverse.clone()
     # No public way leads to an indefinite factor; a factor of -10⁶ I stays one whatever is averaged into it.
-    broken.pair.a.average.copy_(-1e6 * torch.eye(5))
+    with edited(broken.pair.a) as average:
+        average.copy_(-1e6 * torch.eye(5))
     before = optimizer.metrics()
     train(model, optimizer, 1, start=2)
     assert torch.equal(broken.a_inverse, good)

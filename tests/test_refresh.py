@@ -471,7 +471,7 @@ def test_what_a_refresh_raises_is_raised_at_the_swap_with_the_layers_and_trainin
 
 def poison(optimizer: KFACOptimizer, name: str) -> None:
     """Statistics that no refresh survives, which no sample could bring."""
-    block(optimizer, name).state.pair.g.average.fill_(torch.nan)
+    block(optimizer, name).state.pair.g.packed.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -48,7 +48,7 @@ class EarlyReports:
             self._reported[block] = terms
             reducer = self._exchange.reducer(blocks)
             for name, factor in self._exchange.slots(block, block.folded_ahead(*terms)):
-                reducer.ready(name, factor.packed(), factor.mass)
+                reducer.ready(name, factor.packed, factor.mass)
 
     def review(self, reducer: Reducer) -> None:
         """The step has come: what was reported and does not hold is to go again."""

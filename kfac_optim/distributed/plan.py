@@ -187,8 +187,8 @@ class Memory:
     """Bytes on one rank, besides the model and its gradients.
 
     Attributes:
-        sums: moments of its own since the last refresh.
-        averages: running averages of the parts that it refreshes.
+        sums: averages of its own since the last refresh, packed.
+        averages: running averages of the parts that it refreshes, packed.
         inverses: of the layers that it preconditions or refreshes.
         buffers: packed factor sums on their way.
         momentum: of the parameters that it updates.

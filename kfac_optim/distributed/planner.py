@@ -353,7 +353,7 @@ class _Planner:
             at_workers.append(0)
             for plan in layer.parts:
                 part, owner = plan.part, plan.owner
-                averages[owner] += _whole(part)
+                averages[owner] += _packed(part)
                 # Of what is measured in bases, the owner has the rest of the result among its averages.
                 rest = part.sent - part.measuring if part.measuring else 0
                 wide = part.held if part.measuring and self.merges else 0
@@ -365,7 +365,7 @@ class _Planner:
             for rank in range(self.ranks) if item.rank < 0 else (item.rank,):
                 momentum[rank] += item.words // (self.ranks if isinstance(self.strategy, FullySharded) else 1)
         parts = [part for layer in self.layers for part in layer.parts if self.merges]
-        sums = sum(_whole(part.part) for part in parts) * options.factor_dtype.itemsize
+        sums = sum(_packed(part.part) for part in parts) * options.factor_dtype.itemsize
         buffers = sum(part.sums for part in parts) * options.sent_dtype.itemsize
         return tuple(
             Memory(
@@ -403,10 +403,6 @@ def _with_owner(workers: range, owner: int) -> range:
 
 def _packed(part: Part) -> int:
     return sum(factor.packed for factor in part.sums)
-
-
-def _whole(part: Part) -> int:
-    return sum(factor.numel for factor in part.sums)
 
 
 def _describe(each: Covered) -> str:

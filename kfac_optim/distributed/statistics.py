@@ -100,7 +100,7 @@ class StatisticsExchange:
             reducer = self.reducer(blocks)
 
             def final(name: str) -> tuple[Tensor, Tensor]:
-                return factors[name].packed(), factors[name].mass
+                return factors[name].packed, factors[name].mass
 
             count = len(reducer.stale_flags())
             merged = reducer.finish(final, list(again)[:count] or [False] * count)
@@ -116,7 +116,7 @@ class StatisticsExchange:
         """Have no sums of these blocks under way; what was launched is thrown away."""
         factors = {name: factor for block in blocks for name, factor in self.slots(block, block.state)}
         reducer = self.reducer(blocks)
-        reducer.finish(lambda name: (factors[name].packed(), 0.0), [False] * len(reducer.stale_flags()))
+        reducer.finish(lambda name: (factors[name].packed, 0.0), [False] * len(reducer.stale_flags()))
 
     def forget_others(self, blocks: Sequence[KFACBlock]) -> None:
         """What other ranks own, this one has measured nothing of."""
@@ -186,7 +186,7 @@ class StatisticsExchange:
         for block, _, part in self._parts(apart):
             name = part.part.name
             factors = block.inverse.averages(block.state, name)
-            kept = [tensor for factor in factors for tensor in (factor.average, factor.mass)]
+            kept = [tensor for factor in factors for tensor in (factor.packed, factor.mass)]
             kept += block.inverse.measures(block.state, name)
             results = [result.tensor for result in block.inverse.results(block.state, name)]
             if self.rank == self.home(block):
@@ -250,7 +250,7 @@ class StatisticsExchange:
             factors.append(factor)
         summed = self._main.all_reduce("traces", torch.cat(pieces), layers=[block.name for block in blocks]).wait()
         return {
-            part.name_in(block.name): Elsewhere(words[:-1].to(factor.average.dtype), words[-1].to(factor.mass.dtype))
+            part.name_in(block.name): Elsewhere(words[:-1].to(factor.dtype), words[-1].to(factor.mass.dtype))
             for (block, part), factor, words in zip(
                 parts, factors, torch.split(summed, [len(piece) for piece in pieces]), strict=True
             )

@@ -106,7 +106,7 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def factors(self, state: S) -> tuple[Tensor | None, Tensor | None]:
-        """The undamped running averages `(A, G)`; None stands for the identity."""
+        """The undamped running averages `(A, G)`, not to be written to; None stands for the identity."""
 
     @abstractmethod
     def setbacks(self, state: S) -> tuple[Tensor, Tensor]:
@@ -330,7 +330,7 @@ class PairInverse(Inverse[P]):
             sent, held = (sum(numbers) for numbers in zip(*results, strict=True))
             if spec.opposed:
                 sums += tuple(f for f in spec.transposed().factors() if f.structure is not Structure.IDENTITY)
-                held += sum(factor.numel for _, factor in sides)
+                held += sum(factor.packed for _, factor in sides)
             return (Part("", self.flops(spec).refresh, sums, sent, held),)
         identity = Structure.IDENTITY
         alone = (
@@ -366,7 +366,7 @@ class FactorJob:
     factor: Factor
 
     def average(self) -> Tensor:
-        """In the dtype of the computation."""
+        """In the dtype of the computation; of a dense factor it is unpacked at each call."""
         return self.factor.average.to(self.state.condition.dtype)
 
     def settle(self, attempts: Tensor) -> Tensor:
@@ -389,9 +389,8 @@ def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
     """Jobs of one structure, size, dtype and device: what one batched call can take."""
     alike: defaultdict[tuple[Any, ...], list[J]] = defaultdict(list)
     for job in jobs:
-        average = job.factor.average
-        key = (job.factor.structure, average.shape[-1], job.state.condition.dtype, average.device)
-        alike[key].append(job)
+        factor = job.factor
+        alike[factor.structure, factor.dim, job.state.condition.dtype, factor.device].append(job)
     for (structure, *_), equal in alike.items():
         yield structure, equal
 
@@ -477,6 +476,5 @@ def take_reciprocals(jobs: Sequence[DampedJob]) -> list[Tensor]:
 
 def identity_like(factor: Factor, dtype: torch.dtype) -> Tensor:
     """The inverse that stands until there is one, `[groups, d, d]`, or `[groups, d]` of a diagonal factor."""
-    average = factor.average
-    ones = torch.ones(average.shape[:2], dtype=dtype, device=average.device)
+    ones = torch.ones(factor.groups, factor.dim, dtype=dtype, device=factor.device)
     return torch.diag_embed(ones) if factor.structure is Structure.DENSE else ones

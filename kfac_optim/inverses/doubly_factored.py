@@ -120,7 +120,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             psi, sigma, k = leading_singular_triple(maps)
             for name, vectors in (("channels", psi), ("positions", k)):
                 factor = state.factors[name]
-                scaled = (vectors * sigma.sqrt().unsqueeze(-1)).to(factor.average.dtype)
+                scaled = (vectors * sigma.sqrt().unsqueeze(-1)).to(factor.dtype)
                 factor.add((scaled.mT @ scaled)[None] * stats.weight)
             state.rows = state.rows + count * stats.weight
         state.factors["G"].add(stats.output_moment(Structure.DENSE))
@@ -193,9 +193,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
 
     def factors(self, state: DoublyFactoredState) -> tuple[Tensor | None, Tensor | None]:
         """The diagonal of `A` `[1, in]`, which is 1 for the bias, and `G` `[1, out, out]`."""
-        channels, positions = (
-            state.factors[name].average.diagonal(dim1=-2, dim2=-1) for name in ("channels", "positions")
-        )
+        channels, positions = (state.factors[name].diagonal() for name in ("channels", "positions"))
         diagonal = (channels.unsqueeze(-1) * positions.unsqueeze(-2)).flatten(1)
         if "bias" in state.inverses:
             diagonal = torch.cat([diagonal, diagonal.new_ones(1, 1)], dim=-1)
@@ -257,7 +255,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     def _maps(self, state: DoublyFactoredState, stats: LayerStatistics) -> tuple[Tensor, int | Tensor]:
         """Inputs of the examples that this call adds, `[n, C, T]`, and how many; others are left out or zero."""
         a, g = stats.rows()
-        columns = self.channels * state.factors["positions"].average.shape[-1]
+        columns = self.channels * state.factors["positions"].dim
         if a.shape[2] > 1:
             raise ValueError(
                 f"kfac_optim: {self!r} is for one position per example, but layer {state.layer!r} ({columns} inputs) "

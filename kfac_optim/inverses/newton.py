@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,12 +132,12 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
         jobs = [job for state, damping in zip(states, dampings, strict=True) for job in _jobs(state, damping)]
         begun = []
         for structure, equal in batches(jobs):
-            if structure is Structure.DENSE and equal[0].factor.average.shape[-1] > 1:
-                begun.append((equal, *self._iterate(equal)))
+            if structure is Structure.DENSE and equal[0].factor.dim > 1:
+                begun.append(self._iterate(equal))
             else:
                 _mark_solved(equal, take_reciprocals(equal))
-        for equal, inverses, converged in begun:
-            _finish(equal, inverses, converged)
+        for iterated in begun:
+            _finish(iterated)
 
     def apply(self, state: NewtonSchulzState, grad: Tensor, damping: float) -> Tensor:
         a, g = (None if side is None else side.inverse for side in (state.a, state.g))
@@ -154,8 +155,7 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
     def flops(self, spec: LayerSpec) -> Cost:
         return dense_flops(spec, per_cube=4.0 * self.steps + 8.0, products=1)
 
-    def _iterate(self, jobs: Sequence[DampedJob]) -> tuple[Tensor, Tensor]:
-        """The inverses of all groups of all jobs `[n, d, d]`, and whether each is within tolerance `[n]`."""
+    def _iterate(self, jobs: Sequence[DampedJob]) -> "_Iterated":
         matrix = torch.cat([job.damped.of(job.average()) for job in jobs])
         start = newton_start(
             matrix,
@@ -164,7 +164,20 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
             torch.cat([_solved(job) for job in jobs]),
         )
         inverses = newton_schulz(matrix, start, self.steps, self.dtype)
-        return inverses, inverse_residuals(matrix, inverses) <= self.tolerance  # not where it is NaN
+        converged = inverse_residuals(matrix, inverses) <= self.tolerance  # not where it is NaN
+        return _Iterated(jobs, inverses, converged, norm1(matrix))
+
+
+class _Iterated(NamedTuple):
+    """What the iteration made of jobs of one size, n groups in all."""
+
+    jobs: Sequence[DampedJob]
+    inverses: Tensor
+    """`[n, d, d]`."""
+    converged: Tensor
+    """Whether each is within tolerance, `[n]` bool."""
+    norms: Tensor
+    """1-norms of the damped factors, `[n]`."""
 
 
 def _jobs(state: NewtonSchulzState, damping: float) -> list[DampedJob]:
@@ -184,16 +197,17 @@ def _mark_solved(jobs: Sequence[DampedJob], usable: Sequence[Tensor]) -> None:
         _solved(job).logical_or_(taken)
 
 
-def _finish(jobs: Sequence[DampedJob], inverses: Tensor, converged: Tensor) -> None:
+def _finish(iterated: _Iterated) -> None:
     """Invert by Cholesky what has not converged, and hand the parts back."""
-    stack = torch.cat([job.damped.of(job.average()) for job in jobs])
+    jobs, inverses, converged, norms = iterated
     attempts = converged.to(torch.int64)
     if not bool(converged.all()):
         left = (~converged).nonzero().squeeze(-1)
+        # The factors are had anew: to keep them would take their memory at every refresh, and few fail.
         unshifted = torch.cat([job.damped.scaled(job.average()) for job in jobs])[left]
         shift = torch.cat([job.damped.shift for job in jobs])[left]
         inverses[left], attempts[left] = damped_cholesky_inverse(unshifted, shift)
-    _mark_solved(jobs, keep_inverses(jobs, inverses, attempts, norm1(stack) * norm1(inverses)))
+    _mark_solved(jobs, keep_inverses(jobs, inverses, attempts, norms * norm1(inverses)))
     for job, fell_back in zip(jobs, torch.split(~converged, [len(job.inverse) for job in jobs]), strict=True):
         assert isinstance(job.state, NewtonSchulzState)
         job.state.fallbacks += fell_back.sum()

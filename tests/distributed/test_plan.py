@@ -443,11 +443,11 @@ def test_memory_is_that_of_the_states_on_each_rank(
         averages = inverses = sums = 0
         for layer in plan.layers:
             for each in layer.parts:
-                whole = sum(factor.numel for factor in each.part.sums)
+                packed = sum(factor.packed for factor in each.part.sums)
                 scales = each.part.sums[-1].numel if each.part.measuring else 0  # of EKFAC
-                sums += whole if merges else 0
+                sums += packed if merges else 0
                 if each.owner == rank:
-                    averages += whole
+                    averages += packed
                 if each.owner == rank or rank in layer.workers or (merges and each.part.measuring):
                     inverses += each.part.held
                 if rank in layer.workers and each.owner != rank:
@@ -467,7 +467,7 @@ def test_memory_of_one_process_is_that_of_the_states() -> None:
     for each in model:
         state: Any = each.inverse.init(each.spec, dtype=torch.float32, device=torch.device("meta"))
         plan = make_plan([each], 1, COMM_OPT, COST, PlanOptions(momentum=False))
-        held = [*state.results().values(), state.pair.a.average, state.pair.g.average]
+        held = [*state.results().values(), state.pair.a.packed, state.pair.g.packed]
         held += [state.second_moments] if isinstance(each.inverse, EKFAC) else []
         assert plan.memory_per_rank == sum(4 * tensor.numel() for tensor in held if tensor.dtype == torch.float32)
         assert plan.words_per_step == 0
@@ -482,7 +482,7 @@ def test_dtypes_of_factors_and_what_is_sent() -> None:
     control_sizes = {Payload.VOTES: 8, Payload.STATUS: 8}
     assert sizes == {Payload.GRADIENTS: 2, Payload.SUMS: 8, Payload.INVERSES: 4, **control_sizes}
     memory = plan.memory[0]
-    assert (memory.sums, memory.averages, memory.inverses) == (2 * 2 * 25, 2 * 25, 2 * 4 * 25)
+    assert (memory.sums, memory.averages, memory.inverses) == (2 * 2 * 16, 2 * 16, 2 * 4 * 25)
     assert (memory.buffers, memory.momentum) == (2 * 8 * 18, 2 * 2 * 12)
 
 

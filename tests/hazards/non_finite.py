@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import batch, block, clones, mlp, square_loss
+from plain import batch, block, clones, edited, mlp, square_loss
 from torch import Tensor, nn
 
 from hazards.base import STEPS, Pair, Training, by_hand, hazard, plain_run
@@ -225,13 +225,14 @@ def refresh_that_fails(side: str) -> Pair:
         run.train(2)
         group, pair = run.optimizer.param_groups[0], block(run.optimizer, "0").state.pair
         factor = pair.a if side == "A" else pair.g
-        kept = clones([factor.average])[0]
+        kept = clones([factor.packed])[0]
         group["factor_update_period"] = 1000
         group["inverse_update_period"] = 2 if failing else 1000  # the third step is number 2
         if failing:
-            factor.average[:, 0, 1] = factor.average[:, 1, 0] = 1e6  # the trace, and with it the damping, stays
+            with edited(factor) as average:
+                average[:, 0, 1] = average[:, 1, 0] = 1e6  # the trace, and with it the damping, stays
         run.train(1, start=2)
-        factor.average.copy_(kept)
+        factor.packed.copy_(kept)
         group["factor_update_period"] = group["inverse_update_period"] = 1
         run.train(2, start=3)
         sides.append((run.result(), run.optimizer.metrics()["failed_refreshes"]))

@@ -126,7 +126,7 @@ class Ranks:
             for index, own in enumerate(averages[owner]):
                 # Numbers of ranks without mass are never sent.
                 sent = [each[index] for each in averages if each[index] is not own]
-                total = sum((each.packed() * each.mass for each in sent if each.mass > 0), 0 * own.packed() * own.mass)
+                total = sum((each.packed * each.mass for each in sent if each.mass > 0), 0 * own.packed * own.mass)
                 others.append((total, sum(each.mass for each in sent)))
             self.inverse.merge(self.states[owner], part, others)
             for rank, each in enumerate(averages):

@@ -53,8 +53,7 @@ def add_moments(pair: FactorPair, rank: int = 20) -> None:
     """A step's sums for both factors: second moments of `rank` vectors each."""
     for factor in (pair.a, pair.g):
         if factor is not None:
-            groups, dim = factor.average.shape[:2]
-            rows = torch.randn(groups, rank, dim, dtype=factor.average.dtype)
+            rows = torch.randn(factor.groups, rank, factor.dim, dtype=factor.dtype)
             moments = rows.mT @ rows
             factor.add(moments if factor.structure is Structure.DENSE else moments.diagonal(dim1=1, dim2=2).clone())
     pair.rows = 20

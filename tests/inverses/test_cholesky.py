@@ -18,6 +18,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
+from plain import edited
 from states import CPU, every_structure, spec
 from torch import nn
 
@@ -173,9 +174,10 @@ def test_a_failed_inversion_keeps_the_last_good_inverse_of_its_group_only() -> N
     CHOLESKY.refresh([broken, sound], [0.1, 0.1])
     old = broken.a_inverse.clone(), broken.g_inverse.clone()
     for state in (broken, sound):
-        state.pair.a.average.mul_(2)
+        state.pair.a.packed.mul_(2)
     # Indefinite beyond repair, with the trace of a sound factor: damping stays what it was.
-    broken.pair.a.average[1] = torch.diag(torch.tensor([-500.0, 200.0, 200.0, 200.0]))
+    with edited(broken.pair.a) as average:
+        average[1] = torch.diag(torch.tensor([-500.0, 200.0, 200.0, 200.0]))
     CHOLESKY.refresh([broken, sound], [0.1, 0.1])
     assert_same(broken.a_inverse[1], old[0][1], rtol=0)
     assert not torch.allclose(broken.a_inverse[0], old[0][0])
@@ -190,7 +192,8 @@ def test_a_diagonal_that_is_not_finite_keeps_the_last_inverse_and_is_counted() -
     state = measured_state(structure=structure)
     CHOLESKY.refresh([state], [0.1])
     before = state.a_inverse.clone()
-    state.pair.a.average[0, 0] = torch.inf
+    with edited(state.pair.a) as average:
+        average[0, 0] = torch.inf
     CHOLESKY.refresh([state], [0.1])
     assert_same(state.a_inverse, before, rtol=0)
     assert state.condition.isfinite().all()
@@ -199,8 +202,10 @@ def test_a_diagonal_that_is_not_finite_keeps_the_last_inverse_and_is_counted() -
 
 def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counted() -> None:
     state = measured_state(groups=1)
-    state.pair.g.average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))
-    state.pair.a.average[0] = torch.eye(4) * state.pair.g.trace() / 3  # π = 1
+    with edited(state.pair.g) as average:
+        average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))
+    with edited(state.pair.a) as average:
+        average[0] = torch.eye(4) * state.pair.g.trace() / 3  # π = 1
     CHOLESKY.refresh([state], [1e-5])
     shift = 10 * 1e-5**0.5
     assert_same(state.g_inverse[0], torch.linalg.inv(state.pair.g.average[0] + shift * torch.eye(3)), rtol=1e-8)
@@ -223,8 +228,7 @@ def test_the_condition_number_is_the_worst_of_the_damped_groups(structure: Struc
 def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) -> None:
     state = CHOLESKY.init(spec(4, 3, 1, (Structure.DENSE, Structure.DENSE)), dtype=dtype, device=CPU)
     for factor in (state.pair.a, state.pair.g):
-        dim = factor.average.shape[-1]
-        factor.add(torch.diag(torch.arange(1.0, dim + 1)).to(dtype)[None])
+        factor.add(torch.diag(torch.arange(1.0, factor.dim + 1)).to(dtype)[None])
     state.pair.rows = 1
     CHOLESKY.fold(state, 1, 1.0)
     CHOLESKY.refresh([state], [0.1])

@@ -8,7 +8,7 @@ from cases import any_loss, displacement, free_optimizer, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
-from plain import assert_identical, batch, block, clones, mlp, square_loss, train
+from plain import assert_identical, batch, block, clones, edited, mlp, square_loss, train
 from states import CPU, assert_resumes_bitwise
 from torch import Tensor, nn
 
@@ -174,7 +174,7 @@ def test_a_step_in_which_the_device_finds_no_example_leaves_the_averages(monkeyp
         layer.zero_grad()
         (factor * any_loss(layer(torch.randn(5, 6)))).backward()
         optimizer.step()
-        averages.append([f.average.clone() for f in block(optimizer, "").state.factors.values()])
+        averages.append([f.average for f in block(optimizer, "").state.factors.values()])
     assert_identical(averages[1], averages[0])
     assert averages[0][0].any()
 
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_other_channels_or_another_representation_is_refused() -
     model = nn.Linear(6, 2)
     optimizer = KFACOptimizer(model, inverse=DoublyFactored(2))
     for inverse, message in (
-        (DoublyFactored(3), r"factors\.channels\.average of '' is \[1, 3, 3\], here \[1, 2, 2\]"),
+        (DoublyFactored(3), r"factors\.channels\.average of '' is \[1, 6\], here \[1, 3\]"),
         (Cholesky(), r"factors\.channels\.average of '' is missing"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -382,7 +382,7 @@ def measured_state(c: int = 2, t: int = 4, outputs: int = 3) -> DoublyFactoredSt
     inverse = DoublyFactored(c)
     state = inverse.init(spec(c, t, outputs), dtype=torch.float64, device=CPU)
     for factor in state.factors.values():
-        rows = torch.randn(20, factor.average.shape[-1])
+        rows = torch.randn(20, factor.dim)
         factor.add((rows.T @ rows)[None])
     state.rows = 20
     inverse.fold(state, 1, 1.0)
@@ -426,9 +426,10 @@ def test_a_failed_inversion_keeps_the_last_good_inverse_of_that_factor_only() ->
     inverse.refresh([broken, sound], [0.1, 0.1])
     old = {name: kept.clone() for name, kept in broken.inverses.items()}
     for state in (broken, sound):
-        state.factors["channels"].average.mul_(2)
+        state.factors["channels"].packed.mul_(2)
     # Indefinite beyond repair, with the trace of a sound factor: damping stays what it was.
-    broken.factors["positions"].average[0] = torch.diag(torch.tensor([-5e4, 2e4, 2e4, 2e4]))
+    with edited(broken.factors["positions"]) as average:
+        average[0] = torch.diag(torch.tensor([-5e4, 2e4, 2e4, 2e4]))
     for times in (1, 2):
         inverse.refresh([broken, sound], [0.1, 0.1])
         assert [int(state.failed) for state in (broken, sound)] == [times, 0]
@@ -438,14 +439,16 @@ def test_a_failed_inversion_keeps_the_last_good_inverse_of_that_factor_only() ->
     assert broken.conditions.isfinite().all()
     grad = torch.randn(1, 3, 9)
     assert_same(inverse.apply(sound, grad, 0.1), solved(sound, grad, 0.1), rtol=1e-8)
-    broken.factors["positions"].average[0] = torch.eye(4)
+    with edited(broken.factors["positions"]) as average:
+        average[0] = torch.eye(4)
     inverse.refresh([broken], [0.1])
     assert inverse.setbacks(broken)[1] == 0
 
 
 def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counted() -> None:
     inverse, state = DoublyFactored(2), measured_state()
-    state.factors["G"].average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))
+    with edited(state.factors["G"]) as average:
+        average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))
     inverse.refresh([state], [1e-4])
     assert int(state.retried) == 1  # as the bias damps it, not as the weight does
     damped = state.factors["G"].average + 1e-4 * 10**3 * torch.eye(3)
@@ -472,12 +475,12 @@ def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) 
     any_loss(layer(torch.randn(7, 6, dtype=torch.float32))).backward()
     optimizer.step()
     held = block(optimizer, "").state
-    assert {factor.average.dtype for factor in held.factors.values()} == {dtype}
+    assert {factor.dtype for factor in held.factors.values()} == {dtype}
     grad = torch.randn(1, 2, 7, dtype=torch.float32)
     direction = DoublyFactored(2).apply(held, grad, 0.1)
     assert direction.dtype == torch.float32
     for factor in held.factors.values():
-        factor.average = factor.average.double()
+        factor.packed = factor.packed.double()
     assert_same(direction.double(), solved(held, grad.double(), 1e-3), rtol=1e-3)
 
 

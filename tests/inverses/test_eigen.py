@@ -9,7 +9,7 @@ from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, lin
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import MaybeFactor, assert_same
-from plain import assert_identical, mlp
+from plain import assert_identical, edited, mlp
 from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_another_representation_is_refused() -> None:
 
 
 def assert_solves(state: EigenState, damping: float = 0.1, *, rtol: float = 1e-8) -> None:
-    grad = torch.randn(len(state.solved), state.pair.g.average.shape[-1], state.pair.a.average.shape[-1])
+    grad = torch.randn(len(state.solved), state.pair.g.dim, state.pair.a.dim)
     assert_same(EIGEN.apply(state, grad, damping), solution(EIGEN.factors(state), grad, damping), rtol=rtol)
 
 
@@ -266,14 +266,15 @@ def test_a_hopeless_factor_keeps_the_last_good_basis_of_its_group_only(
 ) -> None:
     broken, sound = measured_state(), measured_state()
     EIGEN.refresh([broken, sound], [0.1, 0.1])
-    old = [broken.pair.a.average.clone(), broken.pair.g.average.clone()]
+    old = [broken.pair.a.average, broken.pair.g.average]
     for state in (broken, sound):
-        state.pair.a.average.mul_(2)
-        state.pair.g.average.mul_(3)
+        state.pair.a.packed.mul_(2)
+        state.pair.g.packed.mul_(3)
     if value is None:
         broken_eigh.refused, broken_eigh.rtol = broken.pair.a.average[1], 1e-3
     else:
-        broken.pair.a.average[1, 0, 0] = value
+        with edited(broken.pair.a) as average:
+            average[1, 0, 0] = value
     EIGEN.refresh([broken, sound], [0.1, 0.1])
     assert counts(broken, sound) == [(0, 1), (0, 0)]
     grad = torch.randn(2, 3, 4)
@@ -288,8 +289,9 @@ def test_a_diagonal_that_is_not_finite_keeps_the_last_good_one_of_its_group_only
     state = measured_state(structure=(DIAGONAL, DENSE))
     EIGEN.refresh([state], [0.1])
     old = state.pair.a.average.clone()
-    state.pair.a.average.mul_(2)
-    state.pair.a.average[1, 2] = value
+    state.pair.a.packed.mul_(2)
+    with edited(state.pair.a) as average:
+        average[1, 2] = value
     EIGEN.refresh([state], [0.1])
     assert int(state.failed) == 1
     grad = torch.randn(2, 3, 4)
@@ -300,7 +302,8 @@ def test_a_diagonal_that_is_not_finite_keeps_the_last_good_one_of_its_group_only
 def test_a_group_none_of_whose_factors_was_ever_decomposed_gives_the_gradient_back() -> None:
     state = measured_state()
     for factor in (state.pair.a, state.pair.g):
-        factor.average[0] = torch.nan
+        with edited(factor) as average:
+            average[0] = torch.nan
     EIGEN.refresh([state], [0.1])
     assert int(state.failed) == 2
     grad = torch.randn(2, 3, 4)
@@ -313,7 +316,7 @@ def test_a_group_none_of_whose_factors_was_ever_decomposed_gives_the_gradient_ba
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_factor_that_was_never_decomposed_stands_as_the_identity(side: int) -> None:
     state = measured_state(groups=1)
-    EIGEN.factors(state)[side].fill_(torch.nan)
+    (state.pair.a, state.pair.g)[side].packed.fill_(torch.nan)
     EIGEN.refresh([state], [0.1])
     grad = torch.randn(1, 3, 4)
     a, g = (None if i == side else factor for i, factor in enumerate(EIGEN.factors(state)))
@@ -323,7 +326,8 @@ def test_a_factor_that_was_never_decomposed_stands_as_the_identity(side: int) ->
 def test_negative_eigenvalues_count_as_zero() -> None:
     state = measured_state(groups=1)
     basis = torch.linalg.qr(torch.randn(3, 3)).Q
-    state.pair.g.average[0] = basis @ torch.diag(torch.tensor([-0.5, 1.0, 2.0])) @ basis.mT
+    with edited(state.pair.g) as average:
+        average[0] = basis @ torch.diag(torch.tensor([-0.5, 1.0, 2.0])) @ basis.mT
     EIGEN.refresh([state], [0.1])
     grad = torch.randn(1, 3, 4)
     clipped = (basis @ torch.diag(torch.tensor([0.0, 1.0, 2.0])) @ basis.mT)[None]
@@ -355,7 +359,7 @@ def test_metrics_has_the_numbers_that_it_has_with_cholesky(structure: tuple[Stru
 def test_narrow_factors_are_decomposed_and_applied_in_float32(dtype: torch.dtype) -> None:
     state = EIGEN.init(spec(4, 3, 1, (DENSE, DENSE)), dtype=dtype, device=CPU)
     for factor in (state.pair.a, state.pair.g):
-        rows = torch.randn(8, factor.average.shape[-1])
+        rows = torch.randn(8, factor.dim)
         factor.add((rows.mT @ rows).to(dtype)[None])
     state.pair.rows = 1
     EIGEN.fold(state, 1, 1.0)

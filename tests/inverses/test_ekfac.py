@@ -10,7 +10,7 @@ from cases import LayerCase, any_loss, conv_cases, displacement, linear_cases, l
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
-from plain import assert_identical, batch, block, clones, mlp, square_loss
+from plain import assert_identical, batch, block, clones, edited, mlp, square_loss
 from states import CPU, OwnStatistics, assert_resumes_bitwise, every_structure
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -235,7 +235,7 @@ def test_groups_that_share_one_input_have_their_own() -> None:
     loss(output).backward()
     fold(optimizer, 5)
     state = block(optimizer, "in_proj").state
-    assert len(state.pair.a.average) == 1
+    assert state.pair.a.groups == 1
     assert_same(state.second_moments, in_basis(dense_fisher(gradients), state), rtol=1e-8)
 
 
@@ -854,7 +854,7 @@ def test_squares_that_overflow_alone_are_refused_and_counted() -> None:
     for times in (1, 2):
         (module(torch.randn(5, 3) * 1e100) * grad * 1e100).sum().backward()
         fold(optimizer, 5)
-        assert state.pair.a.average.isfinite().all()
+        assert state.pair.a.packed.isfinite().all()
         assert_same(state.second_moments, before, rtol=0)
         assert int(EKFAC().counters(state)["refused_statistics"]) == times
         assert [int(number) for number in EKFAC().setbacks(state)] == [times, 0]
@@ -871,8 +871,9 @@ def test_a_hopeless_factor_keeps_basis_and_second_moments_of_its_group_only(valu
     any_loss(module(torch.randn(6, 4, 5))).backward()
     fold(optimizer, 6)
     old, before = bases(state), curvature(state)
-    state.pair.a.average[1, 0, 0] = value
-    state.pair.g.average[1, 0, 0] = value
+    for factor in (state.pair.a, state.pair.g):
+        with edited(factor) as average:
+            average[1, 0, 0] = value
     EKFAC().refresh([state], [0.1])
     assert_same([basis[1] for basis in bases(state)], [basis[1] for basis in old], rtol=0)
     assert not torch.allclose(bases(state)[0][0], old[0][0])
@@ -889,7 +890,8 @@ def test_a_group_that_was_never_decomposed_gives_the_gradient_back() -> None:
     fold(optimizer, 3)
     state = block(optimizer, "").state
     for factor in (state.pair.a, state.pair.g):
-        factor.average[0] = torch.nan
+        with edited(factor) as average:
+            average[0] = torch.nan
     EKFAC().refresh([state], [0.1])
     grad = torch.randn(2, 3, 5)
     assert_same(EKFAC().apply(state, grad, 0.1)[0], grad[0], rtol=0)
@@ -975,7 +977,7 @@ def test_narrow_factors_have_second_moments_in_float32() -> None:
         optimizer.step()
     state = block(optimizer, "").state
     assert state.second_moments.dtype == torch.float32
-    assert state.pair.a.average.dtype == torch.bfloat16
+    assert state.pair.a.dtype == torch.bfloat16
 
 
 def test_a_refresh_costs_decompositions_overlaps_and_what_carries_over() -> None:

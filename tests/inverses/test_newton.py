@@ -9,7 +9,7 @@ from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, lin
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
-from plain import assert_identical, batch, clones, mlp, square_loss, train
+from plain import assert_identical, batch, clones, edited, mlp, square_loss, train
 from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
@@ -141,7 +141,8 @@ def ill_state(kappa: float, dim: int = 6, dtype: torch.dtype = torch.float64) ->
     state = measured_state(dim, dim, 1, dtype=dtype)
     for factor in (state.pair.a, state.pair.g):
         matrix = of_condition(kappa, dim)
-        factor.average.copy_(matrix / matrix[0].trace() * dim)  # π = 1
+        with edited(factor) as average:
+            average.copy_(matrix / matrix[0].trace() * dim)  # π = 1
     return state
 
 
@@ -181,7 +182,7 @@ def test_blocks_refreshed_together_come_out_as_alone(
         for state in states:
             for factor in (state.pair.a, state.pair.g):
                 if factor is not None:
-                    factor.average.mul_(1.5)
+                    factor.packed.mul_(1.5)
     assert fallbacks(*states) == [0] * len(states)
 
 
@@ -223,8 +224,9 @@ def test_without_accepted_statistics_a_refresh_changes_nothing(structure: tuple[
 def test_a_scalar_takes_no_steps(inputs: int, outputs: int, damping: float) -> None:
     # Cold, λ would bound the single eigenvalue from below by far too little.
     inverse, state = NewtonSchulz(steps=1, tolerance=1e-12), measured_state(inputs, outputs, 1)
-    state.pair.a.average.copy_(torch.eye(inputs))
-    state.pair.g.average.copy_(torch.eye(outputs))
+    for factor in (state.pair.a, state.pair.g):
+        with edited(factor) as average:
+            average.copy_(torch.eye(factor.dim))
     inverse.refresh([state], [damping])
     scalars = [side for side, dim in ((state.a, inputs), (state.g, outputs)) if dim == 1]
     assert all(bool(side.solved.all()) for side in scalars)
@@ -244,8 +246,9 @@ def test_after_a_small_drift_a_few_steps_from_the_last_inverse_do(kappa: float) 
     for state in (warm, cold):
         for factor in (state.pair.a, state.pair.g):
             # What ten updates of decay 0.95 leave is 60%.
-            rows = torch.randn(1, 256, 24) @ torch.linalg.cholesky(factor.average).mT
-            factor.average.mul_(0.6).add_(0.4 * rows.mT @ rows / 256)
+            with edited(factor) as average:
+                rows = torch.randn(1, 256, 24) @ torch.linalg.cholesky(average).mT
+                average.mul_(0.6).add_(0.4 * rows.mT @ rows / 256)
     short.refresh([warm, cold], [damping, damping])
     assert fallbacks(warm, cold) == [0, 2]
     ours, exact = apply_random(warm, damping)
@@ -257,8 +260,8 @@ def test_from_a_last_inverse_that_is_out_of_date_it_converges_all_the_same(growt
     # Beyond 2 the plain iteration diverges: the last inverse must be scaled down, or be left for the identity.
     state = measured_state(6, 5)
     THOROUGH.refresh([state], [0.1])
-    state.pair.a.average.mul_(growth)
-    state.pair.g.average.mul_(1 / growth)
+    state.pair.a.packed.mul_(growth)
+    state.pair.g.packed.mul_(1 / growth)
     THOROUGH.refresh([state], [0.1])
     assert fallbacks(state) == [0]
     ours, exact = apply_random(state, 0.1)
@@ -286,7 +289,7 @@ def test_what_has_not_converged_is_inverted_by_cholesky_and_counted() -> None:
         ours, exact = apply_random(state, damping)
         assert_same(ours, exact, rtol=1e-4 if state is ill else 1e-2)
         assert int(state.failed) == int(state.retried) == 0
-    ill.pair.a.average.mul_(1 + 1e-6)
+    ill.pair.a.packed.mul_(1 + 1e-6)
     short.refresh([ill], [1e-12])  # warm now
     assert fallbacks(ill) == [2]
 
@@ -308,7 +311,7 @@ def test_the_residual_is_that_of_the_damped_factor_in_the_root_mean_square() -> 
     residual = float((torch.eye(4) - damped @ state.a.inverse[0]).norm() / 2)
     for tolerance, expected in ((residual * 1.01, 0), (residual * 0.99, 1)):
         again = measured_state(4, 3, 1, (DENSE, IDENTITY))
-        again.pair.a.average.copy_(state.pair.a.average)
+        again.pair.a.packed.copy_(state.pair.a.packed)
         NewtonSchulz(steps=2, tolerance=tolerance).refresh([again], [0.01])
         assert fallbacks(again) == [expected]
 
@@ -318,9 +321,10 @@ def test_where_cholesky_fails_too_the_last_good_inverse_of_that_group_is_kept() 
     THOROUGH.refresh([broken, sound], [0.1, 0.1])
     old = broken.a.inverse.clone()
     for state in (broken, sound):
-        state.pair.a.average.mul_(2)
+        state.pair.a.packed.mul_(2)
     # Indefinite beyond repair, with the trace of a sound factor: damping stays what it was.
-    broken.pair.a.average[1] = torch.diag(torch.tensor([-500.0, 200.0, 200.0, 200.0]))
+    with edited(broken.pair.a) as average:
+        average[1] = torch.diag(torch.tensor([-500.0, 200.0, 200.0, 200.0]))
     THOROUGH.refresh([broken, sound], [0.1, 0.1])
     assert_same(broken.a.inverse[1], old[1], rtol=0)
     assert not torch.allclose(broken.a.inverse[0], old[0])
@@ -339,8 +343,9 @@ def test_a_factor_that_is_not_finite_keeps_the_last_good_inverse_of_its_group_on
     state = measured_state(structure=(structure, DENSE))
     THOROUGH.refresh([state], [0.1])
     old = state.pair.a.average.clone()
-    state.pair.a.average.mul_(2)
-    state.pair.a.average[1, 2] = value
+    state.pair.a.packed.mul_(2)
+    with edited(state.pair.a) as average:
+        average[1] = value
     THOROUGH.refresh([state], [0.1])
     assert int(state.failed) > 0
     assert state.condition.isfinite().all()
@@ -353,8 +358,10 @@ def test_a_factor_that_is_not_finite_keeps_the_last_good_inverse_of_its_group_on
 
 def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counted() -> None:
     state = measured_state(groups=1)
-    state.pair.g.average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))
-    state.pair.a.average[0] = torch.eye(4) * state.pair.g.trace() / 3  # π = 1
+    with edited(state.pair.g) as average:
+        average[0] = torch.diag(torch.tensor([1.0, 2.0, -1e-2]))
+    with edited(state.pair.a) as average:
+        average[0] = torch.eye(4) * state.pair.g.trace() / 3  # π = 1
     THOROUGH.refresh([state], [1e-5])
     shift = 10 * 1e-5**0.5
     assert_same(state.g.inverse[0], torch.linalg.inv(state.pair.g.average[0] + shift * torch.eye(3)), rtol=1e-8)
@@ -398,8 +405,7 @@ def test_the_early_steps_are_in_the_low_precision_and_the_last_two_are_not(monke
 def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) -> None:
     state = THOROUGH.init(spec(4, 3, 1, (DENSE, DENSE)), dtype=dtype, device=CPU)
     for factor in (state.pair.a, state.pair.g):
-        dim = factor.average.shape[-1]
-        factor.add(torch.diag(torch.arange(1.0, dim + 1)).to(dtype)[None])
+        factor.add(torch.diag(torch.arange(1.0, factor.dim + 1)).to(dtype)[None])
     state.pair.rows = 1
     THOROUGH.fold(state, 1, 1.0)
     THOROUGH.refresh([state], [0.1])

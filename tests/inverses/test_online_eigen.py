@@ -11,7 +11,7 @@ from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, lin
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import assert_same
-from plain import assert_identical, batch, block, clones, mlp, train
+from plain import assert_identical, batch, block, clones, edited, mlp, train
 from states import CPU, add_moments, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
@@ -360,7 +360,8 @@ def test_a_hopeless_factor_keeps_the_last_good_basis_of_its_group_only(refreshes
         inverse.refresh([state], [0.1])
         drift(state)
     old = in_use(state)
-    state.pair.a.average[1, 0, 0] = value
+    with edited(state.pair.a) as average:
+        average[1, 0, 0] = value
     inverse.refresh([state], [0.1])
     assert int(inverse.counters(state)["failed_refreshes"]) == 1
     a, g = in_use(state)

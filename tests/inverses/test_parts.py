@@ -1,18 +1,21 @@
 """What a plan is told of a representation, against the states that it makes, on the meta device."""
 
+import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from states import every_structure, spec
+from states import CPU, add_moments, every_structure, spec
 from torch import Tensor
 
 from kfac_optim import EKFAC, BlockDiagonal, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
 from kfac_optim.inverses.base import Result
-from kfac_optim.linalg import triangle_size
+from kfac_optim.linalg import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
@@ -35,7 +38,7 @@ def numbers(nested: dict[str, Any]) -> Iterator[Tensor]:
 def held_in_state(inverse: Inverse[Any], layer: LayerSpec) -> int:
     state = inverse.init(layer.by_blocks(), dtype=torch.float32, device=torch.device("meta"))
     # What opposed uses mix their averages to is held, and made anew from these when a checkpoint is loaded.
-    mixed = [factor for factor in inverse.factors(state) if factor is not None] if layer.opposed else []
+    mixed = [factor.packed for factor in (state.pair.a, state.pair.g) if factor is not None] if layer.opposed else []
     # So is the S that is applied among several processes, which checkpoints hold on one as well.
     kept = {name: tensor for name, tensor in inverse.tensors(state).items() if not name.startswith("S_applied")}
     return sum(tensor.numel() for tensor in [*numbers(kept), *mixed])
@@ -43,7 +46,7 @@ def held_in_state(inverse: Inverse[Any], layer: LayerSpec) -> int:
 
 def held_by_parts(inverse: Inverse[Any], layer: LayerSpec) -> int:
     return sum(
-        part.held + sum(factor.numel for factor in part.sums if factor.structure is not IDENTITY)
+        part.held + sum(factor.packed for factor in part.sums if factor.structure is not IDENTITY)
         for part in inverse.parts(layer.by_blocks())
     )
 
@@ -61,8 +64,8 @@ def assert_parts_are_what_is_shared(inverse: Inverse[Any], layer: LayerSpec) -> 
     state = inverse.init(layer, dtype=torch.float32, device=torch.device("meta"))
     for part in inverse.parts(layer):
         averages, results = inverse.averages(state, part.name), inverse.results(state, part.name)
+        assert [factor.packed.numel() for factor in averages] == [shape.packed for shape in part.sums]
         assert [factor.average.numel() for factor in averages] == [shape.numel for shape in part.sums]
-        assert [factor.packed().numel() for factor in averages] == [shape.packed for shape in part.sums]
         assert words(results) == part.sent
         assert words(result for result in results if result.measuring) == part.measuring
 
@@ -143,3 +146,42 @@ def test_what_is_sent() -> None:
 def test_packed_and_whole_sizes_of_a_factor() -> None:
     assert (FactorShape(DENSE, 2, 3).packed, FactorShape(DENSE, 2, 3).numel) == (12, 18)
     assert (FactorShape(DIAGONAL, 2, 3).packed, FactorShape(DIAGONAL, 2, 3).numel) == (6, 6)
+
+
+@pytest.mark.parametrize("opposed", [False, True])
+@every_pair
+def test_averages_are_unpacked_once_in_a_refresh_and_nowhere_else(
+    inverse: Inverse[Any], opposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack = mock.Mock(side_effect=unpack_triangle)
+    monkeypatch.setattr("kfac_optim.factors.unpack_triangle", unpack)
+    layer = replace(spec(4, 3, 2, (DENSE, DENSE)), opposed=opposed)
+    state = inverse.init(layer, dtype=torch.float32, device=CPU)
+    for _ in range(3):
+        for pair in (state.pair.own, state.pair.opposed) if opposed else (state.pair,):
+            add_moments(pair)
+        inverse.fold(state, 1, 0.9)
+        inverse.age(state, 0.9, 1)
+        for part in inverse.parts(layer):
+            others = [(factor.packed.flatten() * 2, torch.tensor(2.0)) for factor in inverse.averages(state, part.name)]
+            inverse.merge(state, part.name, others)
+        inverse.apply(state, torch.randn(2, 3, 4), 0.1)
+        inverse.load(state, copy.deepcopy(inverse.tensors(state)))
+        unpack.assert_not_called()
+        inverse.refresh([state], [0.1])
+        assert unpack.call_count == 2
+        unpack.reset_mock()
+
+
+def test_of_three_factors_each_is_unpacked_once_in_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = mock.Mock(side_effect=unpack_triangle)
+    monkeypatch.setattr("kfac_optim.factors.unpack_triangle", unpack)
+    inverse = DoublyFactored(channels=3)
+    state = inverse.init(LayerSpec("layer", ("weight", "bias"), 13, 5), dtype=torch.float32, device=CPU)
+    for factor in state.factors.values():
+        factor.add(torch.eye(factor.dim)[None])
+    state.rows = 1
+    inverse.fold(state, 1, 0.9)
+    unpack.assert_not_called()
+    inverse.refresh([state], [0.1])
+    assert unpack.call_count == 3

@@ -169,7 +169,7 @@ def decompose_fully(jobs: Sequence[EigenJob]) -> list[Tensor]:
 
 def hand_back(jobs: Sequence[EigenJob], whole: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """Split values `[n, d]`, bases `[n, d, d]` and attempts `[n]` of all groups of all jobs; see `EigenJob.keep`."""
-    sizes = [job.factor.average.shape[0] for job in jobs]
+    sizes = [job.factor.groups for job in jobs]
     parts = (torch.split(part, sizes) for part in whole)
     return [job.keep(values, basis, tries) for job, values, basis, tries in zip(jobs, *parts, strict=True)]
 
@@ -210,6 +210,5 @@ def _measure_condition(state: EigenState, damping: float) -> None:
 
 def _unit_spectrum(factor: Factor, dtype: torch.dtype) -> Spectrum:
     """The identity's."""
-    average = factor.average
-    ones = torch.ones(average.shape[:2], dtype=dtype, device=average.device)
+    ones = torch.ones(factor.groups, factor.dim, dtype=dtype, device=factor.device)
     return Spectrum(ones, torch.diag_embed(ones) if factor.structure is Structure.DENSE else None)

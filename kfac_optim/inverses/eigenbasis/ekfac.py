@@ -65,12 +65,12 @@ class EKFACState(EigenState):
     @property
     def second_moments(self) -> Tensor:
         """`S`, `[groups, out, in]`; a view."""
-        return self.scales.average.view(self.shape)
+        return self.scales.packed.view(self.shape)
 
     @property
     def to_apply(self) -> Tensor:
         """What divides the gradient, `[groups, out, in]`; a view."""
-        return (self.scales.average if self.applied is None else self.applied).view(self.shape)
+        return (self.scales.packed if self.applied is None else self.applied).view(self.shape)
 
     def shared(self, part: str) -> tuple[Result, ...]:
         """Bases, `solved` and `S`; eigenvalues are for the rank that refreshes.
@@ -79,15 +79,15 @@ class EKFACState(EigenState):
         one of the results, which may be dropped.
         """
         bases = [spectrum.basis for spectrum in of_part(part, self.a, self.g) if spectrum.basis is not None]
-        scales = self.scales.average if self.applied is None else self.applied
-        if scales is self.scales.average and self.measured:
+        scales = self.scales.packed if self.applied is None else self.applied
+        if scales is self.scales.packed and self.measured:
             scales = self.second_moments  # a view: to drop it leaves the samples
         return *(Result(each, measuring=self.measured) for each in (*bases, self.solved)), Result(scales)
 
     def sampled(self) -> dict[str, Tensor]:
         """What folds made of the samples, by its name in checkpoints; no copies."""
         return {
-            "S": self.scales.average,
+            "S": self.scales.packed,
             "S_mass": self.scales.mass,
             "S_substituted": self.substituted,
             "S_refused": self.refused,
@@ -222,7 +222,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         accepted = state.pair.refused == refused
         if state.measured:
             self._fold_sample(state, loss_terms, used, decay, loss_scale, accepted)
-        elif state.applied is None and not state.scales.average.is_meta:
+        elif state.applied is None and not state.scales.packed.is_meta:
             # Among several ranks the refresh says what it is, of the samples of all.
             state.second_moments.copy_(state.expected())
         state.forget_pending()
@@ -240,14 +240,14 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         if not state.measured:
             super().take(state, part, received)
             if last in received:
-                state.applied = state.scales.average
+                state.applied = state.scales.packed
             return
         # On the rank that refreshed the bases may be those it has: then nothing is carried over twice.
         old = state.standing()
         super().take(state, part, {index: tensor for index, tensor in received.items() if index != last})
         state.carry_over(old)
         if last in received:
-            state.applied = received[last].to(state.condition.dtype, copy=True).view_as(state.scales.average)
+            state.applied = received[last].to(state.condition.dtype, copy=True).view_as(state.scales.packed)
 
     def refresh(self, states: Sequence[EKFACState], dampings: Sequence[float]) -> None:
         before = [state.standing() for state in states]
@@ -281,7 +281,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     def tensors(self, state: EKFACState) -> dict[str, Any]:
         applied: dict[str, Tensor] = {}
         if state.measured:  # no alias of S: checkpoints are also read in place
-            applied["S_applied"] = state.scales.average.clone() if state.applied is None else state.applied
+            applied["S_applied"] = state.scales.packed.clone() if state.applied is None else state.applied
             applied["S_applied_apart"] = torch.tensor(state.applied is not None)
         return {**super().tensors(state), **state.sampled(), **applied}
 
@@ -292,7 +292,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         state.applied = None
         if state.measured and bool(tensors["S_applied_apart"]):
             applied = tensors["S_applied"]
-            state.applied = torch.empty_like(state.scales.average, device="meta" if applied.is_meta else None)
+            state.applied = torch.empty_like(state.scales.packed, device="meta" if applied.is_meta else None)
             copy_held(state.applied, applied)
 
     def flops(self, spec: LayerSpec) -> Cost:
@@ -346,7 +346,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
             scales.pending, scale = state.expected().expand(state.shape).flatten(1).clone(), 1.0
             state.substituted += 1
         if scales.pending is None:
-            scales.pending = torch.zeros_like(scales.average)
+            scales.pending = torch.zeros_like(scales.packed)
             used = 0
         scales.pending.clamp_(min=0)  # what was taken back leaves rounding errors
         finite = scales.pending_is_finite()
