@@ -270,19 +270,17 @@ def sandwich(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tenso
     return middle
 
 
-def symmetric_product(rows: Tensor) -> Tensor:
-    """`rowsᵀ rows`, `[n, d, d]`, of `[n, rows, d]`; on a CPU the blocks above the diagonal are copied from those below.
+def symmetric_product(rows: Tensor, out: Tensor) -> None:
+    """`rowsᵀ rows` of `[n, rows, d]` into `out`, `[n, d, d]`; a CPU copies the blocks above the diagonal from below.
 
     That leaves out most of half the operations: of 2048 rows 1024 wide it takes 0.72 of the time of the whole product
     on a CPU with AVX-512 (float32, two threads), of 512 rows 1000 wide 0.77; narrower ones gain nothing.
     """
-    d = rows.shape[-1]
-    if d <= _LEAF or rows.device.type != "cpu":
-        return rows.mT @ rows
-    product = rows.new_empty(len(rows), d, d)
-    for matrix, out in zip(rows, product, strict=True):
-        _fill_symmetric(matrix, out)
-    return product
+    if rows.shape[-1] <= _LEAF or rows.device.type != "cpu":
+        torch.matmul(rows.mT, rows, out=out)
+        return
+    for matrix, into in zip(rows, out, strict=True):
+        _fill_symmetric(matrix, into)
 
 
 def _fill_symmetric(rows: Tensor, out: Tensor) -> None:

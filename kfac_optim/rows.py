@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_optim.linalg import symmetric_product
@@ -23,9 +24,11 @@ def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, co
         constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made:
             that would copy all others too, and leave rows of an odd length, which are slower to multiply.
     """
+    whole = rows.shape[-1] + (constant is not None)
     if active is None and structure is Structure.DENSE and _feature_major(rows):
-        moment = (rows.mT @ rows).sum(1)  # without a copy by rows
-        return moment if constant is None else bordered(moment, rows.sum((1, 2)), rows[0, ..., 0].numel(), constant)
+        moment = rows.new_empty(len(rows), whole, whole)
+        torch.sum(rows.mT @ rows, 1, out=moment[:, : rows.shape[-1], : rows.shape[-1]])  # without a copy by rows
+        return moment if constant is None else _border(moment, rows.sum((1, 2)), rows[0, ..., 0].numel(), constant)
     rows = rows.flatten(1, 2)
     count: int | Tensor = rows.shape[1]
     if active is not None:
@@ -36,8 +39,9 @@ def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, co
     if structure is Structure.DIAGONAL:
         squares = rows.square().sum(1)
         return squares if constant is None else torch.cat([squares, _filled(squares[:, :1], count * constant)], dim=-1)
-    moment = symmetric_product(rows)
-    return moment if constant is None else bordered(moment, rows.sum(1), count, constant)
+    moment = rows.new_empty(len(rows), whole, whole)
+    symmetric_product(rows, out=moment[:, : rows.shape[-1], : rows.shape[-1]])
+    return moment if constant is None else _border(moment, rows.sum(1), count, constant)
 
 
 def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:
@@ -49,10 +53,14 @@ def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 
         count: of the rows.
         constant: 1 or 0.
     """
-    border = sums.unsqueeze(1) * constant
-    whole = torch.cat([moment, border], dim=1)
-    column = torch.cat([border, _filled(sums[:, :1], count * constant).unsqueeze(1)], dim=2).mT
-    return torch.cat([whole, column], dim=2)
+    return _border(F.pad(moment, (0, 1, 0, 1)), sums, count, constant)
+
+
+def _border(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int) -> Tensor:
+    """Fill in the last row and column, in place."""
+    moment[:, -1, :-1] = moment[:, :-1, -1] = sums * constant
+    moment[:, -1, -1] = count * constant
+    return moment
 
 
 def _filled(like: Tensor, number: float | Tensor) -> Tensor:

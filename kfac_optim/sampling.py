@@ -102,5 +102,7 @@ class RowSample:
     def of(self, rows: Tensor) -> Tensor:
         """Those of `[groups, batch, shared, d]`: `[groups, examples, positions, d]`."""
         if self.positions is None:
+            if rows.stride(-1) > rows.stride(-2):  # of feature maps; else torch would first copy all rows, and by rows
+                return rows.mT.index_select(1, self.examples).mT
             return rows.index_select(1, self.examples)
         return rows[:, self.examples.unsqueeze(1), self.positions]
