@@ -91,7 +91,7 @@ def test_tinyshakespeare_is_read_as_numbers_of_characters_and_split_once(tmp_pat
 
 
 def test_windows_pair_each_character_with_the_next() -> None:
-    first, again = ([*data.windows(torch.arange(50), 4, 7, 3, seed)] for seed in (0, 0))
+    first, again = ([*data.windows(torch.arange(50), [4] * 3, 7, seed)] for seed in (0, 0))
     assert len(first) == 3
     for (inputs, targets), (same, _) in zip(first, again, strict=True):
         assert inputs.shape == (4, 7)
