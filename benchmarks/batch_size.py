@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import arguments
-from benchmarks.compare import add_study_arguments, arrival_in_words, load, prepare, problem_name, seeds, trials
+from benchmarks.compare import add_study_arguments, arrival_in_words, curve, load, prepare, problem_name, seeds, trials
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_batch_sizes
@@ -120,14 +120,7 @@ def size_report(size: int, runs: Runs, aim: Aim, target: Target) -> dict[str, An
                 "name": name,
                 "setting": repeats[0].setting,
                 "arrival": Arrival.of(repeats, aim, target).as_json(),
-                "runs": [
-                    {
-                        "seed": run.seed,
-                        "ending": run.ending.value,
-                        "readings": [asdict(reading) for reading in run.readings],
-                    }
-                    for run in repeats
-                ],
+                "runs": [curve(run) for run in repeats],
             }
             for name, repeats in runs.items()
         ],

@@ -186,24 +186,22 @@ def make_report(study: Study, tuned: Runs, repeated: Runs, targets: Sequence[Tar
         "optimizers": [
             {
                 "name": name,
+                "baseline": contestant.baseline,
                 "space": {each: [span.low, span.high] for each, span in contestant.box(problem).items()},
                 "trials": [summary(run, problem.aim, targets) for run in tuned[name]],
                 "trial": repeated[name][0].trial,
                 "setting": repeated[name][0].setting,
                 "lowest": Spread.of([run.lowest(problem.aim) for run in repeated[name]]).as_json(),
                 "arrivals": [Arrival.of(repeated[name], problem.aim, target).as_json() for target in targets],
-                "runs": [
-                    {
-                        "seed": run.seed,
-                        "ending": run.ending.value,
-                        "readings": [asdict(reading) for reading in run.readings],
-                    }
-                    for run in repeated[name]
-                ],
+                "runs": [curve(run) for run in repeated[name]],
             }
             for name, contestant in study.contestants.items()
         ],
     }
+
+
+def curve(run: Run) -> dict[str, Any]:
+    return {"seed": run.seed, "ending": run.ending.value, "readings": [asdict(reading) for reading in run.readings]}
 
 
 def summary(run: Run, aim: Aim, targets: Sequence[Target]) -> dict[str, Any]:

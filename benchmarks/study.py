@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.arguments import UsageError
 from benchmarks.contestants import Contestant
+from benchmarks.harness import describe_machine
 from benchmarks.problems import Aim, Batch, Examples, FixedBatch, Problem
 from benchmarks.search import Setting, points
 from benchmarks.training import History, mean_over, train
@@ -184,7 +185,7 @@ class Study:
             "steps": steps,
             "period": period,
             "examples": self.examples.count,
-            "threads": torch.get_num_threads(),
+            "machine": describe_machine(torch.device("cpu")),
         }
 
     def _carry_out(self, what: str, wanted: Sequence[tuple[str, int, int]], console: Console) -> Runs:

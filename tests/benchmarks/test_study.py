@@ -154,6 +154,15 @@ def test_runs_of_another_study_are_refused(change: Callable[[Problem], Problem],
         study(tmp_path, change(problem), examples, {"SGD": CONTESTANTS["SGD"]}, trials=1).tune(QUIET)
 
 
+def test_seconds_of_two_machines_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, examples = small_digits()
+    made = study(tmp_path, problem, examples, {"SGD": CONTESTANTS["SGD"]}, trials=1)
+    made.tune(QUIET)
+    monkeypatch.setattr("benchmarks.study.describe_machine", lambda _: {"processor": "another"})
+    with pytest.raises(UsageError, match="was made with machine .*this study has {'processor': 'another'}"):
+        made.tune(QUIET)
+
+
 def test_repeats_have_other_weights_and_batches_than_the_trials_and_each_other(tmp_path: Path) -> None:
     problem, examples = small_digits()
     made = study(tmp_path, problem, examples, {name: CONTESTANTS[name] for name in ("SGD", "AdamW")})
