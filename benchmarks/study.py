@@ -5,7 +5,7 @@ on: what was chosen on seed 0 is not judged by it. Trials and seeds are taken in
 machine that slows down does so for all. Every run is kept as a file of its own, and what is there is not run again.
 
 A run ends early, whatever the optimizer, when a loss is not finite, or when the training measure, after a quarter of
-the steps or later, is above what it was before the first step.
+the steps or later, is above what it was before the first step; and where the optimizer itself gives up.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _HOPE = 0.25  # part of the steps after which training must be below its start
 class Ending(Enum):
     FINISHED = "finished"
     DIVERGED = "diverged"
+    FAILED = "failed"
+    """The optimizer raised a RuntimeError, as of a decomposition of a matrix that is not finite."""
     HOPELESS = "hopeless"
 
 
@@ -58,7 +60,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One optimizer with one setting and one seed; ``readings`` are finite, the first is before any step."""
+    """One optimizer with one setting and one seed.
+
+    Attributes:
+        readings: finite ones; the first is before any step.
+        error: what the optimizer said where it failed.
+    """
 
     optimizer: str
     trial: int
@@ -66,6 +73,7 @@ class Run:
     setting: Setting
     ending: Ending
     readings: tuple[Reading, ...]
+    error: str | None = None
 
     def lowest(self, aim: Aim) -> float:
         return min((reading.measure(aim) for reading in self.readings), default=math.inf)
@@ -205,6 +213,8 @@ class Study:
                     progress.update(task, description=words, completed=done)
                     run = self.run(name, trial, seed, partial(progress.advance, task))
                     self.folder.keep(self.name, run, self._terms(name, trial))
+                    if run.error is not None:
+                        console.print(f"{words} failed: {run.error}", markup=False)
                     done += self.problem.steps
                 runs[name].append(run)
             progress.update(task, completed=done)
@@ -250,18 +260,23 @@ def run_once(
 
     batches = _batches(problem, examples, contestant, seed)
     schedule = LambdaLR(optimizer, lambda step: problem.decay.factor(min(step / length, 1)))
-    history = train(
-        model,
-        optimizer,
-        _scheduled(itertools.islice(batches, length), schedule),
-        problem.loss,
-        period=period,
-        observe=observe,
-        clock=time.process_time,
-    )
-    if history.diverged:
-        ending = Ending.DIVERGED
-    return Run(optimizer_name, trial, seed, setting, ending or Ending.FINISHED, tuple(readings))
+    error = None
+    try:
+        history = train(
+            model,
+            optimizer,
+            _scheduled(itertools.islice(batches, length), schedule),
+            problem.loss,
+            period=period,
+            observe=observe,
+            clock=time.process_time,
+        )
+    except RuntimeError as raised:
+        ending, error = Ending.FAILED, str(raised)
+    else:
+        if history.diverged:
+            ending = Ending.DIVERGED
+    return Run(optimizer_name, trial, seed, setting, ending or Ending.FINISHED, tuple(readings), error)
 
 
 def _length(problem: Problem, contestant: Contestant, setting: Setting) -> tuple[int, int]:
