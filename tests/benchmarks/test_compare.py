@@ -9,7 +9,9 @@ import pytest
 from benchmarks import compare, contestants
 from benchmarks.__main__ import main
 from benchmarks.plots import plot_batch_sizes, plot_comparison
-from benchmarks.problems import PROBLEMS
+from benchmarks.problems import PROBLEMS, Aim
+from benchmarks.scores import Target
+from benchmarks.study import Ending, Reading, Run
 
 PNG = b"\x89PNG"
 
@@ -45,6 +47,25 @@ def test_compare_leaves_a_table_a_plot_and_figures_and_goes_on_where_it_stopped(
     plot_comparison(report, tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "digits.png").read_bytes()
     assert (tmp_path / "digits.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("baselines", "expected"),
+    [
+        ({"SGD": 3.0, "Muon": 2.0, "AdamW": 4.0}, [Target("SGD", 3.0), Target("Muon", 2.0)]),
+        ({"SGD": 1.0, "Muon": 2.0}, [Target("SGD", 1.0)]),
+        ({"AdamW": 3.0, "Muon": 2.0}, [Target("Muon", 2.0)]),
+    ],
+    ids=["another is best", "SGD is best", "without SGD"],
+)
+def test_targets_are_that_of_sgd_and_that_of_the_best_baseline(
+    baselines: dict[str, float], expected: list[Target]
+) -> None:
+    repeated = {
+        name: [Run(name, 0, 1, {}, Ending.FINISHED, (Reading(0, 0.0, lowest, 0.0),))]
+        for name, lowest in {**baselines, "KFAC": 0.5}.items()
+    }
+    assert compare.set_targets(repeated, list(baselines), Aim.TRAINING) == expected
 
 
 def test_batch_size_leaves_tables_a_plot_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
