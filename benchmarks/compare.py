@@ -2,9 +2,10 @@
 
 Every optimizer has the same number of trials, at seeded quasi-random points of a stated log-uniform space (--list shows
 problems and spaces). The trial that gets first to the lowest measure of any baseline, or lowest, is repeated with other
-seeds. A target is what a baseline's repeats reach in the median over seeds: one that of SGD, one that of the baseline
-which gets lowest. Steps and seconds to a target are medians over seeds with the lowest and highest; a miss counts as
-infinite. Seconds are process time of training alone (of all threads together); nothing is counted of evaluation.
+seeds. A target is what a baseline's repeats reach in the median over seeds, but not below the problem's floor: one that
+of SGD, one that of the baseline which gets lowest. Steps and seconds to a target are medians over seeds with the lowest
+and highest; a miss counts as infinite. Seconds are process time of training alone (of all threads together); nothing is
+counted of evaluation.
 
 Runs are kept under --out one by one: a study that was interrupted goes on where it stopped, and more --trials or
 --seeds are added to those that are there.
@@ -29,7 +30,7 @@ from benchmarks.contestants import CONTESTANTS, Contestant
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_comparison
 from benchmarks.problems import PROBLEMS, Aim, Examples, Problem
-from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, typical_lowest
+from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, target_of
 from benchmarks.study import Run, RunFolder, Runs, Study
 
 HELP = "which optimizer gets to the same quality in the fewest steps and seconds, all tuned alike?"
@@ -153,8 +154,8 @@ def compare(study: Study, seeds: int, out: Path, console: Console) -> None:
     aim = study.problem.aim
     baselines = [name for name, contestant in study.contestants.items() if contestant.baseline]
     tuned = study.tune(console)
-    repeated = study.repeat(best_trials(tuned, baselines, aim), seeds, console)
-    targets = set_targets(repeated, baselines, aim)
+    repeated = study.repeat(best_trials(tuned, baselines, aim, study.problem.floor), seeds, console)
+    targets = set_targets(repeated, baselines, aim, study.problem.floor)
     console.print(setting_table(repeated), result_table(study, repeated, targets))
     report = make_report(study, tuned, repeated, targets)
     json_path, plot_path = (out / f"{study.name}.{suffix}" for suffix in ("json", "png"))
@@ -163,10 +164,10 @@ def compare(study: Study, seeds: int, out: Path, console: Console) -> None:
     console.print(f"Plot: {plot_path}. Figures: {json_path}")
 
 
-def set_targets(repeated: Runs, baselines: Sequence[str], aim: Aim) -> list[Target]:
+def set_targets(repeated: Runs, baselines: Sequence[str], aim: Aim, floor: float) -> list[Target]:
     """That of SGD, where it takes part, and that of the best baseline, where that is another."""
-    sgd = [Target(name, typical_lowest(repeated[name], aim)) for name in baselines if name == "SGD"]
-    best = best_target(repeated, baselines, aim)
+    sgd = [target_of(name, repeated[name], aim, floor) for name in baselines if name == "SGD"]
+    best = best_target(repeated, baselines, aim, floor)
     return sgd if best in sgd else [*sgd, best]
 
 
@@ -180,6 +181,7 @@ def make_report(study: Study, tuned: Runs, repeated: Runs, targets: Sequence[Tar
         "steps": problem.steps,
         "aim": problem.aim.value,
         "measure": measure_name(problem),
+        "floor": problem.floor,
         "trials": study.trials,
         "search_seed": study.search_seed,
         "targets": [asdict(target) for target in targets],

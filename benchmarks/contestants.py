@@ -159,11 +159,11 @@ def _lbfgs(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
 
 
 def _shampoo(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    """Without momentum: its buffer holds the preconditioned gradient, which it preconditions again, and diverges."""
     made: Optimizer = torch_optimizer.Shampoo(
         model.parameters(),
         setting["lr"],
-        _momentum(setting),
-        setting["weight_decay"],
+        weight_decay=setting["weight_decay"],
         epsilon=setting["epsilon"],
         update_freq=_REFRESH,
     )
@@ -227,7 +227,9 @@ CONTESTANTS = {
     "L-BFGS": Contestant(_lbfgs, {"lr": Range(0.1, 1), "history_size": Range(5, 100)}, full_batch=True),
     "Shampoo": Contestant(
         _shampoo,
-        {"lr": Range(1e-3, 1), "one_minus_momentum": _MOMENTUM, "epsilon": Range(1e-5, 1e-1)},
+        {"lr": Range(0.01, 1), "epsilon": Range(1e-3, 10)},
+        # Its powers are those of the inverse covariance: a gradient twice as large makes a step half as long.
+        {"lr": 1, "epsilon": 2},
         weight_decay=_ADDED,
     ),
     "LAMB": Contestant(
@@ -249,7 +251,7 @@ CONTESTANTS = {
     ),
     "KFAC": Contestant(
         _kfac,
-        {"lr": Range(0.003, 1), "damping": Range(1e-4, 1e-1), "kl_clip": Range(1e-4, 1e-1)},
+        {"lr": Range(0.003, 1), "damping": Range(1e-5, 1e-1), "kl_clip": Range(1e-4, 1e-1)},
         {"damping": 1, "kl_clip": 1},
         weight_decay=_ADDED,
         baseline=False,

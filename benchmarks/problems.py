@@ -132,6 +132,7 @@ class Problem:
         steps: of a run.
         period: steps between two readings.
         aim: which measure the target is set for.
+        floor: no target is set below it.
         decay: of the learning rate.
         weight_decay: of every optimizer that is not to tune its own.
         tunes_weight_decay: whether it is part of the search spaces.
@@ -151,6 +152,7 @@ class Problem:
     steps: int
     period: int
     aim: Aim
+    floor: float = 0.0
     loss_terms: LossTerms = LossTerms.EXAMPLES
     terms: int = 1
     decay: Decay = Decay.NONE
@@ -330,6 +332,7 @@ _DIGITS = Problem(
     steps=550,  # 50 epochs
     period=5,
     aim=Aim.TRAINING,
+    floor=0.01,  # far below it, optimizers race for how certain the network is of images that it knows by heart
     full_batch_steps=550,
 )
 

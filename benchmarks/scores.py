@@ -68,9 +68,18 @@ def typical_lowest(runs: Sequence[Run], aim: Aim) -> float:
     return statistics.median_high([run.lowest(aim) for run in runs])
 
 
-def best_target(runs: Mapping[str, Sequence[Run]], baselines: Iterable[str], aim: Aim) -> Target:
-    """Set by the baseline that gets lowest."""
-    return min((Target(name, typical_lowest(runs[name], aim)) for name in baselines), key=lambda target: target.value)
+def target_of(setter: str, runs: Sequence[Run], aim: Aim, floor: float) -> Target:
+    """What ``setter`` reaches in the median over seeds, but not below ``floor``."""
+    return Target(setter, max(typical_lowest(runs, aim), floor))
+
+
+def best_target(runs: Mapping[str, Sequence[Run]], baselines: Iterable[str], aim: Aim, floor: float) -> Target:
+    """Set by the baseline that gets lowest; of several that get to the floor, by the one that needs fewest seconds."""
+
+    def rank(target: Target) -> tuple[float, float]:
+        return target.value, Arrival.of(runs[target.setter], aim, target).seconds.median
+
+    return min((target_of(name, runs[name], aim, floor) for name in baselines), key=rank)
 
 
 def best_trial(runs: Sequence[Run], aim: Aim, target: float) -> Run:
@@ -78,7 +87,10 @@ def best_trial(runs: Sequence[Run], aim: Aim, target: float) -> Run:
     return min(runs, key=lambda run: (run.steps_to(aim, target), run.lowest(aim)))
 
 
-def best_trials(tuned: Runs, baselines: Sequence[str], aim: Aim) -> dict[str, int]:
-    """By optimizer, the number of its best trial; the target is the lowest measure of all trials of all baselines."""
-    target = min(run.lowest(aim) for name in baselines for run in tuned[name])
+def best_trials(tuned: Runs, baselines: Sequence[str], aim: Aim, floor: float) -> dict[str, int]:
+    """By optimizer, the number of its best trial.
+
+    The target is the lowest measure of all trials of all baselines, but not below ``floor``.
+    """
+    target = max(floor, min(run.lowest(aim) for name in baselines for run in tuned[name]))
     return {name: best_trial(runs, aim, target).trial for name, runs in tuned.items()}

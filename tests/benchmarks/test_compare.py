@@ -65,7 +65,7 @@ def test_targets_are_that_of_sgd_and_that_of_the_best_baseline(
         name: [Run(name, 0, 1, {}, Ending.FINISHED, (Reading(0, 0.0, lowest, 0.0),))]
         for name, lowest in {**baselines, "KFAC": 0.5}.items()
     }
-    assert compare.set_targets(repeated, list(baselines), Aim.TRAINING) == expected
+    assert compare.set_targets(repeated, list(baselines), Aim.TRAINING, 0.0) == expected
 
 
 def test_batch_size_leaves_tables_a_plot_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

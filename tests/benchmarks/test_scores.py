@@ -56,8 +56,8 @@ def test_a_miss_counts_as_infinite_in_median_and_spread() -> None:
 
 def test_the_best_baseline_sets_the_target_and_no_other_optimizer() -> None:
     repeated = {"SGD": [made(9.0, 3.0)], "Muon": [made(9.0, 2.0)], "KFAC": [made(9.0, 1.0)]}
-    assert best_target(repeated, ["SGD", "Muon"], Aim.TRAINING) == Target("Muon", 2.0)
-    assert best_target(repeated, ["SGD", "Muon"], Aim.VALIDATION) == Target("SGD", -9.0)
+    assert best_target(repeated, ["SGD", "Muon"], Aim.TRAINING, 0.0) == Target("Muon", 2.0)
+    assert best_target(repeated, ["SGD", "Muon"], Aim.VALIDATION, -math.inf) == Target("SGD", -9.0)
 
 
 def test_the_best_trial_is_the_first_at_the_target_and_else_the_lowest() -> None:
@@ -66,4 +66,16 @@ def test_the_best_trial_is_the_first_at_the_target_and_else_the_lowest() -> None
         "KFAC": [made(9.0, 9.0, 0.5, trial=0), made(9.0, 2.0, 1.9, trial=1), made(9.0, 2.1, 0.1, trial=2)],
         "AdamW": [made(9.0, 5.0, 5.0, trial=0), made(9.0, 8.0, 2.5, trial=1)],
     }
-    assert best_trials(tuned, ["SGD", "AdamW"], Aim.TRAINING) == {"SGD": 1, "KFAC": 1, "AdamW": 1}
+    assert best_trials(tuned, ["SGD", "AdamW"], Aim.TRAINING, 0.0) == {"SGD": 1, "KFAC": 1, "AdamW": 1}
+
+
+def test_below_the_floor_only_the_time_to_the_floor_counts() -> None:
+    slow, fast = made(9.0, 4.0, 0.9, 0.1), made(9.0, 1.0, 0.5, 0.4)
+    repeated = {"SGD": [made(9.0, 9.0, 3.0)], "Muon": [slow], "SOAP": [fast]}
+    names = list(repeated)
+    assert best_target(repeated, names, Aim.TRAINING, 0.0) == Target("Muon", 0.1)
+    assert best_target(repeated, names, Aim.TRAINING, 1.0) == Target("SOAP", 1.0)
+    assert best_target(repeated, names, Aim.TRAINING, 3.5) == Target("SOAP", 3.5)
+    tuned = {"SGD": [made(9.0, 4.0, 0.9, 0.1, trial=0), made(9.0, 1.0, 0.5, 0.4, trial=1)]}
+    assert best_trials(tuned, ["SGD"], Aim.TRAINING, 0.0) == {"SGD": 0}
+    assert best_trials(tuned, ["SGD"], Aim.TRAINING, 1.0) == {"SGD": 1}
