@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks import data, problems
 from benchmarks.arguments import UsageError
-from benchmarks.contestants import CONTESTANTS, Contestant, MuonWithAdamW
+from benchmarks.contestants import CONTESTANTS, Contestant
 from benchmarks.data import ImageData, Split, TextData
-from benchmarks.problems import PROBLEMS, Aim, Decay, Examples, FixedBatch, GrowingBatch, Problem, read_images
+from benchmarks.problems import PROBLEMS, Decay, Examples, FixedBatch, Problem, read_images
 from benchmarks.search import Range, Setting
 from benchmarks.study import Ending, Run, RunFolder, Study
 from benchmarks.training import mean_over, train
@@ -90,16 +90,6 @@ def test_every_optimizer_has_equally_many_trials_within_its_space(name: str, tmp
         assert all(box[key].low <= setting[key] <= box[key].high for setting in settings for key in box)
         assert ("horizon" in box) == (problem.decay is Decay.COSINE)
     assert ("weight_decay" in CONTESTANTS["SGD"].box(problem)) == (problem.folder == "cifar10")
-
-
-def test_spaces_go_with_the_number_of_summed_terms() -> None:
-    """A loss 784 times as large has the same best settings, those of its units apart."""
-    summed, plain = (CONTESTANTS["KFAC"].box(PROBLEMS[name]) for name in ("mnist-b", "digits"))
-    assert summed["damping"] == plain["damping"].scaled(784)
-    assert summed["kl_clip"] == plain["kl_clip"].scaled(784)
-    assert summed["lr"] == plain["lr"]
-    rates = [CONTESTANTS["SGD"].box(PROBLEMS[name])["lr"] for name in ("mnist-b", "digits")]
-    assert rates[0] == rates[1].scaled(1 / 784)
 
 
 def test_trials_of_all_optimizers_are_kept_and_a_study_that_was_stopped_ends_as_another(
@@ -242,14 +232,6 @@ def test_batches_larger_than_the_data_are_refused(tmp_path: Path) -> None:
         study(tmp_path, replace(problem, batch=FixedBatch(1438)), examples)
 
 
-def test_growing_batches_end_with_all_examples() -> None:
-    sizes = list(itertools.islice(GrowingBatch(first=1000, steps=500).sizes(60_000), 510))
-    assert sizes[0] == 1000
-    assert sizes[100] == round(1000 * 60 ** (100 / 499))
-    assert sizes[499:] == [60_000] * 11
-    assert sizes == sorted(sizes)
-
-
 def test_full_batches_hold_every_example_once(tmp_path: Path) -> None:
     split = Split(torch.rand(40, 1, 8, 8), torch.arange(40) % 10)
     examples = read_images(ImageData(split, split, 10))
@@ -298,100 +280,3 @@ def test_means_are_over_examples_in_evaluation_mode() -> None:
     expected = F.mse_loss(model[1](split.inputs), split.targets).item()
     assert mean_over(model, split, F.mse_loss, batch_size=4) == pytest.approx(expected)
     assert model.training
-
-
-class Small(nn.Module):
-    """A layer of each kind that Muon takes or leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.positions = nn.Parameter(torch.randn(3, 4))
-        self.kernel = nn.Conv1d(4, 6, 3, padding=1)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = (self.embedding(tokens) + self.positions).mT
-        out: Tensor = self.head(self.kernel(x).relu().mean(-1))
-        return out
-
-
-def test_muon_has_hidden_weights_as_matrices_and_adamw_the_rest() -> None:
-    model, tokens = Small(), torch.randint(5, (8, 3))
-    kernel = nn.Parameter(model.kernel.weight.detach().flatten(1).clone())
-    others = {name: param for name, param in model.named_parameters() if name != "kernel.weight"}
-    copies = {name: nn.Parameter(param.detach().clone()) for name, param in others.items()}
-    muon = torch.optim.Muon([kernel], 0.02, 0.1, 0.8, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(copies.values(), 0.02, (0.8, 0.999), weight_decay=0.1)
-    optimizer = MuonWithAdamW(model, 0.02, 0.8, 0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(tokens).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    for step in range(3):
-        optimizer.step(closure)
-        kernel.grad = model.kernel.weight.grad.flatten(1).clone()  # type: ignore[union-attr]
-        for name, param in others.items():
-            copies[name].grad = param.grad.clone()  # type: ignore[union-attr]
-        for each in (muon, adamw):
-            each.param_groups[0]["lr"] = 0.02 * 0.5**step
-        muon.step()
-        adamw.step()
-        schedule.step()
-    assert torch.equal(model.kernel.weight.flatten(1), kernel)
-    for name, param in others.items():
-        assert torch.equal(param, copies[name]), name
-
-
-def test_sgd_decays_what_the_setting_or_else_the_problem_says() -> None:
-    model, problem = nn.Linear(2, 2), PROBLEMS["resnet20"]
-    setting = {"lr": 0.1, "one_minus_momentum": 0.25}
-    (group,) = CONTESTANTS["SGD"].optimizer(model, problem, setting).param_groups
-    assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.1, 0.75, True, 1e-4)
-    (group,) = CONTESTANTS["SGD"].optimizer(model, problem, {**setting, "weight_decay": 0.3}).param_groups
-    assert group["weight_decay"] == 0.3
-
-
-def test_validation_is_aimed_at_where_a_problem_says_so() -> None:
-    aims = {name: problem.aim for name, problem in PROBLEMS.items()}
-    assert {name for name, aim in aims.items() if aim is Aim.VALIDATION} == {
-        "resnet20",
-        "resnet20-plain",
-        "cnn",
-        "transformer",
-        "lstm",
-    }
-
-
-def candidates(image: Tensor, reach: int) -> Iterator[Tensor]:
-    """Every mirroring and shift of ``[channels, height, width]``."""
-    _, height, width = image.shape
-    for mirrored in (image, image.flip(-1)):
-        padded = F.pad(mirrored, (reach,) * 4)
-        for down, right in itertools.product(range(2 * reach + 1), repeat=2):
-            yield padded[:, down : down + height, right : right + width]
-
-
-def test_images_are_mirrored_and_shifted() -> None:
-    images = torch.rand(60, 2, 4, 5)
-    moved, again, other = (data.mirror_and_shift(images, 1, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
-    assert torch.equal(moved, again)
-    assert not torch.equal(moved, other)
-    seen = set()
-    for image, result in zip(images, moved, strict=True):
-        (which,) = [number for number, each in enumerate(candidates(image, 1)) if torch.equal(each, result)]
-        seen.add(which)
-    assert len(seen) > 12, "of 18 ways, most are taken by 60 images"
-
-
-def test_batches_of_growing_size_hold_no_example_twice() -> None:
-    split = Split(torch.arange(10.0), torch.arange(10))
-    sizes = [3, 4, 5, 10, 2]
-    drawn = [targets.tolist() for _, targets in data.draw(split, sizes, seed=0)]
-    assert [len(batch) for batch in drawn] == sizes
-    assert all(len(set(batch)) == len(batch) for batch in drawn)
-    assert not set(drawn[0]) & set(drawn[1]), "of one pass"
