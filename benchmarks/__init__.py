@@ -1,5 +1,7 @@
 """Benchmarks of ``kfac_optim``: one module for each question, one shared harness, JSON out, plots from the JSON.
 
+    python -m benchmarks compare            which optimizer gets to the same quality in the fewest steps and seconds?
+    python -m benchmarks batch-size         how many steps does it take at each batch size, with SGD and with K-FAC?
     python -m benchmarks quickstart         does K-FAC beat a tuned SGD on real data?
     python -m benchmarks language           does it train a transformer and an LSTM, beside AdamW and SGD?
     python -m benchmarks autoencoders       which estimate, inverse and damping train deep autoencoders?

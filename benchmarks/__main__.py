@@ -9,6 +9,8 @@ from collections.abc import Sequence
 try:
     from benchmarks import (
         autoencoders,
+        batch_size,
+        compare,
         distributed,
         faults,
         language,
@@ -22,11 +24,21 @@ try:
     from benchmarks.data import DataError
 except ModuleNotFoundError as error:
     # Only an absent extra is explained; anything else is a fault to be seen whole.
-    if (error.name or "").partition(".")[0] not in {"datasets", "matplotlib", "numpy", "PIL", "rich", "sklearn"}:
+    if (error.name or "").partition(".")[0] not in {
+        "datasets",
+        "matplotlib",
+        "numpy",
+        "PIL",
+        "rich",
+        "sklearn",
+        "torch_optimizer",
+    }:
         raise
     sys.exit(f'benchmarks: {error.name!r} is not installed. Run: pip install -e ".[benchmarks]"')
 
 _BENCHMARKS = {
+    "compare": compare,
+    "batch-size": batch_size,
     "quickstart": quickstart,
     "language": language,
     "step-cost": step_cost,

@@ -7,7 +7,8 @@ hub's layout (``train-*.parquet`` and ``test-*.parquet``), of text as ``input.tx
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -31,6 +33,9 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def first(self, examples: int) -> Split:
+        return Split(self.inputs[:examples], self.targets[:examples])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +107,51 @@ def tinyshakespeare(data_dir: Path | None = None) -> TextData:
     return TextData(numbers[:train], numbers[train:], len(characters))
 
 
-def windows(text: Tensor, batch_size: int, length: int, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """``count`` batches of random passages ``[batch, length]`` and of the characters that follow each position."""
+def windows(text: Tensor, sizes: Iterable[int], length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each of ``sizes`` so many random passages ``[size, length]``, and the characters that follow each position.
+
+    One seed always gives the same passages in the same order.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        starts = torch.randint(len(text) - length, (batch_size, 1), generator=generator)
+    for size in sizes:
+        starts = torch.randint(len(text) - length, (size, 1), generator=generator)
         passages = text[starts + torch.arange(length + 1)]
         yield passages[:, :-1], passages[:, 1:]
 
 
 def batches(split: Split, batch_size: int, epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled mini-batches of ``epochs`` passes; one seed always gives the same batches in the same order.
+    """Shuffled mini-batches of ``epochs`` passes, each without its incomplete last batch; see `draw`."""
+    return draw(split, itertools.repeat(batch_size, epochs * (len(split) // batch_size)), seed)
 
-    The incomplete last batch of a pass is left out, so that every step sees equally many examples.
+
+def draw(split: Split, sizes: Iterable[int], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each of ``sizes``, at most the length of ``split``, so many examples of the shuffled split.
+
+    It is shuffled anew when fewer are left of a pass than are asked for; those are left out of it, so that no batch
+    holds an example twice. One seed always gives the same batches in the same order.
     """
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.randperm(len(split), generator=generator)
-        for batch in torch.split(order, batch_size)[: len(split) // batch_size]:
-            yield split.inputs[batch], split.targets[batch]
+    order = torch.empty(0, dtype=torch.int64)
+    for size in sizes:
+        if size > len(order):
+            order = torch.randperm(len(split), generator=generator)
+        batch, order = order[:size], order[size:]
+        yield split.inputs[batch], split.targets[batch]
+
+
+def mirror_and_shift(images: Tensor, reach: int, generator: torch.Generator) -> Tensor:
+    """Each of ``[batch, channels, height, width]`` mirrored or not, then shifted by up to ``reach`` pixels each way.
+
+    What comes in from outside is 0.
+    """
+    count, channels, height, width = images.shape
+    mirrored = torch.rand(count, 1, 1, 1, generator=generator) < 0.5
+    padded = F.pad(torch.where(mirrored, images.flip(-1), images), (reach, reach, reach, reach))
+    down, right = torch.randint(2 * reach + 1, (2, count, 1), generator=generator)
+    rows = (down + torch.arange(height)).view(count, 1, height, 1)
+    columns = (right + torch.arange(width)).view(count, 1, 1, width)
+    which, channel = torch.arange(count).view(-1, 1, 1, 1), torch.arange(channels).view(1, -1, 1, 1)
+    return padded[which, channel, rows, columns]
 
 
 def _load(key: str, data_dir: Path | None) -> ImageData:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from rich import box
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -29,6 +29,7 @@ from benchmarks.harness import pin_threads, write_json
 from benchmarks.models import CharacterLSTM, CharacterTransformer
 from benchmarks.plots import plot_validation
 from benchmarks.training import History, train
+from benchmarks.workloads import next_character_loss
 from kfac_optim import KFACOptimizer, LossTerms
 
 HELP = "does it train a character transformer and an LSTM, beside AdamW and SGD?"
@@ -168,21 +169,16 @@ def run_one(problem: Problem, text: TextData, name: str, lr: float, seed: int, t
     torch.manual_seed(seed)
     model = problem.model(text.vocabulary)
     optimizer = make_optimizer(name, model, lr)
-    validation = list(data.windows(text.validation, _BATCH, _CONTEXT, _VALIDATION_BATCHES, seed=0))
+    validation = list(data.windows(text.validation, itertools.repeat(_BATCH, _VALIDATION_BATCHES), _CONTEXT, seed=0))
     readings: list[Reading] = []
 
     def observe(history: History) -> None:
         readings.append(Reading(history.steps, history.seconds, bits_per_character(model, validation)))
         tell(history)
 
-    batches = data.windows(text.train, _BATCH, _CONTEXT, problem.steps, seed)
+    batches = data.windows(text.train, itertools.repeat(_BATCH, problem.steps), _CONTEXT, seed)
     history = train(model, optimizer, batches, next_character_loss, period=problem.period, observe=observe)
     return Run(name, lr, history.diverged, readings)
-
-
-def next_character_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all positions, in nats; ``[batch, context, vocabulary]`` and ``[batch, context]``."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()

@@ -79,7 +79,8 @@ class _ResidualBlock(nn.Module):
 class ResNet20(nn.Module):
     """The 20-layer network for CIFAR of He et al. (2016), arXiv 1512.03385, section 4.2, with option A shortcuts."""
 
-    def __init__(self, classes: int = 10, batch_norm: bool = True) -> None:
+    def __init__(self, classes: int = 10, batch_norm: bool = True, blocks: int = 3) -> None:
+        """``blocks``: residual blocks in each of the three stages; 3 make 20 layers."""
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=not batch_norm)
         self.norm = nn.BatchNorm2d(16) if batch_norm else nn.Identity()
@@ -88,7 +89,7 @@ class ResNet20(nn.Module):
             *(
                 _ResidualBlock(inputs if first else outputs, outputs, stride if first else 1, batch_norm)
                 for inputs, outputs, stride in stages
-                for first in (True, False, False)
+                for first in (True, *[False] * (blocks - 1))
             )
         )
         self.head = nn.Linear(64, classes)
@@ -98,6 +99,21 @@ class ResNet20(nn.Module):
         features = self.blocks(F.relu(self.norm(self.stem(images))))
         logits: Tensor = self.head(features.mean(dim=(2, 3)))
         return logits
+
+
+class PlainCNN(nn.Sequential):
+    """Convolutions of 3 × 3 with biases and ReLU, neither shortcuts nor normalisation: ``depth`` for each width.
+
+    The first of each width but the first has stride 2; the mean over all places goes to a linear output layer.
+    """
+
+    def __init__(self, classes: int = 10, widths: Sequence[int] = (32, 64, 128), depth: int = 3) -> None:
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise((3, *widths)):
+            for inner in range(depth):
+                stride = 2 if layers and inner == 0 else 1
+                layers += [nn.Conv2d(outputs if inner else inputs, outputs, 3, stride, padding=1), nn.ReLU()]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
 class CharacterTransformer(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -62,6 +63,81 @@ def plot_reconstruction(report: Mapping[str, Any], path: Path) -> None:
     axes[0].set_ylabel("squared error on the training data")
     axes[0].legend()
     figure.savefig(path, dpi=150)
+
+
+def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
+    """The measure aimed at against steps and against seconds, a line for each optimizer and seed; writes a PNG.
+
+    Baselines are thin, the others thick. What is above the start is not shown: runs that diverge would fill the plot.
+    """
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, 2, sharey=True))
+    aim = report["aim"]
+    for each, quantity in zip(axes, ("steps", "seconds"), strict=True):
+        for number, optimizer in enumerate(report["optimizers"]):
+            color, width = colormaps["tab20"](number % 20), 1 if optimizer["baseline"] else 2.5
+            for seed, run in enumerate(optimizer["runs"]):
+                label = None if seed else optimizer["name"]
+                _draw_readings(each, run, quantity, aim, color=color, linewidth=width, label=label)
+        for target, style in zip(report["targets"], ("--", ":"), strict=False):
+            label = f"{target['value']:.4g}, {target['setter']}"
+            each.axhline(target["value"], color="grey", linestyle=style, label=label)
+        each.set_xlabel(quantity)
+        each.set_yscale("log")
+        each.grid(alpha=0.3)
+    axes[1].set_xscale("log")  # optimizers differ much in what a step costs
+    starts = [run["readings"][0][aim] for optimizer in report["optimizers"] for run in optimizer["runs"]]
+    axes[0].set_ylim(top=1.1 * max(starts))
+    axes[0].set_ylabel(report["measure"])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.suptitle(f"{report['title']}, batch {report['batch_size']}", fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
+    """Above, steps to the target against batch size; below, the curves. Training left, validation right; a PNG."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    for column, measure in enumerate(report["measures"]):
+        above = figure.add_subplot(2, 2, 1 + column)
+        below = figure.add_subplot(2, 2, 3 + column)
+        points = measure["batch_sizes"]
+        names = [optimizer["name"] for optimizer in points[0]["optimizers"]]
+        for number, (name, style) in enumerate(zip(names, ("--", "-"), strict=True)):
+            reached = [
+                (point["batch_size"], point["optimizers"][number]["arrival"]["steps"])
+                for point in points
+                if point["optimizers"][number]["arrival"]["steps"]["median"] is not None
+            ]
+            above.plot(
+                [size for size, _ in reached], [steps["median"] for _, steps in reached], f"o{style}", label=name
+            )
+            for shade, point in enumerate(points):
+                run = point["optimizers"][number]["runs"][0]
+                label = f"{name}, {point['batch_size']}"
+                _draw_readings(below, run, "steps", measure["aim"], color=f"C{shade}", linestyle=style, label=label)
+        above.set_xscale("log", base=2)
+        above.set_yscale("log")
+        above.set_xlabel("batch size")
+        above.set_ylabel(f"steps to {measure['target']:.4g}")
+        above.set_title(f"{measure['aim']}, {measure['units']}", fontsize="medium")
+        above.legend()
+        starts = [each["runs"][0]["readings"][0][measure["aim"]] for point in points for each in point["optimizers"]]
+        below.set_yscale("log")
+        below.set_ylim(top=1.1 * max(starts))
+        below.set_xlabel("steps; one seed")
+        below.set_ylabel(f"{measure['aim']}, {measure['units']}")
+        below.legend(fontsize="x-small", ncols=2)
+        for each in (above, below):
+            each.grid(alpha=0.3)
+    figure.suptitle(report["title"])
+    figure.savefig(path, dpi=150)
+
+
+def _draw_readings(axes: Axes, run: Mapping[str, Any], quantity: str, measure: str, **style: Any) -> None:
+    x, y = ([reading[name] for reading in run["readings"]] for name in (quantity, measure))
+    axes.plot(x, y, **style)
 
 
 def _by_optimizer(best: Sequence[Mapping[str, Any]], points: str) -> dict[str, Sequence[Mapping[str, Any]]]:

@@ -35,13 +35,15 @@ class History:
 
     Attributes:
         batch_losses: loss of each mini-batch before its step.
-        seconds: wall-clock time of the training steps alone; evaluation and observation are not counted.
+        seconds: time of the training steps alone, by the clock of `train`; evaluation and observation are not counted.
         diverged: whether a loss was not finite, which ends the run.
+        stopped: set by whoever observes the run to end it.
     """
 
     batch_losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     diverged: bool = False
+    stopped: bool = False
 
     @property
     def steps(self) -> int:
@@ -63,29 +65,33 @@ def train(
     period: int,
     observe: Callable[[History], None],
     average: Callable[[Tensor], Tensor] = lambda losses: losses,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> History:
     """Train on all of ``batches``, calling ``observe(history)`` after every ``period`` steps.
 
-    A batch is ``(inputs [batch, ...], targets)``. The run ends early once a loss is not finite. Losses are averaged by
-    ``average`` over the processes that train the model together, which so end alike.
+    A batch is ``(inputs [batch, ...], targets)``. The run ends early once a loss is not finite, or the observer stops
+    it. Losses are averaged by ``average`` over the processes that train the model together, which so end alike.
+    ``clock`` gives seconds: those that pass on the wall, unless told otherwise.
     """
     history = History()
     pending: list[Tensor] = []  # read back only when observed: no step waits for its own loss
-    started = time.perf_counter()
+    started = clock()
     for inputs, targets in batches:
         pending.append(_step(model, optimizer, inputs, targets, loss_function))
         if len(pending) == period:
             history.batch_losses += average(torch.stack(pending)).tolist()
-            history.seconds += time.perf_counter() - started
+            history.seconds += clock() - started
             pending.clear()
             if not all(map(math.isfinite, history.batch_losses[-period:])):
                 history.diverged = True
                 return history
             observe(history)
-            started = time.perf_counter()
+            if history.stopped:
+                return history
+            started = clock()
     if pending:
         history.batch_losses += average(torch.stack(pending)).tolist()
-    history.seconds += time.perf_counter() - started
+    history.seconds += clock() - started
     history.diverged = not all(map(math.isfinite, history.batch_losses))
     return history
 
@@ -119,3 +125,16 @@ def evaluate(
         correct += int((logits.argmax(-1) == labels).sum())
     model.train()
     return loss_sum / len(split), correct / len(split)
+
+
+@torch.no_grad()
+def mean_over(model: nn.Module, split: Split, function: LossFunction, batch_size: int = 1024) -> float:
+    """``function``, a mean over examples, over a whole split; leaves the model in training mode."""
+    model.eval()
+    total = 0.0
+    for inputs, targets in zip(
+        torch.split(split.inputs, batch_size), torch.split(split.targets, batch_size), strict=True
+    ):
+        total += function(model(inputs), targets).item() * len(targets)
+    model.train()
+    return total / len(split)

@@ -54,7 +54,8 @@ def _text_and_next_characters(examples: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-def _next_character_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def next_character_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all positions, in nats; ``[batch, context, vocabulary]`` and ``[batch, context]``."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -78,7 +79,7 @@ WORKLOADS = {
     "transformer": Workload(
         Transformer,
         _text_and_next_characters,
-        _next_character_loss,
+        next_character_loss,
         LossTerms.POSITIONS,
         examples=16,
         peer={(1, 1): 3.5, (1, 10): 2.4, (10, 100): 1.31},

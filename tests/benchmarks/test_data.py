@@ -1,12 +1,16 @@
 """Real data arrive as plain tensors, from a dependency or from a folder in the hub's layout."""
 
 import io
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from PIL import Image
+from torch import Tensor
 
 from benchmarks import data
 from benchmarks.data import DataError, Split
@@ -91,9 +95,39 @@ def test_tinyshakespeare_is_read_as_numbers_of_characters_and_split_once(tmp_pat
 
 
 def test_windows_pair_each_character_with_the_next() -> None:
-    first, again = ([*data.windows(torch.arange(50), 4, 7, 3, seed)] for seed in (0, 0))
+    first, again = ([*data.windows(torch.arange(50), [4] * 3, 7, seed)] for seed in (0, 0))
     assert len(first) == 3
     for (inputs, targets), (same, _) in zip(first, again, strict=True):
         assert inputs.shape == (4, 7)
         assert torch.equal(targets, inputs + 1)
         assert torch.equal(inputs, same)
+
+
+def candidates(image: Tensor, reach: int) -> Iterator[Tensor]:
+    """Every mirroring and shift of ``[channels, height, width]``."""
+    _, height, width = image.shape
+    for mirrored in (image, image.flip(-1)):
+        padded = F.pad(mirrored, (reach,) * 4)
+        for down, right in itertools.product(range(2 * reach + 1), repeat=2):
+            yield padded[:, down : down + height, right : right + width]
+
+
+def test_images_are_mirrored_and_shifted() -> None:
+    images = torch.rand(60, 2, 4, 5)
+    moved, again, other = (data.mirror_and_shift(images, 1, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert torch.equal(moved, again)
+    assert not torch.equal(moved, other)
+    seen = set()
+    for image, result in zip(images, moved, strict=True):
+        (which,) = [number for number, each in enumerate(candidates(image, 1)) if torch.equal(each, result)]
+        seen.add(which)
+    assert len(seen) > 12, "of 18 ways, most are taken by 60 images"
+
+
+def test_batches_of_growing_size_hold_no_example_twice() -> None:
+    split = Split(torch.arange(10.0), torch.arange(10))
+    sizes = [3, 4, 5, 10, 2]
+    drawn = [targets.tolist() for _, targets in data.draw(split, sizes, seed=0)]
+    assert [len(batch) for batch in drawn] == sizes
+    assert all(len(set(batch)) == len(batch) for batch in drawn)
+    assert not set(drawn[0]) & set(drawn[1]), "of one pass"

@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks import floor
 from benchmarks.arguments import Periods
 from benchmarks.floor import LayerWork
-from benchmarks.models import Autoencoder, ResNet20, Transformer, initialise_sparsely, mlp
+from benchmarks.models import Autoencoder, PlainCNN, ResNet20, Transformer, initialise_sparsely, mlp
 
 
 def test_the_operations_of_a_layer_are_those_of_the_formulas() -> None:
@@ -38,6 +38,7 @@ def test_layers_are_observed_with_their_rows_and_bias_columns() -> None:
     ("model", "inputs", "shape", "parameters"),
     [
         pytest.param(ResNet20(), torch.zeros(2, 3, 32, 32), (2, 10), 269_722, id="resnet20"),
+        pytest.param(PlainCNN(), torch.zeros(2, 3, 32, 32), (2, 10), 482_058, id="cnn"),
         pytest.param(Autoencoder(), torch.zeros(2, 784), (2, 784), 2_837_314, id="autoencoder"),
         pytest.param(Transformer(), torch.zeros(2, 128, dtype=torch.long), (2, 128, 65), None, id="transformer"),
         pytest.param(mlp((4, 3, 2), nn.Tanh), torch.zeros(5, 2, 2), (5, 2), 4 * 3 + 3 + 3 * 2 + 2, id="mlp"),

@@ -1,0 +1,158 @@
+"""How many steps does it take at each batch size, with SGD and with K-FAC?
+
+At every batch size both optimizers are tuned anew, with the same number of trials, once for the training and once for
+the validation measure, and the best trial is repeated with other seeds. All runs have the same number of steps. The
+target of each measure is what SGD reaches at every batch size: the highest, over batch sizes, of its lowest measure in
+the median over seeds. (After Figure 6 of Ba, Grosse & Martens 2017, and Shallue et al. 2019.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import arguments
+from benchmarks.compare import add_study_arguments, arrival_in_words, curve, load, prepare, problem_name, seeds, trials
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.harness import pin_threads, write_json
+from benchmarks.plots import plot_batch_sizes
+from benchmarks.problems import PROBLEMS, Aim, FixedBatch, Problem
+from benchmarks.scores import Arrival, Target, best_trials, target_of
+from benchmarks.study import RunFolder, Runs, Study
+
+HELP = "how many steps does it take at each batch size, with SGD and with K-FAC?"
+
+_OPTIMIZERS = ("SGD", "KFAC")
+_BASELINE = "SGD"
+_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_QUICK_SIZES = (16, 64)
+
+Repeats = Mapping[tuple[int, Aim], Runs]
+"""By batch size and by the measure the trial was chosen for."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--problem", type=problem_name, default="mnist-mlp", metavar="PROBLEM", help="of compare (default: mnist-mlp)"
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        nargs="+",
+        type=arguments.positive_int,
+        metavar="N",
+        help=f"default: {' '.join(map(str, _SIZES))}",
+    )
+    add_study_arguments(parser, trials=8, seeds=3, out="batch-size-results")
+
+
+def run(args: argparse.Namespace) -> None:
+    console = Console()
+    pin_threads(args.threads)
+    problem = prepare(PROBLEMS[args.problem], args)
+    examples = load(problem, args)
+    sizes = sorted(set(args.batch_sizes or (_QUICK_SIZES if args.quick else _SIZES)))
+    studies = {
+        size: Study(
+            f"{args.problem}-{size}",
+            replace(problem, batch=FixedBatch(size)),
+            examples,
+            {name: CONTESTANTS[name] for name in _OPTIMIZERS},
+            trials(args),
+            args.search_seed,
+            RunFolder(args.out / "runs"),
+        )
+        for size in sizes
+    }
+    repeats = repeat_best(studies, seeds(args), console)
+    targets = {aim: set_target(repeats, aim, floor(problem, aim)) for aim in Aim}
+    console.print(*(result_table(repeats, aim, target) for aim, target in targets.items()))
+    report = {
+        "benchmark": "batch-size",
+        "problem": args.problem,
+        "title": problem.title,
+        "steps": problem.steps,
+        "trials": trials(args),
+        "search_seed": args.search_seed,
+        "measures": [
+            {
+                "aim": aim.value,
+                "units": units,
+                "target": targets[aim].value,
+                "batch_sizes": [size_report(size, repeats[size, aim], aim, targets[aim]) for size in sizes],
+            }
+            for aim, units in zip((Aim.TRAINING, Aim.VALIDATION), problem.units, strict=True)
+        ],
+    }
+    json_path, plot_path = (args.out / f"{args.problem}.{suffix}" for suffix in ("json", "png"))
+    write_json(json_path, report, torch.device("cpu"))
+    plot_batch_sizes(report, plot_path)
+    console.print(f"Plot: {plot_path}. Figures: {json_path}")
+
+
+def repeat_best(studies: Mapping[int, Study], seeds: int, console: Console) -> dict[tuple[int, Aim], Runs]:
+    """For each batch size and measure the repeats of the best trials; the target they are chosen by is SGD's there."""
+    repeats = {}
+    for size, study in studies.items():
+        tuned = study.tune(console)
+        for aim in Aim:
+            repeats[size, aim] = study.repeat(
+                best_trials(tuned, [_BASELINE], aim, floor(study.problem, aim)), seeds, console
+            )
+    return repeats
+
+
+def set_target(repeats: Repeats, aim: Aim, floor: float) -> Target:
+    """What the baseline reaches at every batch size."""
+    of_sizes = (
+        target_of(_BASELINE, runs[_BASELINE], aim, floor)
+        for (_, chosen_for), runs in repeats.items()
+        if chosen_for is aim
+    )
+    return max(of_sizes, key=lambda target: target.value)
+
+
+def floor(problem: Problem, aim: Aim) -> float:
+    """That of the problem holds for the measure it aims at."""
+    return problem.floor if aim is problem.aim else 0.0
+
+
+def size_report(size: int, runs: Runs, aim: Aim, target: Target) -> dict[str, Any]:
+    return {
+        "batch_size": size,
+        "optimizers": [
+            {
+                "name": name,
+                "setting": repeats[0].setting,
+                "arrival": Arrival.of(repeats, aim, target).as_json(),
+                "runs": [curve(run) for run in repeats],
+            }
+            for name, repeats in runs.items()
+        ],
+    }
+
+
+def result_table(repeats: Repeats, aim: Aim, target: Target) -> Table:
+    table = Table(
+        title=f"{aim.value} measure: steps to {target.value:.4g}, which SGD reaches at every batch size",
+        caption="Medians over seeds, from the lowest to the highest; × of SGD at the same batch size; of those that "
+        "miss the target in the median, how many seeds reach it.",
+        box=box.SIMPLE,
+    )
+    table.add_column("batch size", justify="right")
+    for name in _OPTIMIZERS:
+        table.add_column(f"{name}, steps", justify="right")
+        table.add_column("seconds", justify="right")
+    for (size, chosen_for), runs in repeats.items():
+        if chosen_for is aim:
+            sgd = Arrival.of(runs[_BASELINE], aim, target)
+            arrivals = ((name, Arrival.of(runs[name], aim, target)) for name in _OPTIMIZERS)
+            cells = (word for name, each in arrivals for word in arrival_in_words(each, len(runs[name]), sgd))
+            table.add_row(str(size), *cells)
+    return table

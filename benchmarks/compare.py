@@ -1,0 +1,298 @@
+"""Which optimizer trains a problem to the same quality in the fewest steps and seconds?
+
+Every optimizer has the same number of trials, at seeded quasi-random points of a stated log-uniform space (--list shows
+problems and spaces). The trial that gets first to the lowest measure of any baseline, or lowest, is repeated with other
+seeds. A target is what a baseline's repeats reach in the median over seeds, but not below the problem's floor: one that
+of SGD, one that of the baseline which gets lowest. Steps and seconds to a target are medians over seeds with the lowest
+and highest; a miss counts as infinite. Seconds are process time of training alone (of all threads together); nothing is
+counted of evaluation.
+
+Runs are kept under --out one by one: a study that was interrupted goes on where it stopped, and more --trials or
+--seeds are added to those that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import arguments
+from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.harness import pin_threads, write_json
+from benchmarks.plots import plot_comparison
+from benchmarks.problems import PROBLEMS, Aim, Examples, Problem
+from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, target_of
+from benchmarks.study import Run, RunFolder, Runs, Study
+
+HELP = "which optimizer gets to the same quality in the fewest steps and seconds, all tuned alike?"
+
+
+def problem_name(word: str) -> str:
+    if word not in PROBLEMS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PROBLEMS)}, got {word!r}")
+    return word
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "problems",
+        nargs="*",
+        type=problem_name,
+        default=["digits"],
+        metavar="PROBLEM",
+        help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
+    )
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=list(CONTESTANTS),
+        metavar="OPTIMIZER",
+        help=f"some of {', '.join(CONTESTANTS)} (default: all that are installed)",
+    )
+    parser.add_argument("--list", action="store_true", help="show the problems and the search spaces, and run nothing")
+    add_study_arguments(parser, trials=16, seeds=3, out="compare-results")
+
+
+def add_study_arguments(parser: argparse.ArgumentParser, trials: int, seeds: int, out: str) -> None:
+    """Those of every command that makes studies."""
+    count = arguments.positive_int
+    parser.add_argument(
+        "--trials", type=count, default=trials, metavar="N", help="settings tried of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=count, default=seeds, metavar="N", help="repeats of the best trial (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--search-seed", type=int, default=0, metavar="N", help="of the settings to try (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=count, metavar="N", help="of a run (default: the problem's own)")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="PATH",
+        help="folder with folders mnist and cifar10 of parquet files and tinyshakespeare of input.txt "
+        "(default: from the hub)",
+    )
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(out), help="folder for runs, PNG and JSON (default: %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="small models, few steps and trials: shows that it runs")
+
+
+def run(args: argparse.Namespace) -> None:
+    console = Console()
+    if args.list:
+        console.print(problem_table(), space_table())
+        return
+    pin_threads(args.threads)
+    contestants = choose_contestants(args.optimizers, console)
+    for name in args.problems:
+        problem = prepare(PROBLEMS[name], args)
+        taking_part = {each: found for each, found in contestants.items() if found.takes_part(problem)}
+        if not any(contestant.baseline for contestant in taking_part.values()):
+            raise arguments.UsageError(
+                f"argument --optimizers: {name} has no baseline among {', '.join(taking_part) or 'them'} to set a "
+                f"target; add SGD or another one"
+            )
+        study = Study(
+            name,
+            problem,
+            load(problem, args),
+            taking_part,
+            trials(args),
+            args.search_seed,
+            RunFolder(args.out / "runs"),
+        )
+        compare(study, seeds(args), args.out, console)
+
+
+def trials(args: argparse.Namespace) -> int:
+    return min(args.trials, 2) if args.quick else int(args.trials)
+
+
+def seeds(args: argparse.Namespace) -> int:
+    return min(args.seeds, 2) if args.quick else int(args.seeds)
+
+
+def prepare(problem: Problem, args: argparse.Namespace) -> Problem:
+    """As the arguments want it."""
+    problem = problem.quick() if args.quick else problem
+    return problem if args.steps is None else problem.lasting(args.steps)
+
+
+def load(problem: Problem, args: argparse.Namespace) -> Examples:
+    folder = None if args.data_dir is None or problem.folder is None else args.data_dir / problem.folder
+    examples = problem.load(folder)
+    return examples.quick() if args.quick else examples
+
+
+def choose_contestants(names: Sequence[str] | None, console: Console) -> dict[str, Contestant]:
+    """Those asked for; all that are installed where none are."""
+    missing = [name for name in names or CONTESTANTS if CONTESTANTS[name].missing]
+    if missing and names is not None:
+        raise arguments.UsageError(
+            f"argument --optimizers: {missing[0]} comes with {CONTESTANTS[missing[0]].package!r}, which is not "
+            f"installed; run: pip install {CONTESTANTS[missing[0]].package}"
+        )
+    for name in missing:
+        console.print(f"{name} is left out: it comes with {CONTESTANTS[name].package}, which is not installed.")
+    return {name: CONTESTANTS[name] for name in names or CONTESTANTS if name not in missing}
+
+
+def compare(study: Study, seeds: int, out: Path, console: Console) -> None:
+    """Tune, repeat, and leave a table, a plot and figures."""
+    aim = study.problem.aim
+    baselines = [name for name, contestant in study.contestants.items() if contestant.baseline]
+    tuned = study.tune(console)
+    repeated = study.repeat(best_trials(tuned, baselines, aim, study.problem.floor), seeds, console)
+    targets = set_targets(repeated, baselines, aim, study.problem.floor)
+    console.print(setting_table(repeated), result_table(study, repeated, targets))
+    report = make_report(study, tuned, repeated, targets)
+    json_path, plot_path = (out / f"{study.name}.{suffix}" for suffix in ("json", "png"))
+    write_json(json_path, report, torch.device("cpu"))
+    plot_comparison(report, plot_path)
+    console.print(f"Plot: {plot_path}. Figures: {json_path}")
+
+
+def set_targets(repeated: Runs, baselines: Sequence[str], aim: Aim, floor: float) -> list[Target]:
+    """That of SGD, where it takes part, and that of the best baseline, where that is another."""
+    sgd = [target_of(name, repeated[name], aim, floor) for name in baselines if name == "SGD"]
+    best = best_target(repeated, baselines, aim, floor)
+    return sgd if best in sgd else [*sgd, best]
+
+
+def make_report(study: Study, tuned: Runs, repeated: Runs, targets: Sequence[Target]) -> dict[str, Any]:
+    problem = study.problem
+    return {
+        "benchmark": "compare",
+        "problem": study.name,
+        "title": problem.title,
+        "batch_size": str(problem.batch),
+        "steps": problem.steps,
+        "aim": problem.aim.value,
+        "measure": measure_name(problem),
+        "floor": problem.floor,
+        "trials": study.trials,
+        "search_seed": study.search_seed,
+        "targets": [asdict(target) for target in targets],
+        "optimizers": [
+            {
+                "name": name,
+                "baseline": contestant.baseline,
+                "space": {each: [span.low, span.high] for each, span in contestant.box(problem).items()},
+                "trials": [summary(run, problem.aim, targets) for run in tuned[name]],
+                "trial": repeated[name][0].trial,
+                "setting": repeated[name][0].setting,
+                "lowest": Spread.of([run.lowest(problem.aim) for run in repeated[name]]).as_json(),
+                "arrivals": [Arrival.of(repeated[name], problem.aim, target).as_json() for target in targets],
+                "runs": [curve(run) for run in repeated[name]],
+            }
+            for name, contestant in study.contestants.items()
+        ],
+    }
+
+
+def curve(run: Run) -> dict[str, Any]:
+    return {"seed": run.seed, "ending": run.ending.value, "readings": [asdict(reading) for reading in run.readings]}
+
+
+def summary(run: Run, aim: Aim, targets: Sequence[Target]) -> dict[str, Any]:
+    """A trial without its readings."""
+    return {
+        "setting": run.setting,
+        "ending": run.ending.value,
+        "lowest": run.lowest(aim),
+        "seconds": run.readings[-1].seconds,
+        "arrivals": [Arrival.of([run], aim, target).as_json() for target in targets],
+    }
+
+
+def measure_name(problem: Problem) -> str:
+    return f"{problem.aim.value}, {problem.units[0] if problem.aim is Aim.TRAINING else problem.units[1]}"
+
+
+def setting_table(repeated: Runs) -> Table:
+    table = Table(title="The best trial of each", box=box.SIMPLE)
+    table.add_column("optimizer", no_wrap=True)
+    table.add_column("setting")
+    for name, runs in repeated.items():
+        table.add_row(name, ", ".join(f"{each} {value:.2g}" for each, value in runs[0].setting.items()))
+    return table
+
+
+def result_table(study: Study, repeated: Runs, targets: Sequence[Target]) -> Table:
+    """Medians over seeds, with the lowest and highest; of steps and seconds also as part of the target's setter's."""
+    aim = study.problem.aim
+    table = Table(
+        title=f"{study.problem.title}: {measure_name(study.problem)}",
+        caption="Medians over seeds, from the lowest to the highest; as a multiple (×) of what the target's setter "
+        "needs; of those that miss a target in the median, how many seeds reach it.",
+        box=box.SIMPLE,
+    )
+    table.add_column("optimizer", no_wrap=True)
+    table.add_column("lowest", justify="right")
+    for target in targets:
+        table.add_column(f"steps to {target.value:.4g} ({target.setter})", justify="right")
+        table.add_column("seconds", justify="right")
+    setters = [Arrival.of(repeated[target.setter], aim, target) for target in targets]
+    for name, runs in repeated.items():
+        cells = [spread_in_words(Spread.of([run.lowest(aim) for run in runs]))]
+        for target, setter in zip(targets, setters, strict=True):
+            cells += arrival_in_words(Arrival.of(runs, aim, target), len(runs), setter)
+        table.add_row(name, *cells)
+    return table
+
+
+def spread_in_words(spread: Spread) -> str:
+    return f"{spread.median:.4g}\n{spread.low:.4g} - {spread.high:.4g}"
+
+
+def arrival_in_words(arrival: Arrival, runs: int, setter: Arrival) -> tuple[str, str]:
+    """Steps and seconds."""
+    if math.isinf(arrival.steps.median):
+        return f"{arrival.reached} of {runs}", "—"
+    steps, seconds = (
+        f"{of_setter(spread, setter_spread)}{spread_in_words(spread)}"
+        for spread, setter_spread in ((arrival.steps, setter.steps), (arrival.seconds, setter.seconds))
+    )
+    return steps, seconds
+
+
+def of_setter(spread: Spread, setter: Spread) -> str:
+    # The setter may have reached its target before the first step: then there is nothing to compare.
+    return f"×{spread.median / setter.median:.2f}  " if setter.median > 0 else ""
+
+
+def problem_table() -> Table:
+    table = Table(title="Problems", box=box.SIMPLE)
+    for heading in ("name", "what", "batch", "steps", "target"):
+        table.add_column(heading)
+    for name, problem in PROBLEMS.items():
+        table.add_row(name, problem.title, str(problem.batch), str(problem.steps), measure_name(problem))
+    return table
+
+
+def space_table() -> Table:
+    table = Table(
+        title="Search spaces, log-uniform",
+        caption="For losses of one term an example; weight decay is searched on CIFAR-10 alone, horizon where the "
+        "learning rate decays.",
+        box=box.SIMPLE,
+    )
+    table.add_column("optimizer")
+    table.add_column("ranges")
+    spaces = PROBLEMS["resnet20"]
+    for name, contestant in CONTESTANTS.items():
+        ranges = (f"{each} {span.low:g} - {span.high:g}" for each, span in contestant.box(spaces).items())
+        table.add_row(name, ", ".join(ranges))
+    return table

@@ -1,0 +1,260 @@
+"""The optimizers that are compared, and what of each is searched: log-uniform ranges, the same for all problems.
+
+A loss that sums several terms for an example, as over the pixels of an image, is so many times the loss of other
+problems: learning rates of optimizers that follow the gradient's scale are divided, K-FAC's damping and trust region
+(in units of the loss) are multiplied by the number of those terms. ``one_minus_momentum`` is 1 minus the momentum, or
+minus Adam's β₁. Weight decay is searched where a problem says so and is each optimizer's own: added to the gradient, or
+decoupled from it. Where the learning rate decays, so is the length of the run, ``horizon``, as part of the problem's
+steps. All else is at each optimizer's defaults, unless stated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch_optimizer
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from benchmarks.problems import Decay, Problem
+from benchmarks.search import Box, Range, Setting
+from kfac_optim import KFACOptimizer
+
+try:
+    import pytorch_optimizer
+except ModuleNotFoundError as error:
+    if error.name != "pytorch_optimizer":
+        raise
+    pytorch_optimizer = None
+
+_REFRESH = 20  # steps between two refreshes of what is dear, for K-FAC and Shampoo alike
+
+_RATE = Range(3e-4, 3e-2)  # of optimizers whose steps do not follow the gradient's scale
+_MOMENTUM = Range(0.02, 0.3)
+_ADDED = Range(1e-5, 1e-2)  # weight decay that is part of the gradient
+_DECOUPLED = Range(1e-3, 1.0)
+_HORIZON = Range(0.25, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """An optimizer.
+
+    Attributes:
+        make: ``(model, problem, setting) → optimizer``; the setting has a ``weight_decay`` on every problem.
+        space: what is searched on every problem.
+        term_powers: by name in ``space``, the power of the number of summed loss terms that its range goes with.
+        weight_decay: its range, where the problem has it searched; None leaves it at the problem's.
+        baseline: whether targets are set by it.
+        full_batch: whether every step needs all training examples.
+        package: to be installed by name, where it does not come with the benchmarks.
+    """
+
+    make: Callable[[nn.Module, Problem, Setting], Optimizer]
+    space: Box
+    term_powers: Mapping[str, int] = field(default_factory=dict)
+    weight_decay: Range | None = None
+    baseline: bool = True
+    full_batch: bool = False
+    package: str | None = None
+
+    def box(self, problem: Problem) -> dict[str, Range]:
+        """All that is searched on ``problem``."""
+        box = {name: span.scaled(problem.terms ** self.term_powers.get(name, 0)) for name, span in self.space.items()}
+        if problem.tunes_weight_decay and self.weight_decay is not None:
+            box["weight_decay"] = self.weight_decay
+        if problem.decay is not Decay.NONE:
+            box["horizon"] = _HORIZON
+        return box
+
+    def optimizer(self, model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
+        return self.make(model, problem, {"weight_decay": problem.weight_decay, **setting})
+
+    def takes_part(self, problem: Problem) -> bool:
+        return not self.full_batch or problem.full_batch_steps is not None
+
+    @property
+    def missing(self) -> bool:
+        return self.package is not None and pytorch_optimizer is None
+
+
+class MuonWithAdamW(Optimizer):
+    """``torch.optim.Muon`` for hidden weights, ``AdamW`` for all other parameters, as its documentation advises.
+
+    Muon has the weights with two dimensions or more but for embeddings and the output layer (the last of them); kernels
+    are flattened to ``[out, in · k · k]`` (Jordan et al. 2024). Its rate is matched to AdamW's (Liu et al. 2025,
+    arXiv 2502.16982), so that both have one learning rate and one weight decay.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, momentum: float, weight_decay: float) -> None:
+        weights = list(_matrices(model))[:-1]
+        # Same memory, other shape: a step on the flat tensor is one on the weight.
+        self._flat = [(weight, weight.detach().flatten(1)) for weight in weights]
+        flat = [matrix for _, matrix in self._flat]
+        taken = set(weights)
+        rest = [param for param in model.parameters() if param not in taken]
+        self._muon = optim.Muon(flat, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
+        self._adamw = optim.AdamW(rest, lr, (momentum, 0.999), weight_decay=weight_decay)
+        # The very groups of the two: a schedule that sets a learning rate here sets it there.
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        loss = closure()
+        for weight, matrix in self._flat:
+            matrix.grad = None if weight.grad is None else weight.grad.flatten(1)
+        self._muon.step()  # type: ignore[no-untyped-call]
+        self._adamw.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for weight, _ in self._flat:
+            weight.grad = None
+
+
+def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Weights with two dimensions or more, in the model's order; no embeddings, of positions neither."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, param in module.named_parameters(recurse=False):
+            if param.dim() >= 2 and "weight" in name:
+                yield param
+
+
+def _momentum(setting: Setting) -> float:
+    return 1 - setting["one_minus_momentum"]
+
+
+def _sgd(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    return optim.SGD(
+        model.parameters(),
+        setting["lr"],
+        momentum=_momentum(setting),
+        nesterov=True,
+        weight_decay=setting["weight_decay"],
+    )
+
+
+def _adam_like(make: Callable[..., Optimizer], **choices: Any) -> Callable[..., Optimizer]:
+    """Of optimizers with Adam's arguments; β₂ is 0.999."""
+
+    def optimizer(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+        betas = (_momentum(setting), 0.999)
+        return make(model.parameters(), lr=setting["lr"], betas=betas, weight_decay=setting["weight_decay"], **choices)
+
+    return optimizer
+
+
+def _muon(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    return MuonWithAdamW(model, setting["lr"], _momentum(setting), setting["weight_decay"])
+
+
+def _lbfgs(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    """A step is one iteration. It has no weight decay."""
+    history = round(setting["history_size"])
+    return optim.LBFGS(model.parameters(), setting["lr"], 1, history_size=history, line_search_fn="strong_wolfe")
+
+
+def _shampoo(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    """Without momentum: its buffer holds the preconditioned gradient, which it preconditions again, and diverges."""
+    made: Optimizer = torch_optimizer.Shampoo(
+        model.parameters(),
+        setting["lr"],
+        weight_decay=setting["weight_decay"],
+        epsilon=setting["epsilon"],
+        update_freq=_REFRESH,
+    )
+    return made
+
+
+def _madgrad(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    made: Optimizer = torch_optimizer.MADGRAD(
+        model.parameters(), setting["lr"], _momentum(setting), setting["weight_decay"]
+    )
+    return made
+
+
+def _soap(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    betas = (_momentum(setting), 0.95)
+    made: Optimizer = pytorch_optimizer.SOAP(
+        model.parameters(), setting["lr"], betas, weight_decay=setting["weight_decay"]
+    )
+    return made
+
+
+def _distributed_shampoo(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
+    made: Optimizer = pytorch_optimizer.ScalableShampoo(
+        model.parameters(),
+        setting["lr"],
+        (_momentum(setting), 0.999),
+        weight_decay=setting["weight_decay"],
+        preconditioning_compute_steps=_REFRESH,
+    )
+    return made
+
+
+def _kfac(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
+    return KFACOptimizer(
+        model,
+        setting["lr"],
+        momentum=0.9,
+        weight_decay=setting["weight_decay"],
+        damping=setting["damping"],
+        kl_clip=setting["kl_clip"],
+        factor_update_period=5,
+        inverse_update_period=_REFRESH,
+        estimate=problem.estimate,
+    )
+
+
+def _kfac_by_default(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
+    """What the loss's mean runs over is no setting but a fact about the problem."""
+    return KFACOptimizer(
+        model, setting["lr"], momentum=0.9, weight_decay=setting["weight_decay"], loss_terms=problem.loss_terms
+    )
+
+
+_ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
+_PACKAGE = "pytorch_optimizer"
+
+CONTESTANTS = {
+    "SGD": Contestant(_sgd, {"lr": Range(0.01, 5), "one_minus_momentum": _MOMENTUM}, {"lr": -1}, weight_decay=_ADDED),
+    "AdamW": Contestant(_adam_like(optim.AdamW), _ADAM_SPACE, weight_decay=_DECOUPLED),
+    "Muon": Contestant(_muon, _ADAM_SPACE, weight_decay=_DECOUPLED),
+    "L-BFGS": Contestant(_lbfgs, {"lr": Range(0.1, 1), "history_size": Range(5, 100)}, full_batch=True),
+    "Shampoo": Contestant(
+        _shampoo,
+        {"lr": Range(0.01, 1), "epsilon": Range(1e-3, 10)},
+        # Its powers are those of the inverse covariance: a gradient twice as large makes a step half as long.
+        {"lr": 1, "epsilon": 2},
+        weight_decay=_ADDED,
+    ),
+    "LAMB": Contestant(
+        _adam_like(torch_optimizer.Lamb),
+        {"lr": Range(1e-3, 1e-1), "one_minus_momentum": _MOMENTUM},
+        weight_decay=_DECOUPLED,
+    ),
+    "MADGRAD": Contestant(_madgrad, {"lr": Range(3e-4, 1e-1), "one_minus_momentum": _MOMENTUM}, weight_decay=_ADDED),
+    "AdaBelief": Contestant(
+        _adam_like(torch_optimizer.AdaBelief, weight_decouple=True, eps=1e-16), _ADAM_SPACE, weight_decay=_DECOUPLED
+    ),
+    "SOAP": Contestant(_soap, _ADAM_SPACE, weight_decay=_DECOUPLED, package=_PACKAGE),
+    "DistributedShampoo": Contestant(
+        _distributed_shampoo,
+        {"lr": Range(0.01, 5), "one_minus_momentum": _MOMENTUM},
+        {"lr": -1},  # its layers' steps are as long as SGD's
+        weight_decay=_ADDED,
+        package=_PACKAGE,
+    ),
+    "KFAC": Contestant(
+        _kfac,
+        {"lr": Range(0.003, 1), "damping": Range(1e-5, 1e-1), "kl_clip": Range(1e-4, 1e-1)},
+        {"damping": 1, "kl_clip": 1},
+        weight_decay=_ADDED,
+        baseline=False,
+    ),
+    "KFAC-default": Contestant(_kfac_by_default, {"lr": Range(0.001, 1)}, baseline=False),
+}

@@ -1,0 +1,41 @@
+"""Settings to try: seeded quasi-random points of a log-uniform box, equally many for every optimizer, as in AlgoPerf.
+
+The first points of a longer list are those of a shorter one, so that a search can be extended. (Dahl et al. 2023,
+"Benchmarking Neural Network Training Algorithms", arXiv 2306.07179, section 4.4.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.quasirandom import SobolEngine
+
+Setting = dict[str, float]
+"""A value for every name of a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """From ``low`` to ``high``, both above 0; its logarithm is what is uniform."""
+
+    low: float
+    high: float
+
+    def at(self, place: float) -> float:
+        """The value at ``place`` in [0, 1]."""
+        return self.low * math.pow(self.high / self.low, place)
+
+    def scaled(self, factor: float) -> Range:
+        return Range(self.low * factor, self.high * factor)
+
+
+Box = Mapping[str, Range]
+
+
+def points(box: Box, count: int, seed: int) -> list[Setting]:
+    """``count`` points of ``box``: a Sobol sequence, scrambled by ``seed``."""
+    engine = SobolEngine(len(box), scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+    places = engine.draw(count).tolist()  # [count, names]
+    return [{name: span.at(place) for (name, span), place in zip(box.items(), point, strict=True)} for point in places]

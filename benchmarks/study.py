@@ -1,0 +1,305 @@
+"""A study: every optimizer on one problem, tuned with equally many trials, its best trial repeated with other seeds.
+
+One seed gives all optimizers the same initial weights and batches. The trials have seed 0, the repeats the seeds from 1
+on: what was chosen on seed 0 is not judged by it. Trials and seeds are taken in turn by all optimizers, so that a
+machine that slows down does so for all. Every run is kept as a file of its own, and what is there is not run again.
+
+A run ends early, whatever the optimizer, when a loss is not finite, or when the training measure, after a quarter of
+the steps or later, is above what it was before the first step; and where the optimizer itself gives up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.arguments import UsageError
+from benchmarks.contestants import Contestant
+from benchmarks.harness import describe_machine
+from benchmarks.problems import Aim, Batch, Examples, FixedBatch, Problem
+from benchmarks.search import Setting, points
+from benchmarks.training import History, mean_over, train
+
+TUNING_SEED = 0
+_HOPE = 0.25  # part of the steps after which training must be below its start
+
+
+class Ending(Enum):
+    FINISHED = "finished"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+    """The optimizer raised a RuntimeError, as of a decomposition of a matrix that is not finite."""
+    HOPELESS = "hopeless"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Both measures after ``steps`` steps and ``seconds`` of process time in them."""
+
+    steps: int
+    seconds: float
+    training: float
+    validation: float
+
+    def measure(self, aim: Aim) -> float:
+        return self.training if aim is Aim.TRAINING else self.validation
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One optimizer with one setting and one seed.
+
+    Attributes:
+        readings: finite ones; the first is before any step.
+        error: what the optimizer said where it failed.
+    """
+
+    optimizer: str
+    trial: int
+    seed: int
+    setting: Setting
+    ending: Ending
+    readings: tuple[Reading, ...]
+    error: str | None = None
+
+    def lowest(self, aim: Aim) -> float:
+        return min((reading.measure(aim) for reading in self.readings), default=math.inf)
+
+    def first(self, aim: Aim, target: float) -> Reading | None:
+        """The first reading at ``target`` or below; None is a miss."""
+        return next((reading for reading in self.readings if reading.measure(aim) <= target), None)
+
+    def steps_to(self, aim: Aim, target: float) -> float:
+        """Infinite for a miss."""
+        reading = self.first(aim, target)
+        return math.inf if reading is None else reading.steps
+
+    def seconds_to(self, aim: Aim, target: float) -> float:
+        """Infinite for a miss."""
+        reading = self.first(aim, target)
+        return math.inf if reading is None else reading.seconds
+
+
+Runs = dict[str, list[Run]]
+"""By optimizer."""
+
+
+class RunFolder:
+    """Files of runs: ``<problem>/<optimizer>-<trial>-<seed>.json``, written whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self, problem: str, optimizer: str, trial: int, seed: int, terms: Mapping[str, Any]) -> Run | None:
+        """The run, where it is there.
+
+        Raises:
+            UsageError: it was made under other ``terms``.
+        """
+        file = self._file(problem, optimizer, trial, seed)
+        if not file.exists():
+            return None
+        record = json.loads(file.read_text())
+        differing = [name for name in terms if record["terms"].get(name) != terms[name]]
+        if differing:
+            name = differing[0]
+            raise UsageError(
+                f"argument --out: {str(file)!r} was made with {name} {record['terms'].get(name)!r}, this study has "
+                f"{terms[name]!r}; pass another folder, or the arguments of the study that is there"
+            )
+        found = record["run"]
+        readings = tuple(Reading(**reading) for reading in found["readings"])
+        return Run(**{**found, "ending": Ending(found["ending"]), "readings": readings})
+
+    def keep(self, problem: str, run: Run, terms: Mapping[str, Any]) -> None:
+        file = self._file(problem, run.optimizer, run.trial, run.seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".unfinished")
+        record = {"terms": terms, "run": {**asdict(run), "ending": run.ending.value}}
+        unfinished.write_text(json.dumps(record, allow_nan=False) + "\n")
+        unfinished.replace(file)
+
+    def _file(self, problem: str, optimizer: str, trial: int, seed: int) -> Path:
+        return self.path / problem / f"{optimizer}-{trial:03d}-{seed}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Optimizers on one problem.
+
+    Attributes:
+        name: of the problem; one in each folder of runs.
+        contestants: those that take part in ``problem``.
+        trials: of each of them.
+        search_seed: of the quasi-random settings.
+    """
+
+    name: str
+    problem: Problem
+    examples: Examples
+    contestants: Mapping[str, Contestant]
+    trials: int
+    search_seed: int
+    folder: RunFolder
+
+    def __post_init__(self) -> None:
+        batch = self.problem.batch
+        if isinstance(batch, FixedBatch) and batch.size > self.examples.count:
+            raise UsageError(
+                f"{self.name}: expected batches of at most {self.examples.count}, all training examples, got {batch}"
+            )
+
+    def settings(self, optimizer: str) -> list[Setting]:
+        return points(self.contestants[optimizer].box(self.problem), self.trials, self.search_seed)
+
+    def tune(self, console: Console) -> Runs:
+        """All trials of all optimizers."""
+        wanted = [(name, trial, TUNING_SEED) for trial in range(self.trials) for name in self.contestants]
+        return self._carry_out("trials", wanted, console)
+
+    def repeat(self, trials: Mapping[str, int], seeds: int, console: Console) -> Runs:
+        """One trial of each optimizer, with every seed from 1 to ``seeds``."""
+        wanted = [(name, trial, seed) for seed in range(1, seeds + 1) for name, trial in trials.items()]
+        return self._carry_out("repeats", wanted, console)
+
+    def run(self, optimizer: str, trial: int, seed: int, advance: Callable[[int], object] = lambda _: None) -> Run:
+        """Train anew; ``advance`` is told of steps."""
+        setting = self.settings(optimizer)[trial]
+        return run_once(
+            self.problem, self.examples, self.contestants[optimizer], optimizer, trial, seed, setting, advance
+        )
+
+    def _terms(self, optimizer: str, trial: int) -> dict[str, Any]:
+        """What a kept run must have been made with."""
+        setting = self.settings(optimizer)[trial]
+        steps, period = _length(self.problem, self.contestants[optimizer], setting)
+        return {
+            "problem": self.problem.title,
+            "setting": setting,
+            "batch size": str(self.problem.batch),
+            "steps": steps,
+            "period": period,
+            "examples": self.examples.count,
+            "machine": describe_machine(torch.device("cpu")),
+        }
+
+    def _carry_out(self, what: str, wanted: Sequence[tuple[str, int, int]], console: Console) -> Runs:
+        found = {key: self.folder.find(self.name, *key, self._terms(*key[:2])) for key in wanted}
+        present = sum(run is not None for run in found.values())
+        if present:
+            console.print(f"{self.name}: {present} of {len(wanted)} {what} are in {self.folder.path} and not run again")
+        runs: Runs = {name: [] for name, _, _ in wanted}
+        columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, disable=present == len(wanted)) as progress:
+            task = progress.add_task("", total=(len(wanted) - present) * self.problem.steps)
+            done = 0
+            for (name, trial, seed), kept in found.items():
+                run = kept
+                if run is None:
+                    words = f"{self.name}, {what}: {name} {trial}, seed {seed}"
+                    progress.update(task, description=words, completed=done)
+                    run = self.run(name, trial, seed, partial(progress.advance, task))
+                    self.folder.keep(self.name, run, self._terms(name, trial))
+                    if run.error is not None:
+                        console.print(f"{words} failed: {run.error}", markup=False)
+                    done += self.problem.steps
+                runs[name].append(run)
+            progress.update(task, completed=done)
+        return runs
+
+
+def run_once(
+    problem: Problem,
+    examples: Examples,
+    contestant: Contestant,
+    optimizer_name: str,
+    trial: int,
+    seed: int,
+    setting: Setting,
+    advance: Callable[[int], object],
+) -> Run:
+    """Train from the weights and with the batches of ``seed``."""
+    torch.manual_seed(seed)
+    model = problem.model(examples.outputs)
+    optimizer = contestant.optimizer(model, problem, setting)
+    length, period = _length(problem, contestant, setting)
+    readings: list[Reading] = []
+
+    def read(steps: int, seconds: float) -> Ending | None:
+        """Why to end, if there is a reason."""
+        measures = (
+            mean_over(model, examples.training, problem.loss),
+            mean_over(model, examples.validation, problem.score),
+        )
+        if not all(map(math.isfinite, measures)):
+            return Ending.DIVERGED
+        readings.append(Reading(steps, seconds, *measures))
+        hopeless = steps >= _HOPE * length and readings[-1].training > readings[0].training
+        return Ending.HOPELESS if hopeless else None
+
+    ending = read(0, 0.0)
+
+    def observe(history: History) -> None:
+        nonlocal ending
+        ending = read(history.steps, history.seconds)
+        history.stopped = ending is not None
+        advance(period)
+
+    batches = _batches(problem, examples, contestant, seed)
+    schedule = LambdaLR(optimizer, lambda step: problem.decay.factor(min(step / length, 1)))
+    error = None
+    try:
+        history = train(
+            model,
+            optimizer,
+            _scheduled(itertools.islice(batches, length), schedule),
+            problem.loss,
+            period=period,
+            observe=observe,
+            clock=time.process_time,
+        )
+    except RuntimeError as raised:
+        ending, error = Ending.FAILED, str(raised)
+    else:
+        if history.diverged:
+            ending = Ending.DIVERGED
+    return Run(optimizer_name, trial, seed, setting, ending or Ending.FINISHED, tuple(readings), error)
+
+
+def _length(problem: Problem, contestant: Contestant, setting: Setting) -> tuple[int, int]:
+    """Steps of a run, and between two readings: a divisor of them."""
+    if contestant.full_batch:
+        steps = problem.full_batch_steps
+        assert steps is not None, "it takes part"
+        period = max(1, problem.period * steps // problem.steps)
+    else:
+        steps, period = round(problem.steps * setting.get("horizon", 1.0)), problem.period
+    return max(1, round(steps / period)) * period, period
+
+
+def _batches(problem: Problem, examples: Examples, contestant: Contestant, seed: int) -> Iterator[Batch]:
+    if contestant.full_batch:
+        whole = examples.whole
+        assert whole is not None, "it takes part"
+        return itertools.repeat((whole.inputs, whole.targets))
+    return examples.draw(problem.batch.sizes(examples.count), seed)
+
+
+def _scheduled(batches: Iterator[Batch], schedule: LambdaLR) -> Iterator[Batch]:
+    """Moves the schedule on when the next batch is asked for, hence after each step."""
+    for batch in batches:
+        yield batch
+        schedule.step()

@@ -1,0 +1,135 @@
+"""The commands compare and batch-size run whole, and draw from their JSON alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare, contestants
+from benchmarks.__main__ import main
+from benchmarks.plots import plot_batch_sizes, plot_comparison
+from benchmarks.problems import PROBLEMS, Aim
+from benchmarks.scores import Target
+from benchmarks.study import Ending, Reading, Run
+
+PNG = b"\x89PNG"
+
+
+def run(*arguments: object) -> None:
+    main([str(argument) for argument in arguments])
+
+
+def test_compare_leaves_a_table_a_plot_and_figures_and_goes_on_where_it_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("compare", "--quick", "--optimizers", "SGD", "L-BFGS", "KFAC", "--out", tmp_path)
+    run(*arguments)
+    assert "The best trial of each" in capsys.readouterr().out
+    report = json.loads((tmp_path / "digits.json").read_text())
+    sgd, lbfgs, kfac = report["optimizers"]
+    assert [len(each["trials"]) for each in (sgd, lbfgs, kfac)] == [2, 2, 2]
+    assert [[run["seed"] for run in each["runs"]] for each in (sgd, lbfgs, kfac)] == [[1, 2]] * 3
+    setters = {target["setter"]: target["value"] for target in report["targets"]}
+    assert setters["SGD"] == sgd["lowest"]["high"], "of two seeds the higher"
+    assert "KFAC" not in setters
+    assert sgd["arrivals"][0]["reached"] == 2
+    assert [reading["steps"] for reading in kfac["runs"][0]["readings"]] == [0, 5, 10, 15, 20]
+    assert lbfgs["runs"][0]["readings"][-1]["steps"] == 4
+    assert report["command"].startswith("python -m benchmarks")
+    assert report["machine"]["torch_threads"] == 1
+
+    run(*arguments)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "6 of 6 trials are in" in printed
+    assert "6 of 6 repeats are in" in printed
+    assert json.loads((tmp_path / "digits.json").read_text()) == report
+    plot_comparison(report, tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "digits.png").read_bytes()
+    assert (tmp_path / "digits.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("baselines", "expected"),
+    [
+        ({"SGD": 3.0, "Muon": 2.0, "AdamW": 4.0}, [Target("SGD", 3.0), Target("Muon", 2.0)]),
+        ({"SGD": 1.0, "Muon": 2.0}, [Target("SGD", 1.0)]),
+        ({"AdamW": 3.0, "Muon": 2.0}, [Target("Muon", 2.0)]),
+    ],
+    ids=["another is best", "SGD is best", "without SGD"],
+)
+def test_targets_are_that_of_sgd_and_that_of_the_best_baseline(
+    baselines: dict[str, float], expected: list[Target]
+) -> None:
+    repeated = {
+        name: [Run(name, 0, 1, {}, Ending.FINISHED, (Reading(0, 0.0, lowest, 0.0),))]
+        for name, lowest in {**baselines, "KFAC": 0.5}.items()
+    }
+    assert compare.set_targets(repeated, list(baselines), Aim.TRAINING, 0.0) == expected
+
+
+def test_batch_size_leaves_tables_a_plot_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("batch-size", "--problem", "digits", "--quick", "--batch-sizes", 64, 16, "--out", tmp_path)
+    run(*arguments)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "which SGD reaches at every batch size" in printed
+    report = json.loads((tmp_path / "digits.json").read_text())
+    assert [measure["aim"] for measure in report["measures"]] == ["training", "validation"]
+    for measure in report["measures"]:
+        assert [point["batch_size"] for point in measure["batch_sizes"]] == [16, 64]
+        sgd = [point["optimizers"][0] for point in measure["batch_sizes"]]
+        assert all(each["arrival"]["steps"]["median"] is not None for each in sgd), "SGD sets what it reaches"
+        lowest = [
+            max(min(reading[measure["aim"]] for reading in run["readings"]) for run in each["runs"]) for each in sgd
+        ]
+        assert measure["target"] == max(lowest)
+    plot_batch_sizes(report, tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "digits.png").read_bytes()
+    assert (tmp_path / "digits.png").read_bytes().startswith(PNG)
+
+
+def test_list_shows_problems_and_spaces_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("compare", "--list")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert all(name in printed for name in (*PROBLEMS, *contestants.CONTESTANTS))
+    assert "lr 0.01 - 5" in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "imagenet"], "PROBLEM: expected one of digits, mnist-a.*got 'imagenet'"),
+        (["compare", "--optimizers", "Newton"], "--optimizers: invalid choice: 'Newton'"),
+        (["compare", "--optimizers", "KFAC"], "--optimizers: digits has no baseline among KFAC"),
+        (["compare", "--optimizers", "SOAP"], "--optimizers: SOAP comes with .*run: pip install pytorch_optimizer"),
+        (["compare", "mnist-b", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere/mnist'"),
+        (["compare", "--trials", "0"], "--trials: expected a whole number of at least 1, got '0'"),
+        (["batch-size", "--problem", "digits"], "digits-2048: expected batches of at most 1437.*got 2048"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(contestants, "pytorch_optimizer", None)
+    with pytest.raises(SystemExit) as exit_:
+        run(*arguments)
+    assert exit_.value.code == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_what_is_not_installed_is_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contestants, "pytorch_optimizer", None)
+    found = compare.choose_contestants(None, compare.Console())
+    assert set(contestants.CONTESTANTS) - set(found) == {"SOAP", "DistributedShampoo"}
+    assert "SOAP is left out" in capsys.readouterr().out
