@@ -1,5 +1,6 @@
 """Autocast kept out of our own arithmetic, and gradients looked at for numbers that are not finite."""
 
+import functools
 from collections.abc import Iterable
 from contextlib import ExitStack
 
@@ -24,6 +25,6 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
         return True
     # By far the fastest reduction. A finite sum hides nothing; one that is not may have overflowed.
     sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in filled]
-    device = sums[0].device
-    finite = torch.stack([each.isfinite().to(device, non_blocking=True) for each in sums]).all()
+    device, widest = sums[0].device, functools.reduce(torch.promote_types, (each.dtype for each in sums))
+    finite = torch.stack([each.to(device, widest, non_blocking=True) for each in sums]).isfinite().all()
     return bool(finite) or all(bool(g.isfinite().all()) for g in filled)

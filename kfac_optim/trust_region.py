@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# What sums are taken in; asking torch costs as much as a short sum.
+_WIDE = (torch.float32, torch.float64)
+
 
 def trust_region_scale(quadratic: Tensor, decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:
     """`ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5), on the device.
@@ -62,5 +65,8 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
-    return torch.dot(left.reshape(-1).to(dtype), right.reshape(-1).to(dtype))
+    left, right = left.reshape(-1), right.reshape(-1)
+    if left.dtype != right.dtype or left.dtype not in _WIDE:
+        dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+        left, right = left.to(dtype), right.to(dtype)
+    return torch.dot(left, right)

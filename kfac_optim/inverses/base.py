@@ -197,6 +197,10 @@ class Inverse(ABC, Generic[S]):
         """
 
 
+# Elements of the matrices that one batched call takes: 256 MiB of float32.
+_AT_ONCE = 2**26
+
+
 class InverseRule(ABC):
     """Chooses the representation of each block, where one is not given by name.
 
@@ -386,13 +390,24 @@ J = TypeVar("J", bound=FactorJob)
 
 
 def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
-    """Jobs of one structure, size, dtype and device: what one batched call can take."""
+    """Jobs of one structure, size, dtype and device: what one batched call can take.
+
+    No more than make `_AT_ONCE` elements of full matrices, or one job that has more: what a refresh needs besides what
+    it leaves is so much a few times over, however many layers are alike.
+    """
     alike: defaultdict[tuple[Any, ...], list[J]] = defaultdict(list)
     for job in jobs:
         factor = job.factor
         alike[factor.structure, factor.dim, job.state.condition.dtype, factor.device].append(job)
-    for (structure, *_), equal in alike.items():
-        yield structure, equal
+    for (structure, dim, *_), equal in alike.items():
+        batch, matrices = [equal[0]], equal[0].factor.groups
+        for job in equal[1:]:
+            if (matrices + job.factor.groups) * dim**2 > _AT_ONCE:
+                yield structure, batch
+                batch, matrices = [], 0
+            batch.append(job)
+            matrices += job.factor.groups
+        yield structure, batch
 
 
 def dense_sides(spec: LayerSpec) -> list[tuple[int, int]]:
