@@ -9,6 +9,7 @@ to that of a folder around it):
     dynamo                      L0  what torch.compile makes of functions of ours
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
     loss_scale                  L0  what a GradScaler multiplied the loss by
+    skipped                     L0  steps that are not taken, counted by the host or the device
     random_state                L0  torch's generators, put back to where they stood
     memory                      L0  tensors that give up their memory and get it back
     shards                      L0  parameters kept in shards, and what stands for them in use

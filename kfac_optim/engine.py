@@ -51,6 +51,7 @@ def step(
     *,
     gradient_scale: Callable[[LossCount], float | Tensor],
     nonfinite_limit: int | None,
+    finite: Tensor | None = None,
 ) -> StepRecord:
     """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
 
@@ -66,6 +67,8 @@ def step(
         objective: the loss of this step, where it is known; `check` was asked already.
         gradient_scale: what the output gradients behind `G` are multiplied by; those of parameters are not.
         nonfinite_limit: refused samples or failed refreshes in a row that are too many.
+        finite: `[]` bool, whether the gradients are, where only the device knows: if not, parameters and momentum stay
+            as they are. No block has taken statistics then, every momentum is there, and `fused` is on. None is yes.
 
     Raises:
         RuntimeError: what cannot be stepped (see `KFACOptimizer.step`), and nothing is changed then; or too many
@@ -93,7 +96,7 @@ def step(
         if nonfinite_limit is not None:
             _check_setbacks([*collected, *refreshed], executor, nonfinite_limit)
     proposal, measures, unpreconditioned = _precondition(
-        groups, blocks, state, executor, agreement, kl_clip, count, objective
+        groups, blocks, state, executor, agreement, kl_clip, count, objective, finite
     )
     sized = _AS_IT_IS
     if proposal.covered or (objective is not None and trained):
@@ -102,7 +105,7 @@ def step(
     with record_function("kfac.update"):
         for group in groups:
             params = executor.owned([param for param in group["params"] if param.grad is not None])
-            _sgd(group, params, sized, state)
+            _sgd(group, params, sized, state, finite)
         executor.publish(trained)
     for block in blocks:
         block.clock.step += 1
@@ -199,6 +202,7 @@ def _precondition(
     kl_clip: float | None,
     count: LossCount,
     objective: Objective | None,
+    finite: Tensor | None,
 ) -> tuple[Proposal, Mapping[str, Tensor], list[str]]:
     """The preconditioned gradients, what was measured of them, and blocks whose gradient had no inverse to meet."""
     covered: list[KFACBlock] = []
@@ -221,7 +225,9 @@ def _precondition(
     measures: dict[str, Tensor] = {}
     if covered:
         products, measures = _measure(covered, active, grads, matrices, executor)
-    proposal = Proposal(groups, state, covered, active, grads, matrices, products, kl_clip, count, executor, objective)
+    proposal = Proposal(
+        groups, state, covered, active, grads, matrices, products, kl_clip, count, executor, objective, finite
+    )
     return proposal, measures, unpreconditioned
 
 
@@ -261,13 +267,20 @@ def _measure(
     return products, measures
 
 
-def _sgd(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: MutableMapping[Tensor, Any]) -> None:
+def _sgd(
+    group: Group,
+    params: Sequence[nn.Parameter],
+    sized: Sized,
+    state: MutableMapping[Tensor, Any],
+    finite: Tensor | None,
+) -> None:
     """Take torch's own SGD step on the direction, or on the raw gradient where there is none."""
     numbers = {**group, **sized.sgd(group)}
     # Where weight decay is part of the curvature, it is in the direction already.
     decayed = {param for param in params if group["l2_in_curvature"] and param in sized.direction}
-    _update([param for param in params if param not in decayed], numbers, sized.direction, state)
-    _update([param for param in params if param in decayed], {**numbers, "weight_decay": 0.0}, sized.direction, state)
+    undecayed = {**numbers, "weight_decay": 0.0}
+    _update([param for param in params if param not in decayed], numbers, sized.direction, state, finite)
+    _update([param for param in params if param in decayed], undecayed, sized.direction, state, finite)
 
 
 def _update(
@@ -275,6 +288,7 @@ def _update(
     numbers: Mapping[str, Any],
     direction: Mapping[nn.Parameter, Tensor],
     state: MutableMapping[Tensor, Any],
+    finite: Tensor | None,
 ) -> None:
     if not params:
         return
@@ -297,6 +311,7 @@ def _update(
         has_sparse_grad=any(grad.is_sparse for grad in grads),
         foreach=numbers["foreach"],
         fused=numbers["fused"],
+        found_inf=None if finite is None else (~finite).float(),  # with it torch's fused kernels change nothing
         weight_decay=numbers["weight_decay"],
         momentum=numbers["momentum"],
         lr=numbers["lr"],

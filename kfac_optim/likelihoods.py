@@ -89,7 +89,8 @@ class Categorical(Likelihood):
 
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         p = self._probabilities(outputs)
-        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator).view(*p.shape[:-1], 1)
+        # As torch.multinomial draws, which would have an accelerator say first that these are probabilities.
+        drawn = (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1, keepdim=True)
         return self._restore(outputs, p.scatter_add(-1, drawn, -torch.ones_like(p[..., :1])))
 
     def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:

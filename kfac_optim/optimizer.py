@@ -32,13 +32,14 @@ from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, read_loss_scale, spread_overflow, unscale
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.options import block_options
-from kfac_optim.precision import all_finite, without_autocast
+from kfac_optim.precision import all_finite, finite_on_device, without_autocast
 from kfac_optim.random_state import random_state
 from kfac_optim.refresh import Background, Refresh, Together, check_refresh
 from kfac_optim.replay import ForwardRecorder, Objective
 from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Pattern
 from kfac_optim.shards import is_sharded, local
+from kfac_optim.skipped import SkippedSteps
 from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
 from kfac_optim.text import without_addresses
@@ -117,7 +118,10 @@ class KFACOptimizer(Optimizer):
             batch alone, as where each trains a model of its own.
         maximize: ascend instead of descend (group).
         foreach: as in `optim.SGD` (group).
-        fused: as in `optim.SGD` (group).
+        fused: as in `optim.SGD` (group). With True the host waits for nothing in a step on an accelerator that neither
+            takes statistics nor refreshes: whether the gradients are finite is then left to the fused kernels, and such
+            a step that is not taken counts as one for the periods; `nonfinite_limit` is asked at the next step that
+            waits. That is on one process, without a `GradScaler`.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -232,7 +236,7 @@ class KFACOptimizer(Optimizer):
         if grad_scaler is not None:
             check_kind("grad_scaler", grad_scaler, GradScaler)
         self._grad_scaler = grad_scaler
-        self._skipped_steps = self._skipped_in_a_row = 0
+        self._skipped = SkippedSteps()
         options = block_options(
             adapters=adapters,
             skip_layers=skip_layers,
@@ -448,11 +452,12 @@ class KFACOptimizer(Optimizer):
         `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step. What is not known yet is
         absent.
         """
+        self._skipped.look()
         return diagnostics.metrics(
             self._binding.coverage.blocks,
             self._record,
             dropped_calls=self._window.dropped_calls,
-            skipped_steps=self._skipped_steps,
+            skipped_steps=self._skipped.total,
             rejected_steps=0 if self._judge is None else self._judge.rejected,
             reduction_ratio=None if self._judge is None else self._judge.ratio,
         )
@@ -570,7 +575,8 @@ class KFACOptimizer(Optimizer):
         model = self._binding.model if self._binding.given else None
         groups = [_as_given(group) for group in self.param_groups]
         rejected = 0 if self._judge is None else self._judge.rejected
-        counts = self._skipped_steps, self._skipped_in_a_row, rejected
+        self._skipped.look()
+        counts = self._skipped.total, self._skipped.in_a_row, rejected
         numbers = {key: self.defaults[key] for key in self._group_keys}
         waiting = self._binding.waiting
         released = self._binding.released
@@ -606,11 +612,16 @@ class KFACOptimizer(Optimizer):
             )
         self._window.drop_stale()
         self._window.scaled |= scale.factor != 1
+        deferred = None
+        if not handed and scale.factor == 1 and self._leaves_finiteness_to_the_device(gradients):
+            deferred = finite_on_device(list(gradients.values()))
+        else:
+            self._skipped.look()
         agreement = self._executor.agree(
             self._binding.coverage.blocks,
             self._params(),
             self._names,
-            finite=not scale.overflowed and all_finite(map(local, gradients.values())),
+            finite=deferred is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
             summed=self._window.summed(),
         )
         checkpoint.warn_of_missed(agreement.restarted, stacklevel=6)
@@ -619,7 +630,10 @@ class KFACOptimizer(Optimizer):
                 spread_overflow(self._grad_scaler, self)
             self._skip(gradients)
             return False
-        self._skipped_in_a_row = 0
+        if deferred is None:
+            self._skipped.take()
+        else:
+            self._skipped.defer(deferred)
         self._spread_refreshes()
         self._record = engine.step(
             self.param_groups,
@@ -633,6 +647,7 @@ class KFACOptimizer(Optimizer):
             self._objective if self._step_size.needs_objective else None,
             gradient_scale=lambda count: self._estimate.scale(count, scale.factor),
             nonfinite_limit=self._nonfinite_limit,
+            finite=deferred,
         )
         self._binding.end_step()
         self._warn_of_unseen_layers(self._record.unpreconditioned)
@@ -684,17 +699,43 @@ class KFACOptimizer(Optimizer):
                 block.phase = phase
             self._scheduled = specs
 
+    def _leaves_finiteness_to_the_device(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Whether this step need not wait for an accelerator to say that the gradients are finite.
+
+        That is where all that the step changes is parameters and momentum, and torch's fused kernels are to change
+        them, which look themselves. Too many such steps in a row would put off the error that `nonfinite_limit` asks
+        for.
+        """
+        limit = self._nonfinite_limit
+        if (
+            self._executor.several
+            or self._objective is not None
+            or not gradients
+            or not all(group["fused"] for group in self.param_groups)
+            or (limit is not None and self._skipped.deferred >= limit)
+        ):
+            return False
+        (device, *others) = {gradient.device for gradient in gradients.values()}
+        if others or device.type in ("cpu", "meta") or any(g.layout is not torch.strided for g in gradients.values()):
+            return False
+        if any(block.has_pending() for block in self._binding.coverage.blocks):
+            return False
+        return all(
+            param.grad is None or group["momentum"] == 0 or self.state.get(param, {}).get("momentum_buffer") is not None
+            for group in self.param_groups
+            for param in group["params"]
+        )
+
     def _skip(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Take no step, forget the statistics of these gradients, and raise where that has become a habit."""
         self._window.abandon()
-        self._skipped_steps += 1
-        self._skipped_in_a_row += 1
-        if self._nonfinite_limit is None or self._skipped_in_a_row < self._nonfinite_limit:
+        self._skipped.skip()
+        if self._nonfinite_limit is None or self._skipped.in_a_row < self._nonfinite_limit:
             return
         names = self._names()
         guilty = [names.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([local(grad)])]
         raise RuntimeError(
-            f"kfac_optim: {self._skipped_in_a_row} steps in a row were skipped because gradients are not finite "
+            f"kfac_optim: {self._skipped.in_a_row} steps in a row were skipped because gradients are not finite "
             f"(nonfinite_limit={self._nonfinite_limit}), now those of "
             f"{', '.join(map(repr, guilty[:4])) or 'a parameter that were changed since'}"
             f"{f' and {len(guilty) - 4} more' if len(guilty) > 4 else ''}. Look at the loss and the data; "
@@ -825,7 +866,8 @@ def _rebuild(
     optimizer.state.update(state)
     known = [blocks.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
     optimizer._binding.restore(known, blocks)
-    optimizer._skipped_steps, optimizer._skipped_in_a_row, rejected = counts
+    total, in_a_row, rejected = counts
+    optimizer._skipped = SkippedSteps(total, in_a_row)
     if optimizer._judge is not None:
         optimizer._judge.rejected = rejected
     if released:

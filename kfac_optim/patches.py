@@ -66,10 +66,14 @@ class Patches:
         """
         windows = self._windows()
         if positions is not None:
-            places = torch.unravel_index(positions, self.positions)
+            # As torch.unravel_index, which copies the sizes to the device and waits for that.
+            places: list[Tensor] = []
+            for size in reversed(self.positions):
+                places.insert(0, positions % size)
+                positions = positions // size
             examples = torch.arange(len(windows), device=windows.device).unsqueeze(1)
             taken = windows.movedim(1, 1 + self.ndim)[(examples, *places)]  # [batch, wanted, channels, *kernel]
-            return taken.reshape(*positions.shape, self.groups, self.width).permute(2, 0, 1, 3)
+            return taken.reshape(*taken.shape[:2], self.groups, self.width).permute(2, 0, 1, 3)
         # split channels into groups, then [groups, batch, *positions, channels/groups, *kernel]
         windows = windows.reshape(len(windows), self.groups, self.channels, *windows.shape[2:])
         space, kernel = range(3, 3 + self.ndim), range(3 + self.ndim, 3 + 2 * self.ndim)

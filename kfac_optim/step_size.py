@@ -44,6 +44,8 @@ class Proposal:
         count: terms of the loss.
         executor: who does the work.
         objective: the loss of this step, where it is known.
+        finite: `[]` bool, whether the step will be taken, where only the device knows: if not, nothing may change that
+            outlives the step. None is yes.
     """
 
     groups: Sequence[dict[str, Any]]
@@ -57,6 +59,7 @@ class Proposal:
     count: LossCount
     executor: Executor
     objective: Objective | None
+    finite: Tensor | None = None
 
     def direction(self) -> Direction:
         """What the preconditioned matrices are to each parameter that is updated here and has a gradient."""
@@ -162,7 +165,7 @@ class TrustRegion(StepSize):
         promised = proposal.executor.all_reduce_scalars(_promised(buffers, one.device).reshape(1))[0]
         held = momentum_scale(promised, summed, proposal.kl_clip)
         _scale(proposal.matrices, scale)
-        _scale([buffer for _, buffer, _ in buffers], held)
+        _scale_momentum(proposal, buffers, held)
         return scale, held
 
     def _bound_step(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
@@ -181,7 +184,7 @@ class TrustRegion(StepSize):
         summed = max(block.clock.summed_terms for block in proposal.covered)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         _scale(proposal.matrices, scale)
-        _scale([buffer for _, buffer, _ in _buffers(proposal)], scale)
+        _scale_momentum(proposal, _buffers(proposal), scale)
         return scale, scale
 
 
@@ -358,6 +361,13 @@ def by_group(
         lefts.append(left)
         rights.append(right)
     return found.values()
+
+
+def _scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor, Tensor]], factor: Tensor) -> None:
+    """For good, and so not where the step will not be taken."""
+    if proposal.finite is not None:
+        factor = torch.where(proposal.finite, factor, 1.0)
+    _scale([buffer for _, buffer, _ in buffers], factor)
 
 
 def _scale(tensors: Iterable[Tensor], factor: Tensor) -> None:

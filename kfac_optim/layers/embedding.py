@@ -78,7 +78,7 @@ class EmbeddingStatistics(RowStatistics):
             # Positions of one token add up before the square, at the first of their places once tokens are ordered;
             # what is left in the other places is zero.
             ordered = ids.sort(dim=1).values
-            places = torch.searchsorted(ordered, ids)[None, :, :, None].expand_as(g)
+            places = torch.searchsorted(ordered, ids.contiguous())[None, :, :, None].expand_as(g)
             squares = turned(torch.zeros_like(g).scatter_add_(2, places, g), g_basis).square()
             ids = ordered
         else:

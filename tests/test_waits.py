@@ -1,0 +1,106 @@
+"""On an accelerator the host waits for the device where it is written here, and nowhere else."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import waits
+
+TESTS = Path(__file__).parent
+
+FINITE = "precision.all_finite: _local_scalar_dense"  # are the gradients?
+SKIPPED = "skipped.look: tolist"  # how many steps did the device skip since?
+SCALE = "loss_scale.read_loss_scale: tolist"
+USED = "binding._says_something: _local_scalar_dense"  # does any gradient say something yet? The first step alone.
+SETBACKS = "execution.setbacks: tolist"  # too many of them in a row?
+HELD = "inverses.base.has_statistics: _local_scalar_dense"  # of each block, until it has some
+HELD_THREE = "inverses.doubly_factored.has_statistics: _local_scalar_dense"
+# One for each batched call:
+CHOLESKY = "linalg.damped_cholesky_inverse: nonzero"  # has any failed?
+EIGH = ("linalg._try_eigh: _linalg_eigh", "linalg.eigendecomposition: nonzero", "linalg.eigendecomposition: tolist")
+ONLINE = "inverses.eigenbasis.online.decompose: tolist"
+NEWTON = "inverses.newton._finish: _local_scalar_dense"  # has any not converged?
+
+EIGENBASES = {"Eigen", "EKFAC"}
+
+
+def expected(name: str, step: dict[str, Any]) -> Counter[str]:
+    """What the host may wait for in one step of a case of `waits.py`."""
+    kind = step["kind"]
+    every_step = name in {"foreach", "GradScaler"}
+    if kind == "plain" and not every_step:
+        return Counter()
+    found = Counter({FINITE: 1})
+    if name == "GradScaler":
+        found[SCALE] = 1
+    if kind in ("refresh", "first"):
+        if name != "no limit":
+            found[SETBACKS] = 1
+        if name in EIGENBASES or (name == "OnlineEigen" and kind == "first"):
+            found.update(dict.fromkeys(EIGH, step["stacks"]))
+        elif name == "NewtonSchulz":
+            found[NEWTON] = step["matrices"]
+        elif name != "OnlineEigen":
+            found[CHOLESKY] = step["stacks"]
+    if kind == "first":
+        found[USED] = 1
+        found[HELD] = step["blocks"]
+        if name == "OnlineEigen":
+            found[ONLINE] = step["stacks"]
+        if name == "DoublyFactored":
+            found[HELD] -= 1
+            found[HELD_THREE] = 1
+    elif not every_step and step["before"] == "plain":
+        found[SKIPPED] = 1
+    return +found
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, TESTS / "waits.py"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("name", waits.CASES)
+def test_the_host_waits_for_nothing_but_what_is_written_here(found: Any, name: str) -> None:
+    steps = found["cases"][name]
+    assert {step["kind"] for step in steps} >= {"first", "statistics", "refresh"}
+    assert any(step["kind"] == "plain" for step in steps) or name == "LSTM"
+    for step in steps:
+        assert Counter(step["waits"]) == expected(name, step), step["kind"]
+
+
+@pytest.mark.parametrize("after_momentum", [False, True])
+@pytest.mark.parametrize("value", waits.SPOILT)
+def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_by_the_device(
+    found: Any, value: str, after_momentum: bool
+) -> None:
+    step = found["spoilt"][f"{value}, {after_momentum}"]
+    assert not step["waited"]
+    assert step["same"] == step["skipped"] == (value != "huge")
+    assert value == "huge" or (step["moved"] and step["once"]), "the next step is as any other"
+
+
+def test_steps_that_the_device_leaves_out_without_end_raise_when_the_host_looks(found: Any) -> None:
+    """Steps 1 to 3 are left to the device; the 4th looks, since no more than the limit are left to it."""
+    assert found["without end"].startswith("4: kfac_optim: 4 steps in a row were skipped"), found["without end"]
+
+
+@pytest.mark.parametrize("name", waits.PROBES)
+def test_the_instrument_sees_waits_and_nothing_else(found: Any, name: str) -> None:
+    _, waits_for = waits.PROBES[name]
+    assert found["probes"][name] == ([] if waits_for is None else [f": {waits_for}"])
