@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 try:
     from benchmarks import (
+        accelerator,
         autoencoders,
         batch_size,
         compare,
@@ -42,6 +43,7 @@ _BENCHMARKS = {
     "quickstart": quickstart,
     "language": language,
     "step-cost": step_cost,
+    "accelerator": accelerator,
     "preconditioning": preconditioning,
     "autoencoders": autoencoders,
     "refresh": refresh,

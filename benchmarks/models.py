@@ -116,6 +116,49 @@ class PlainCNN(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
+class _Bottleneck(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1, self.norm1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = (
+            nn.Identity()
+            if inputs == outputs and stride == 1
+            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        y = F.relu(self.norm2(self.conv2(y)), inplace=True)
+        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x), inplace=True)
+
+
+class ResNet50(nn.Module):
+    """The 50-layer network for ImageNet of He et al. (2016), the stride in the 3 × 3 convolutions.
+
+    ``width`` is that of the first stage, ``blocks`` are those of each stage: smaller ones are for tests.
+    """
+
+    def __init__(self, classes: int = 1000, width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3)) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)
+        stages: list[nn.Module] = []
+        inputs = width
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                stages.append(_Bottleneck(inputs, width << stage, 2 if stage > 0 and block == 0 else 1))
+                inputs = 4 * (width << stage)
+        self.stages, self.head = nn.Sequential(*stages), nn.Linear(inputs, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[batch, 3, height, width]`` to ``[batch, classes]`` logits."""
+        x = F.max_pool2d(F.relu(self.norm(self.stem(images)), inplace=True), 3, 2, 1)
+        logits: Tensor = self.head(self.stages(x).mean(dim=(2, 3)))
+        return logits
+
+
 class CharacterTransformer(nn.Module):
     """A causal language model of torch's own encoder layers (pre-norm)."""
 
@@ -177,7 +220,10 @@ class _TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A pre-norm decoder for language modelling by characters; q, k, v and out are four linear layers."""
+    """A pre-norm decoder for language modelling; q, k, v and out are four linear layers.
+
+    ``tied`` has the output layer share the matrix of the token embedding, without a bias, as GPT-2 does.
+    """
 
     def __init__(
         self,
@@ -187,13 +233,17 @@ class Transformer(nn.Module):
         hidden: int = 1024,
         heads: int = 4,
         layers: int = 4,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.randn(context, width))
         self.blocks = nn.Sequential(*(_TransformerBlock(width, heads, hidden) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width, vocabulary, bias=not tied)
+        if tied:
+            nn.init.normal_(self.tokens.weight, std=width**-0.5)  # so that logits begin near 1
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[batch, tokens]`` int64 to ``[batch, tokens, vocabulary]`` logits of each next token."""

@@ -3,42 +3,49 @@
 A training step is zero_grad, forward, backward and optimizer step, on synthetic data. All variants run interleaved,
 in blocks of whole inverse periods, so that statistics and refreshes count with their true frequency; ratios are
 medians over rounds. The floor is the arithmetic of K-FAC's plain formulas at the rate of a large matrix product
-timed in the same run; the gap is measured overhead over floor overhead.
+timed in the same run; the gap is measured overhead over floor overhead. ``exact`` is KFACOptimizer at its defaults;
+``fast`` keeps and applies inverses in bfloat16 and takes statistics of a quarter of the examples.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks import arguments, floor
 from benchmarks.arguments import Periods
 from benchmarks.harness import Contender, matmul_rate, median_ratio, pin_threads, time_interleaved, write_json
+from benchmarks.memory import peak_growth
+from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
 from benchmarks.workloads import WORKLOADS, Workload
-from kfac_optim import KFACOptimizer
+from kfac_optim import Cholesky, KFACOptimizer, Subsample
 
 HELP = "what does a step cost, and how far is that from the arithmetic floor?"
 
-_NEVER = 10**9  # a period that no run reaches
+# How the optimizer is built, beside its periods.
+SETTINGS: dict[str, Callable[[Workload], dict[str, Any]]] = {
+    "exact": lambda _: {},
+    "fast": lambda workload: {
+        "inverse": Cholesky(dtype=torch.bfloat16),
+        "subsample": Subsample(examples=max(1, workload.examples // 4)),
+    },
+}
+
 # Each adds one part of K-FAC to the one before: application, statistics, refresh.
-_STAGES = (Periods(_NEVER, _NEVER), Periods(1, _NEVER), Periods(1, 1))
-_LR = 1e-6  # the same batch is seen in every step; a model that learns it would time vanishing gradients
-_MOMENTUM = 0.9
-_SHORTEST_BLOCK = 2.0  # seconds; a block much shorter than the machine's own hiccups tells nothing
+_STAGES = (Periods(NEVER, NEVER), Periods(1, NEVER), Periods(1, 1))
 _PEER = "kfac_pytorch on 2 cores"
 
 
@@ -71,25 +78,31 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Costs of one workload.
+    """Costs of one workload under one setting.
 
     Attributes:
         matmul_rate: floating-point operations per second of a large matrix product.
         state_multiple: bytes of optimizer state beyond SGD's, over the parameters' bytes.
+        sgd_peak_bytes: the most that a step takes beyond what is held between steps, with SGD.
+        peak_bytes: likewise, with K-FAC, in a step with statistics and a refresh.
         parts: statistics, refresh, application, and update (what is left of the step beyond SGD's).
     """
 
     model: str
+    setting: str
     examples: int
     sgd_seconds: float
     matmul_rate: float
     state_multiple: float
+    sgd_peak_bytes: int
+    peak_bytes: int
     parts: dict[str, PartCost]
     periods: list[PeriodCost]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="default: all")
     parser.add_argument("--device", type=arguments.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument(
@@ -116,7 +129,9 @@ def run(args: argparse.Namespace) -> None:
         workload = WORKLOADS[name]
         if args.quick:
             workload = replace(workload, examples=workload.examples // 8)
-        costs.append(measure(name, workload, args.periods, 1 if args.quick else args.repeats, args.device, console))
+        rounds, shortest = (1, 0.0) if args.quick else (args.repeats, SHORTEST_BLOCK)
+        for setting in args.settings:
+            costs.append(measure(name, setting, workload, args.periods, rounds, shortest, args.device, console))
     console.print(ratio_table(costs), parts_table(costs))
     report = {"benchmark": "step-cost", "quick": args.quick, "models": [asdict(cost) for cost in costs]}
     write_json(args.out, report, args.device)
@@ -124,26 +139,41 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(
-    name: str, workload: Workload, periods: Sequence[Periods], rounds: int, device: torch.device, console: Console
+    name: str,
+    setting: str,
+    workload: Workload,
+    periods: Sequence[Periods],
+    rounds: int,
+    shortest: float,
+    device: torch.device,
+    console: Console,
 ) -> ModelCost:
-    """Time one workload with SGD, with K-FAC at each of ``periods``, and with K-FAC less one part after the other."""
+    """Time one workload with SGD, with K-FAC at each of ``periods``, and with K-FAC less one part after the other.
+
+    Blocks of steps take at least ``shortest`` seconds.
+    """
     model = workload.model().to(device)
     inputs, targets = (tensor.to(device) for tensor in workload.batch(workload.examples))
     variants = {
-        "sgd": _Variant(model, workload, None),
-        "no layer": _Variant(model, workload, Periods(_NEVER, _NEVER), skip_layers=("*",)),
-        **{str(pair): _Variant(model, workload, pair) for pair in (*_STAGES, *periods)},
+        "sgd": _variant(model, workload, None),
+        "no layer": _variant(model, workload, Periods(NEVER, NEVER), {"skip_layers": ("*",)}),
+        **{str(pair): _variant(model, workload, pair, SETTINGS[setting](workload)) for pair in (*_STAGES, *periods)},
     }
     contenders = []
     for key, variant in variants.items():
         step = functools.partial(variant.step, inputs, targets)
-        contenders.append(Contender(key, step, variant.warm_up(step, device)))
+        contenders.append(Contender(key, step, variant.warm_up(step, device, shortest)))
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task(name, total=rounds * sum(contender.block for contender in contenders))
+        task = progress.add_task(f"{name}, {setting}", total=rounds * sum(contender.block for contender in contenders))
         seconds = time_interleaved(contenders, rounds, device, lambda steps: progress.advance(task, steps))
     for key, variant in variants.items():
-        variant.check_finite(f"{name}, {key}")
+        variant.check_finite(f"step-cost: {name}, {setting}, {key}")
 
+    # A step with statistics and a refresh has all that any step has.
+    peaks = [
+        peak_growth(functools.partial(variants[key].step, inputs, targets), device)
+        for key in ("sgd", str(Periods(1, 1)))
+    ]
     layers = floor.observe(model, inputs)
     rate = matmul_rate(device)
     sgd_seconds = statistics.median(seconds["sgd"])
@@ -151,10 +181,13 @@ def measure(
     held = variants[str(periods[0])].state_bytes() - variants["sgd"].state_bytes()
     return ModelCost(
         model=name,
+        setting=setting,
         examples=workload.examples,
         sgd_seconds=sgd_seconds,
         matmul_rate=rate,
         state_multiple=held / parameter_bytes,
+        sgd_peak_bytes=peaks[0],
+        peak_bytes=peaks[1],
         parts=_part_costs(seconds, layers, rate),
         periods=[
             _period_cost(pair, seconds, floor.overhead(layers, pair) / rate / sgd_seconds, workload) for pair in periods
@@ -162,60 +195,25 @@ def measure(
     )
 
 
-class _Variant:
-    """A copy of the model under one optimizer: SGD where there are no periods."""
+def _variant(
+    model: nn.Module, workload: Workload, periods: Periods | None, options: Mapping[str, Any] | None = None
+) -> Variant:
+    """A copy of the model under SGD, where there are no periods, or K-FAC."""
 
-    def __init__(
-        self, model: nn.Module, workload: Workload, periods: Periods | None, skip_layers: Sequence[str] = ()
-    ) -> None:
-        self.model = copy.deepcopy(model)
-        self.loss = workload.loss
-        self.optimizer: Optimizer
+    def make(copied: nn.Module) -> Optimizer:
         if periods is None:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR, momentum=_MOMENTUM)
-        else:
-            self.optimizer = KFACOptimizer(
-                self.model,
-                lr=_LR,
-                momentum=_MOMENTUM,
-                factor_update_period=periods.factor,
-                inverse_update_period=periods.inverse,
-                loss_terms=workload.loss_terms,
-                skip_layers=skip_layers,
-            )
-        self.whole = periods.common if periods is not None and periods.common < _NEVER else 1
+            return torch.optim.SGD(copied.parameters(), lr=LR, momentum=MOMENTUM)
+        return KFACOptimizer(
+            copied,
+            lr=LR,
+            momentum=MOMENTUM,
+            factor_update_period=periods.factor,
+            inverse_update_period=periods.inverse,
+            loss_terms=workload.loss_terms,
+            **(options or {}),
+        )
 
-    def step(self, inputs: Tensor, targets: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-
-    def warm_up(self, step: Callable[[], None], device: torch.device) -> int:
-        """Leave the first steps behind, which allocate, take statistics and refresh whatever the periods.
-
-        Returns:
-            Steps of a block: whole periods, and long enough to time.
-        """
-        for _ in range(2):
-            step()
-        self._age()
-        timed = time_interleaved([Contender("", step, self.whole)], 1, device, lambda _: None)
-        return self.whole * math.ceil(_SHORTEST_BLOCK / (self.whole * timed[""][0]))
-
-    def _age(self) -> None:
-        """Make the averages old, so that refreshes come by the period alone, as in all but the first steps of a run."""
-        state_dict = self.optimizer.state_dict()
-        for state in state_dict["state"].values():
-            if "kfac" in state:
-                state["kfac"]["clock"] |= {"folds": _NEVER, "folds_at_refresh": _NEVER}
-        self.optimizer.load_state_dict(state_dict)
-
-    def check_finite(self, name: str) -> None:
-        if not all(bool(param.isfinite().all()) for param in self.model.parameters()):
-            raise RuntimeError(f"step-cost: {name}: parameters are no longer finite, so the timing means nothing")
-
-    def state_bytes(self) -> int:
-        return _tensor_bytes(self.optimizer.state_dict()["state"])
+    return Variant(model, lambda run, inputs, targets: workload.loss(run(inputs), targets), make, periods)
 
 
 def _period_cost(
@@ -252,28 +250,22 @@ def _part_costs(
     }
 
 
-def _tensor_bytes(state: object) -> int:
-    """Bytes of all tensors in nested mappings and sequences."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, Mapping):
-        state = list(state.values())
-    return sum(map(_tensor_bytes, state)) if isinstance(state, (list, tuple)) else 0
-
-
 def ratio_table(costs: Sequence[ModelCost]) -> Table:
     table = Table(
         title="A training step as a multiple of the same step with SGD",
-        caption=f"state: multiple of the parameters' bytes; peer: ratio of {_PEER}",
+        caption=f"state: multiple of the parameters' bytes; peak: MB that a step takes beyond what is held between "
+        f"steps, with SGD / K-FAC; peer: ratio of {_PEER}",
         box=box.SIMPLE,
     )
     table.add_column("model", no_wrap=True)
-    for heading in ("periods", "SGD ms", "K-FAC ms", "ratio", "floor", "gap", "state", "peer"):
+    table.add_column("setting", no_wrap=True)
+    for heading in ("periods", "SGD ms", "K-FAC ms", "ratio", "floor", "gap", "state", "peak", "peer"):
         table.add_column(heading, justify="right", no_wrap=True)
     for cost in costs:
         for row in cost.periods:
             table.add_row(
                 cost.model,
+                cost.setting,
                 row.periods,
                 f"{1e3 * cost.sgd_seconds:.1f}",
                 f"{1e3 * row.seconds:.1f}",
@@ -281,6 +273,7 @@ def ratio_table(costs: Sequence[ModelCost]) -> Table:
                 f"{row.floor_ratio:.2f}",
                 f"{row.gap:.1f}",
                 f"{cost.state_multiple:.1f}",
+                f"{cost.sgd_peak_bytes / 1e6:.0f} / {cost.peak_bytes / 1e6:.0f}",
                 "" if row.peer_ratio is None else f"{row.peer_ratio:.2f}",
             )
         table.add_section()
@@ -290,9 +283,10 @@ def ratio_table(costs: Sequence[ModelCost]) -> Table:
 def parts_table(costs: Sequence[ModelCost]) -> Table:
     table = Table(title="Milliseconds of each part, each time it runs (floor)", box=box.SIMPLE)
     table.add_column("model")
+    table.add_column("setting")
     for part in costs[0].parts:
         table.add_column(part, justify="right")
     for cost in costs:
         cells = (f"{1e3 * part.seconds:.1f} ({1e3 * part.floor_seconds:.1f})" for part in cost.parts.values())
-        table.add_row(cost.model, *cells)
+        table.add_row(cost.model, cost.setting, *cells)
     return table

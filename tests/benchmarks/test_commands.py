@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import autoencoders, refresh
+from benchmarks import autoencoders, refresh, shapes
 from benchmarks.__main__ import main
 from benchmarks.curves import curves
-from benchmarks.models import Autoencoder
+from benchmarks.models import Autoencoder, ResNet50, Transformer
 from benchmarks.quickstart import Run, verdict
 from benchmarks.training import Checkpoint, train
 
@@ -48,14 +48,67 @@ def test_quickstart_leaves_a_table_a_plot_and_figures(tmp_path: Path, capsys: py
 def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path) -> None:
     out = tmp_path / "cost.json"
     run("step-cost", "--quick", "--models", "transformer", "--periods", "1,2", "--out", out)
+    exact, fast = json.loads(out.read_text())["models"]
+    assert (exact["setting"], fast["setting"]) == ("exact", "fast")
+    for cost in (exact, fast):
+        (period,) = cost["periods"]
+        assert period["periods"] == "1,2"
+        assert period["floor_ratio"] > 1
+        assert math.isclose(period["gap"], (period["ratio"] - 1) / (period["floor_ratio"] - 1))
+        assert set(cost["parts"]) == {"update", "application", "statistics", "refresh"}
+        assert all(part["floor_seconds"] >= 0 for part in cost["parts"].values())
+        assert cost["peak_bytes"] > cost["sgd_peak_bytes"] > 0
+    assert exact["state_multiple"] > fast["state_multiple"] > 1  # an average and an inverse of each factor
+
+
+def test_accelerator_measures_steps_refreshes_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "accelerator.json"
+    run("accelerator", "--quick", "--device", "cpu", "--models", "gpt2-small", "--periods", "1,2", "--out", out)
+    assert "a refresh of all layers" in " ".join(capsys.readouterr().out.split())
     (cost,) = json.loads(out.read_text())["models"]
-    (period,) = cost["periods"]
-    assert period["periods"] == "1,2"
-    assert period["floor_ratio"] > 1
-    assert math.isclose(period["gap"], (period["ratio"] - 1) / (period["floor_ratio"] - 1))
-    assert set(cost["parts"]) == {"update", "application", "statistics", "refresh"}
-    assert all(part["floor_seconds"] >= 0 for part in cost["parts"].values())
-    assert cost["state_multiple"] > 1  # two averages and two inverses of each layer
+    steps = {row["name"]: row for row in cost["steps"]}
+    sgd, kfac = steps["SGD, fused"], steps["K-FAC"]
+    assert sgd["ratio"] == steps["SGD, compiled"]["ratio"] == 1.0
+    assert kfac["ratio"] == kfac["seconds"] / sgd["seconds"]
+    assert steps["compiled"]["ratio"] == steps["compiled"]["seconds"] / steps["SGD, compiled"]["seconds"]
+    parameters = 4 * cost["parameters"]
+    assert sgd["state_bytes"] == steps["SGD, foreach"]["state_bytes"] == parameters, "momentum"
+    assert kfac["state_bytes"] > steps["bf16 inverses"]["state_bytes"] > parameters
+    assert kfac["peak_bytes"] > sgd["peak_bytes"] > parameters, "gradients at least"
+    assert all(row["waits"] is None for row in cost["steps"]), "nothing is waited for on a CPU"
+    # Of one block four 17 × 16 layers, 17 × 32 and 33 × 16.
+    assert {width: count for width, count in cost["widths"].items() if int(width) > 16} == {"33": 1, "32": 1, "17": 5}
+    assert [row["representation"].partition("(")[0] for row in cost["refreshes"]] == [
+        "Cholesky",
+        "Eigen",
+        "EKFAC",
+        "NewtonSchulz",
+    ]
+    assert all(row["seconds"] > 0 and row["failed"] == 0 for row in cost["refreshes"])
+    ranges = {row["name"] for row in cost["profile"]}
+    assert ranges >= {f"kfac.{part}" for part in ("statistics", "fold", "refresh", "precondition", "update")}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_accelerator_wants_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "pass --device cpu --quick" in refused(capsys, "accelerator")
+
+
+def test_resnet_50_has_the_shapes_that_plans_on_paper_give_it() -> None:
+    with torch.device("meta"):
+        model = ResNet50()
+    assert sum(param.numel() for param in model.parameters()) == 25_557_032
+    planned = [covered.spec for covered in shapes.resnet50() if covered.spec.groups == 1]
+    built = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    assert sorted(spec.in_dim * spec.out_dim for spec in planned) == sorted(
+        sum(param.numel() for param in module.parameters()) for module in built
+    )
+
+
+def test_a_tied_transformer_of_gpt2s_size_has_its_number_of_parameters() -> None:
+    with torch.device("meta"):
+        model = Transformer(vocabulary=50257, context=1024, width=768, hidden=3072, heads=12, layers=12, tied=True)
+    assert sum(param.numel() for param in model.parameters()) == 124_439_808
 
 
 @pytest.mark.parametrize("model", ["transformer", "lstm"])
@@ -199,7 +252,7 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    names = ("quickstart", "step-cost", "preconditioning", "autoencoders", "refresh", "scaling")
+    names = ("quickstart", "step-cost", "accelerator", "preconditioning", "autoencoders", "refresh", "scaling")
     assert all(name in printed for name in names)
 
 
