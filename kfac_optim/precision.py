@@ -34,8 +34,11 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 
 def finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
-    """`[]` bool: whether every element is finite, which nobody waits for; of at least one dense gradient.
+    """`[]` bool: whether every element is finite, which nobody waits for; of at least one gradient, all dense.
 
     A few launches for all of them, where the CPU's way would take one for each.
     """
-    return nn.utils.get_total_norm(gradients, math.inf).isfinite()
+    filled = [gradient for gradient in gradients if gradient.numel() > 0]
+    if not filled:
+        return torch.ones((), dtype=torch.bool, device=gradients[0].device)
+    return nn.utils.get_total_norm(filled, math.inf).isfinite()

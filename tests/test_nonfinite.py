@@ -9,6 +9,7 @@ from plain import assert_identical, batch, clones, mlp, square_loss, train
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer
+from kfac_optim.precision import finite_on_device
 
 NAN, INF = float("nan"), float("inf")
 
@@ -158,3 +159,18 @@ def test_the_count_in_a_row_is_part_of_a_checkpoint() -> None:
     overflow_statistics(twin)
     with pytest.raises(RuntimeError, match=r"layer '0' were not finite 2 times"):
         resumed.step()
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38, 1.0])
+@pytest.mark.parametrize("place", [0, 1, 2, None])
+def test_a_device_tells_of_any_element_that_is_not_finite(value: float, place: int | None) -> None:
+    """Huge ones are, though their sum is not."""
+    gradients = [torch.ones(5, 3), torch.ones(4, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)]
+    if place is not None:
+        gradients[place].flatten()[-2:] = value
+    expected = place is None or abs(value) < INF
+    assert finite_on_device([*gradients, torch.ones(0)]).item() == expected
+
+
+def test_no_element_at_all_is_finite() -> None:
+    assert finite_on_device([torch.ones(0)]).item()
