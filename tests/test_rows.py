@@ -6,7 +6,7 @@ from oracles import assert_same
 from torch import Tensor
 
 from kfac_optim import Structure
-from kfac_optim.rows import active_rows, gram
+from kfac_optim.rows import _feature_major, active_rows, gram
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -43,6 +43,16 @@ def test_moments_are_sums_of_outer_products(
     expected = torch.einsum("gbsi,gbsj->gij", whole, whole)
     found = gram(rows, structure, active, constant=constant)
     assert_same(found, expected if structure is Structure.DENSE else expected.diagonal(dim1=-2, dim2=-1))
+
+
+@pytest.mark.parametrize("constant", [None, 0, 1])
+def test_rows_of_feature_maps_are_multiplied_as_they_lie(constant: int | None) -> None:
+    rows = torch.randn(3, 2, 4, 5).permute(1, 0, 3, 2)
+    assert _feature_major(rows)
+    assert not _feature_major(rows.contiguous())
+    assert_same(
+        gram(rows, Structure.DENSE, constant=constant), gram(rows.contiguous(), Structure.DENSE, constant=constant)
+    )
 
 
 @pytest.mark.parametrize("constant", [None, 0, 1])
