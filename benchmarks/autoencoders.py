@@ -48,9 +48,11 @@ from kfac_optim import (
     KFACOptimizer,
     LevenbergMarquardt,
     LossTerms,
+    LowRank,
     MonteCarlo,
     NewtonSchulz,
     QuadraticModel,
+    Subsample,
 )
 
 HELP = "which estimate, inverse and damping train deep autoencoders?"
@@ -107,7 +109,7 @@ def _adam(model: nn.Module, lr: float) -> Optimizer:
     return optim.Adam(model.parameters(), lr, weight_decay=_L2)
 
 
-def _kfac(estimate: Estimate, inverse: Inverse[Any]) -> Callable[..., Optimizer]:
+def _kfac(estimate: Estimate, inverse: Inverse[Any], subsample: Subsample | None = None) -> Callable[..., Optimizer]:
     def make(model: nn.Module, **setting: Any) -> Optimizer:
         return KFACOptimizer(
             model,
@@ -117,6 +119,7 @@ def _kfac(estimate: Estimate, inverse: Inverse[Any]) -> Callable[..., Optimizer]
             inverse_update_period=20,
             estimate=estimate,
             inverse=inverse,
+            subsample=subsample,
             **setting,
         )
 
@@ -163,6 +166,8 @@ METHODS = {
     "Adam": Method(_adam, tuple({"lr": lr} for lr in (0.0003, 0.001, 0.003, 0.01))),
     "Empirical+Cholesky": Method(_kfac(Empirical(), Cholesky()), _EMPIRICAL),
     "MonteCarlo+Cholesky": Method(_kfac(_MONTE_CARLO, Cholesky()), _FACTORED),
+    # The setting that `step-cost` calls fast, with a quarter of the default batch.
+    "MonteCarlo+LowRank": Method(_kfac(_MONTE_CARLO, LowRank(), Subsample(examples=500)), _FACTORED),
     "MonteCarlo+NewtonSchulz": Method(_kfac(_MONTE_CARLO, NewtonSchulz()), _FACTORED[:2]),
     "MonteCarlo+EKFAC": Method(_kfac(_MONTE_CARLO, EKFAC()), _EXACT),
     "MonteCarlo+adaptive": Method(_adaptive(_MONTE_CARLO), _ADAPTIVE),

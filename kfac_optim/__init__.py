@@ -69,6 +69,7 @@ from kfac_optim.inverses import (
     Eigen,
     Inverse,
     InverseRule,
+    LowRank,
     NewtonSchulz,
     OnlineEigen,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "LevenbergMarquardt",
     "Likelihood",
     "LossTerms",
+    "LowRank",
     "MonteCarlo",
     "NewtonSchulz",
     "OnlineEigen",

@@ -152,12 +152,12 @@ def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tenso
 
 
 def _merged_counters(blocks: Sequence[KFACBlock]) -> dict[str, float]:
-    """Counts add up over blocks; condition numbers report the worst."""
+    """Counts add up over blocks; condition numbers and cutoffs report the worst."""
     merged: dict[str, float] = {}
     for block in blocks:
         for key, value in block.inverse.counters(block.state).items():
             number = float(value)
-            if key.startswith("condition"):
+            if key.startswith(("condition", "cutoff")):
                 merged[key] = max(merged.get(key, 0.0), number)
             else:
                 merged[key] = merged.get(key, 0.0) + number

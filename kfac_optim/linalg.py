@@ -126,6 +126,45 @@ def _all_finite(matrices: Tensor) -> Tensor:
     return matrices.isfinite().flatten(1).all(1)
 
 
+class Eigenpairs(NamedTuple):
+    """Some eigenvalues of each matrix, in ascending order, and their eigenvectors."""
+
+    values: Tensor
+    """`[n, r]`, none negative."""
+    vectors: Tensor
+    """As columns, `[n, d, r]`, orthonormal."""
+    attempts: Tensor
+    """As of `eigendecomposition`, `[n]`."""
+
+
+def leading_eigenpairs(matrix: Tensor, shift: Tensor, start: Tensor, iterations: int) -> Eigenpairs:
+    """The largest eigenvalues by subspace iteration on `matrix + shift·I` and Rayleigh-Ritz (Halko et al. 2011, §5.1).
+
+    An iteration turns the subspace away from each eigenvector left out, of eigenvalue e, and towards one kept, of
+    eigenvalue d, by the factor `(d + shift) / (e + shift)`. The shift keeps what lies outside the range of a matrix of
+    lower rank, so that it may be found when the matrix has grown.
+
+    Args:
+        matrix: symmetric positive semi-definite, `[n, d, d]`.
+        shift: `[n]`, not negative.
+        start: orthonormal columns, `[n, d, r]`.
+        iterations: products with the matrix but for one more, of Rayleigh-Ritz.
+    """
+    basis = start
+    for _ in range(iterations):
+        basis = torch.linalg.qr(torch.baddbmm(shift[:, None, None] * basis, matrix, basis)).Q
+    inner = basis.mT @ (matrix @ basis)
+    values, rotation, attempts = eigendecomposition((inner + inner.mT) / 2)
+    return Eigenpairs(values.clamp(min=0), basis @ rotation, attempts)
+
+
+def random_basis(dim: int, rank: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random orthonormal columns `[dim, rank]`: always the same of one size, and no generator of torch moves."""
+    generator = torch.Generator().manual_seed(dim)
+    basis: Tensor = torch.linalg.qr(torch.randn(dim, rank, dtype=torch.float64, generator=generator)).Q
+    return basis.to(device, dtype)
+
+
 class NewtonStart(NamedTuple):
     """Where a Newton iteration for `F⁻¹` starts."""
 

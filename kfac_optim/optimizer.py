@@ -25,7 +25,7 @@ from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.execution import AtOnce, Executor, Refresher, SingleDevice
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.inverses.cholesky import Cholesky
+from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
@@ -449,8 +449,8 @@ class KFACOptimizer(Optimizer):
         (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not
         finite), `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input
         changed in place before backward), of `EKFAC` `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`;
-        `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step. What is not known yet is
-        absent.
+        of `LowRank` `cutoff_A` and `cutoff_G` (largest eigenvalue given up, in units of the damping); `blocks`,
+        `blocks_without_statistics`, and `unpreconditioned_blocks` in this step. What is not known yet is absent.
         """
         self._skipped.look()
         return diagnostics.metrics(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.inverses.cholesky import Cholesky
+from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers.base import Adapters, LayerAdapter
 from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match

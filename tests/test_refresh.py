@@ -31,6 +31,7 @@ from kfac_optim import (
     Eigen,
     Inverse,
     KFACOptimizer,
+    LowRank,
     NewtonSchulz,
     OnlineEigen,
     Staggered,
@@ -42,7 +43,7 @@ from kfac_optim.blocks import KFACBlock
 from kfac_optim.execution import SingleDevice
 
 SIZES = (4, 6, 3)
-INVERSES = [Cholesky(), Eigen(), EKFAC(), NewtonSchulz(4, 1e-4), OnlineEigen(3), DoublyFactored(2)]
+INVERSES = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(4, 1e-4), OnlineEigen(3), DoublyFactored(2)]
 each_inverse = pytest.mark.parametrize("inverse", INVERSES, ids=repr)
 
 

@@ -20,6 +20,7 @@ from kfac_optim import (
     InverseRule,
     KFACOptimizer,
     LayerSpec,
+    LowRank,
     NewtonSchulz,
     OnlineEigen,
     Structure,
@@ -28,7 +29,7 @@ from kfac_optim import (
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-ALL = [Cholesky(), DoublyFactored(4), EKFAC(), Eigen(), NewtonSchulz(), OnlineEigen()]
+ALL = [Cholesky(), DoublyFactored(4), EKFAC(), Eigen(), LowRank(), NewtonSchulz(), OnlineEigen()]
 
 
 def chosen(model: nn.Module, **options: Any) -> dict[str, str]:
@@ -205,6 +206,8 @@ def test_inverses_are_equal_by_their_choices(inverse: Inverse[Any]) -> None:
     ("one", "other"),
     [
         (DoublyFactored(2), DoublyFactored(3)),
+        (LowRank(), LowRank(32)),
+        (LowRank(), LowRank(iterations=1)),
         (NewtonSchulz(), NewtonSchulz(steps=9)),
         (NewtonSchulz(), NewtonSchulz(tolerance=0.1)),
         (NewtonSchulz(), NewtonSchulz(dtype=torch.bfloat16)),

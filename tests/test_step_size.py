@@ -19,6 +19,7 @@ from kfac_optim import (
     KFACOptimizer,
     LevenbergMarquardt,
     LossTerms,
+    LowRank,
     MonteCarlo,
     NewtonSchulz,
     OnlineEigen,
@@ -437,7 +438,7 @@ def fisher_length(optimizer: KFACOptimizer, steps: dict[str, Tensor]) -> float:
     return total
 
 
-@pytest.mark.parametrize("inverse", [None, Eigen(), EKFAC(), NewtonSchulz(), OnlineEigen()], ids=str)
+@pytest.mark.parametrize("inverse", [None, Eigen(), EKFAC(), LowRank(1), NewtonSchulz(), OnlineEigen()], ids=str)
 @pytest.mark.parametrize("options", SGD_OPTIONS.values(), ids=SGD_OPTIONS)
 def test_after_momentum_the_whole_step_is_within_the_bound(options: dict[str, Any], inverse: Any) -> None:
     model = mlp()

@@ -24,7 +24,7 @@ HELD_THREE = "inverses.doubly_factored.has_statistics: _local_scalar_dense"
 CHOLESKY = "linalg.damped_cholesky_inverse: nonzero"  # has any failed?
 EIGH = ("linalg._try_eigh: _linalg_eigh", "linalg.eigendecomposition: nonzero", "linalg.eigendecomposition: tolist")
 ONLINE = "inverses.eigenbasis.online.decompose: tolist"
-NEWTON = "inverses.newton._finish: _local_scalar_dense"  # has any not converged?
+NEWTON = "inverses.damped.newton._finish: _local_scalar_dense"  # has any not converged?
 
 EIGENBASES = {"Eigen", "EKFAC"}
 
@@ -43,6 +43,9 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
             found[SETBACKS] = 1
         if name in EIGENBASES or (name == "OnlineEigen" and kind == "first"):
             found.update(dict.fromkeys(EIGH, step["stacks"]))
+        elif name == "LowRank":
+            found.update(dict.fromkeys(EIGH, step["wide"]))
+            found[CHOLESKY] = step["stacks"] - step["wide"]
         elif name == "NewtonSchulz":
             found[NEWTON] = step["matrices"]
         elif name != "OnlineEigen":

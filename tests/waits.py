@@ -22,6 +22,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     KFACOptimizer,
+    LowRank,
     MonteCarlo,
     NewtonSchulz,
     OnlineEigen,
@@ -109,6 +110,7 @@ class Case:
     scaled: bool = False
 
 
+RANK = 1
 LAST = "6"  # of the convolutions: a linear layer over a flattened feature map of two channels
 CASES = {
     "linear and norm": Case(layers, rows),
@@ -119,6 +121,7 @@ CASES = {
     "Eigen": Case(convolutions, images, {"inverse": Eigen()}),
     "EKFAC": Case(convolutions, images, {"inverse": EKFAC()}),
     "OnlineEigen": Case(convolutions, images, {"inverse": OnlineEigen()}),
+    "LowRank": Case(convolutions, images, {"inverse": LowRank(RANK)}),
     "NewtonSchulz": Case(convolutions, images, {"inverse": NewtonSchulz(dtype=torch.bfloat16)}),
     "DoublyFactored": Case(convolutions, images, {"inverse": {LAST: DoublyFactored(2)}}),
     "BlockDiagonal": Case(convolutions, images, {"structure": {LAST: (BlockDiagonal(3), Structure.DENSE)}}),
@@ -170,6 +173,7 @@ def steps(case: Case, waits: list[str], device: str) -> list[dict[str, Any]]:
                 "blocks": len(blocks),
                 "stacks": len(stacks),
                 "matrices": sum(dim > 1 for _, dim in stacks),
+                "wide": sum(dim > 2 * RANK for _, dim in stacks),
             }
         )
     return found

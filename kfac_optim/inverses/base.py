@@ -9,7 +9,6 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.memory import copy_held
@@ -422,74 +421,3 @@ def dense_flops(spec: LayerSpec, per_cube: float, products: int) -> Cost:
         refresh=per_cube * sum(groups * float(dim) ** 3 for dim, groups in sides),
         apply=products * 2.0 * spec.groups * spec.in_dim * spec.out_dim * sum(dim for dim, _ in sides),
     )
-
-
-# -- each damped factor inverted by itself -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DampedJob(FactorJob):
-    """How the factor is damped, and where its inverse goes.
-
-    Attributes:
-        damped: the factor's share of λ.
-        inverse: the last good one, to be replaced: `[groups, d, d]`, or `[groups, d]` of a diagonal factor.
-    """
-
-    damped: Damped
-    inverse: Tensor
-
-    def keep(self, inverse: Tensor, attempts: Tensor, condition: Tensor) -> Tensor:
-        """Take the groups that are usable, `[groups]` bool, and leave the others at their last good inverse.
-
-        Args:
-            inverse: like the one to be replaced.
-            attempts: `[groups]`, 0 where all failed.
-            condition: condition number, `[groups]`.
-        """
-        usable = self.settle(attempts)
-        taken = usable.view(-1, *(1,) * (inverse.dim() - 1))
-        torch.where(taken, inverse.to(self.inverse.dtype), self.inverse, out=self.inverse)
-        last = self.state.condition[self.side]
-        self.state.condition[self.side] = torch.where(usable, condition, last).max()
-        return usable
-
-
-def damped_jobs(state: PairState, inverses: tuple[Tensor | None, Tensor | None], damping: float) -> list[DampedJob]:
-    """One for each factor of the block that is kept here, λ shared among all; `inverses` of `A` and `G` take them."""
-    present = [
-        (side, factor, inverse)
-        for side, (factor, inverse) in enumerate(zip((state.pair.a, state.pair.g), inverses, strict=True))
-        if factor is not None and inverse is not None
-    ]
-    traces = [factor.trace().to(state.condition.dtype) for _, factor, _ in present]
-    damped = factored_tikhonov(traces, [inverse.shape[-1] for _, _, inverse in present], damping)
-    return [
-        DampedJob(state, side, factor, share, inverse)
-        for (side, factor, inverse), share in zip(present, damped, strict=True)
-        if factor.elsewhere is None
-    ]
-
-
-def keep_inverses(jobs: Sequence[DampedJob], inverses: Tensor, attempts: Tensor, conditions: Tensor) -> list[Tensor]:
-    """Split what was computed for all groups of all jobs, `[n, d, d]` and `[n]`; see `DampedJob.keep`."""
-    sizes = [len(job.inverse) for job in jobs]
-    parts = (torch.split(whole, sizes) for whole in (inverses, attempts, conditions))
-    return [job.keep(*part) for job, *part in zip(jobs, *parts, strict=True)]
-
-
-def take_reciprocals(jobs: Sequence[DampedJob]) -> list[Tensor]:
-    """Of diagonal factors, and of 1×1 matrices; see `DampedJob.keep`."""
-    taken: list[Tensor] = []
-    for job in jobs:
-        damped = job.damped.of(job.average())
-        diagonal = damped.flatten(1)
-        finite = diagonal.isfinite().all(-1).to(torch.int64)
-        taken.append(job.keep(damped.reciprocal(), finite, diagonal.amax(-1) / diagonal.amin(-1)))
-    return taken
-
-
-def identity_like(factor: Factor, dtype: torch.dtype) -> Tensor:
-    """The inverse that stands until there is one, `[groups, d, d]`, or `[groups, d]` of a diagonal factor."""
-    ones = torch.ones(factor.groups, factor.dim, dtype=dtype, device=factor.device)
-    return torch.diag_embed(ones) if factor.structure is Structure.DENSE else ones

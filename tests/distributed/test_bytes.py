@@ -26,6 +26,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     KFACOptimizer,
+    LowRank,
     NewtonSchulz,
     OnlineEigen,
     Staggered,
@@ -47,7 +48,8 @@ from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.volumes import control, replicated, sharded
 
 INVERSES: dict[str, Any] = {
-    type(inverse).__name__: inverse for inverse in (Cholesky(), Eigen(), EKFAC(), OnlineEigen(), NewtonSchulz())
+    type(inverse).__name__: inverse
+    for inverse in (Cholesky(), Eigen(), EKFAC(), OnlineEigen(), LowRank(2), NewtonSchulz())
 } | {"DoublyFactored": {"5": DoublyFactored(2)}}
 FRACTIONS = {2: (1.0, 0.5), 4: (1.0, 0.5, 0.25)}
 FACTOR_PERIOD, PERIOD = 2, 4

@@ -27,6 +27,7 @@ from kfac_optim import (
     Inverse,
     KFACOptimizer,
     LayerSpec,
+    LowRank,
     NewtonSchulz,
     Structure,
 )
@@ -778,4 +779,4 @@ def test_every_representation_can_be_planned(inverse: Inverse[Any]) -> None:
     plan = make_plan([Covered(spec, inverse, 4)], 4, Sharded(Placement.FACTORS), COST)
     assert math.isfinite(plan.seconds.mean)
     apart = len({part.owner for part in plan.layers[0].parts}) > 1
-    assert apart == isinstance(inverse, (Cholesky, NewtonSchulz, Eigen))
+    assert apart == isinstance(inverse, (Cholesky, LowRank, NewtonSchulz, Eigen))

@@ -17,6 +17,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     LossTerms,
+    LowRank,
     NewtonSchulz,
     OnlineEigen,
     Staggered,
@@ -65,6 +66,7 @@ ON_TWO = {
     "eigen, replicated": Case("mixed", Replicated(0.5, FACTORS), {"inverse": Eigen()}, split=EMPTY),
     "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=EMPTY),
     "ekfac, one worker": Case("pictures", Replicated(0.5), {"inverse": EKFAC(), **EACH}, split=UNEVEN, micro=2),
+    "low rank": Case("mixed", Sharded(), {"inverse": LowRank(2)}, split=UNEVEN),
     "newton": Case("mixed", Replicated(1, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY, wrapped=None),
     "online": Case("tied", Replicated(0.5, FACTORS), {"inverse": OnlineEigen(), **RARE}, split=UNEVEN),
     "online, sharded": Case("mixed", Sharded(), {"inverse": OnlineEigen(full_period=3)}, split=UNEVEN),
@@ -127,7 +129,9 @@ def strategies_of() -> st.SearchStrategy[Strategy | Auto]:
 def cases(draw: st.DrawFn) -> Case:
     strategy = draw(strategies_of())
     factor_period, inverse_period = draw(st.sampled_from([(1, 1), (1, 3), (2, 4)]))
-    inverse = draw(st.sampled_from([Cholesky(), Eigen(), EKFAC(), NewtonSchulz(), OnlineEigen(), AutoInverse()]))
+    inverse = draw(
+        st.sampled_from([Cholesky(), Eigen(), EKFAC(), LowRank(1), NewtonSchulz(), OnlineEigen(), AutoInverse()])
+    )
     if isinstance(inverse, EKFAC):
         inverse_period = factor_period
     options: dict[str, Any] = {

@@ -17,6 +17,7 @@ from kfac_optim import (
     Eigen,
     Inverse,
     KFACOptimizer,
+    LowRank,
     NewtonSchulz,
     OnlineEigen,
     Structure,
@@ -46,7 +47,7 @@ def over_maps() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *mlp(sizes=(12, 6, 3)))
 
 
-SEVERAL = [Cholesky(), Eigen(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6), OnlineEigen(3)]
+SEVERAL = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6), OnlineEigen(3)]
 CASES = [
     *[(look_alikes, inverse, (DENSE, DENSE)) for inverse in SEVERAL],
     *[(look_alikes, inverse, (DIAGONAL, DENSE)) for inverse in (Cholesky(), EKFAC(), NewtonSchulz())],

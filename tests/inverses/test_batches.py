@@ -8,14 +8,15 @@ import torch
 from plain import assert_identical
 from states import measured_state
 
-from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, NewtonSchulz
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, LowRank, NewtonSchulz
 from kfac_optim.inverses import base
-from kfac_optim.inverses.base import batches, damped_jobs
+from kfac_optim.inverses.base import batches
+from kfac_optim.inverses.damped.base import damped_jobs
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-@pytest.mark.parametrize("inverse", [Cholesky(), NewtonSchulz(), Eigen(), EKFAC()], ids=str)
+@pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), EKFAC()], ids=str)
 @pytest.mark.parametrize("limit", [1, 40, 75])
 def test_pieces_give_what_one_batch_gives(inverse: Inverse[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = [measured_state(inverse, 4, 3, groups=1 + number % 3) for number in range(7)]

@@ -14,7 +14,7 @@ from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
 from kfac_optim import Cholesky, KFACOptimizer, NewtonSchulz, Structure, WeightSharing
-from kfac_optim.inverses.newton import NewtonSchulzState
+from kfac_optim.inverses.damped.newton import NewtonSchulzState
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

@@ -13,18 +13,28 @@ from hypothesis import strategies as st
 from states import CPU, add_moments, every_structure, spec
 from torch import Tensor
 
-from kfac_optim import EKFAC, BlockDiagonal, Cholesky, DoublyFactored, Eigen, Inverse, NewtonSchulz, OnlineEigen
+from kfac_optim import (
+    EKFAC,
+    BlockDiagonal,
+    Cholesky,
+    DoublyFactored,
+    Eigen,
+    Inverse,
+    LowRank,
+    NewtonSchulz,
+    OnlineEigen,
+)
 from kfac_optim.inverses.base import Result
 from kfac_optim.linalg import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
-PAIRS = [Cholesky(), NewtonSchulz(), Eigen(), OnlineEigen(), EKFAC()]
+PAIRS = [Cholesky(), LowRank(2), NewtonSchulz(), Eigen(), OnlineEigen(), EKFAC()]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=lambda inverse: type(inverse).__name__)
 
 # Counts, flags and measures, and one mass for each average.
 _COUNTED = {"refused", "refused_in_a_row", "retried", "failed", "failed_in_a_row", "condition", "conditions", "mass"}
-_COUNTED |= {"fallbacks", "since_full", "S_mass", "S_substituted", "S_refused", "S_refused_in_a_row"}
+_COUNTED |= {"cutoff", "fallbacks", "since_full", "S_mass", "S_substituted", "S_refused", "S_refused_in_a_row"}
 
 
 def numbers(nested: dict[str, Any]) -> Iterator[Tensor]:
@@ -125,7 +135,7 @@ def test_parts_of_three_factors() -> None:
 
 def test_factors_that_are_damped_apart_need_the_trace_of_the_other() -> None:
     layer = spec(4, 3, 2, (DENSE, DIAGONAL))
-    for inverse in (Cholesky(), NewtonSchulz()):
+    for inverse in (Cholesky(), LowRank(1), NewtonSchulz()):
         assert [(part.name, part.traces) for part in inverse.parts(layer)] == [("A", 2), ("G", 2)]
     assert [(part.name, part.traces) for part in Eigen().parts(layer)] == [("A", 0), ("G", 0)]
     assert [part.name for part in Cholesky().parts(spec(4, 3, 2, (DENSE, IDENTITY)))] == [""]

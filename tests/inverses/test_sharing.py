@@ -20,6 +20,7 @@ from kfac_optim import (
     Eigen,
     Inverse,
     LayerSpec,
+    LowRank,
     NewtonSchulz,
     OnlineEigen,
     Structure,
@@ -30,7 +31,7 @@ from kfac_optim.memory import drop, hold
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-PAIRS = [Cholesky(), NewtonSchulz(), Eigen(), OnlineEigen(2), EKFAC(), EKFAC(per_example=False)]
+PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), OnlineEigen(2), EKFAC(), EKFAC(per_example=False)]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=str)
 DAMPING = 0.3
 
@@ -227,7 +228,7 @@ def test_solved_is_never_unsaid(inverse: Inverse[Any]) -> None:
     assert state.solved.tolist() == [True, True]
 
 
-@pytest.mark.parametrize("inverse", [Cholesky(), NewtonSchulz(), Eigen(), OnlineEigen(2)], ids=str)
+@pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), OnlineEigen(2)], ids=str)
 @pytest.mark.parametrize("part", ["A", "G"])
 def test_what_is_kept_elsewhere_is_not_solved_for(inverse: PairInverse[Any], part: str) -> None:
     spec = LayerSpec("layer", ("weight",), 4, 3, groups=2)

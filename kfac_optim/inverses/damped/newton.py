@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import (
-    DampedJob,
-    PairInverse,
-    PairState,
-    Result,
-    batches,
-    damped_jobs,
-    dense_flops,
-    identity_like,
-    keep_inverses,
-    take_reciprocals,
-)
+from kfac_optim.inverses.base import PairInverse, PairState, Result, batches, dense_flops
+from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
 from kfac_optim.linalg import (
     damped_cholesky_inverse,
     inverse_residuals,

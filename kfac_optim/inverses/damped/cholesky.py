@@ -6,19 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.inverses.base import (
-    DampedJob,
-    PairInverse,
-    PairState,
-    Result,
-    batches,
-    damped_jobs,
-    dense_flops,
-    identity_like,
-    keep_inverses,
-    take_reciprocals,
-)
-from kfac_optim.linalg import damped_cholesky_inverse, norm1, sandwich
+from kfac_optim.inverses.base import PairInverse, PairState, Result, batches, dense_flops
+from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert_by_cholesky, take_reciprocals
+from kfac_optim.linalg import sandwich
 from kfac_optim.pairs import of_part
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.validation import check_dtype
@@ -94,7 +84,7 @@ class Cholesky(PairInverse[CholeskyState]):
         ]
         for structure, equal in batches(jobs):
             if structure is Structure.DENSE:
-                _invert(equal)
+                invert_by_cholesky(equal)
             else:
                 take_reciprocals(equal)
 
@@ -106,11 +96,3 @@ class Cholesky(PairInverse[CholeskyState]):
 
     def flops(self, spec: LayerSpec) -> Cost:
         return dense_flops(spec, per_cube=1.0, products=1)
-
-
-def _invert(jobs: Sequence[DampedJob]) -> None:
-    """Stack every group of every job into one batch, invert, and hand the parts back."""
-    stack = torch.cat([job.damped.scaled(job.average()) for job in jobs])
-    shift = torch.cat([job.damped.shift for job in jobs])
-    inverses, attempts = damped_cholesky_inverse(stack, shift)
-    keep_inverses(jobs, inverses, attempts, (norm1(stack) + shift) * norm1(inverses))
