@@ -41,13 +41,19 @@ from benchmarks.harness import Contender, median_ratio, synchronize, time_interl
 from benchmarks.memory import peak_growth
 from benchmarks.models import ResNet50, Transformer
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
-from kfac_optim import EKFAC, Background, Cholesky, Eigen, Inverse, KFACOptimizer, LossTerms, NewtonSchulz
+from kfac_optim import EKFAC, Background, Cholesky, Eigen, Inverse, KFACOptimizer, LossTerms, LowRank, NewtonSchulz
 from kfac_optim.execution import SingleDevice
 
 HELP = "what does a step cost on an accelerator, which variant is best, and where is the gap?"
 
 _BASELINE = "SGD, fused"
-_REPRESENTATIONS: tuple[Inverse[Any], ...] = (Cholesky(), Eigen(), EKFAC(), NewtonSchulz(dtype=torch.bfloat16))
+_REPRESENTATIONS: tuple[Inverse[Any], ...] = (
+    Cholesky(),
+    LowRank(),
+    Eigen(),
+    EKFAC(),
+    NewtonSchulz(dtype=torch.bfloat16),
+)
 _REFRESHES = 3
 _TOP = 8  # kernels listed of a profile
 
@@ -219,6 +225,7 @@ def settings(periods: Sequence[Periods]) -> list[Setting]:
         Setting("SGD, compiled", options={"fused": True}, compiled=True),
         *(Setting("K-FAC", pair, {"fused": True}) for pair in periods),
         *(Setting("bf16 inverses", pair, {"fused": True, "inverse": Cholesky(torch.bfloat16)}) for pair in periods),
+        *(Setting("low rank", pair, {"fused": True, "inverse": LowRank()}) for pair in periods),
         Setting("TF32", first, {"fused": True}, tf32=True),
         Setting("foreach", first, {"foreach": True}),
         Setting("background refresh", first, {"fused": True, "refresh": Background()}),

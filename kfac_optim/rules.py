@@ -23,9 +23,9 @@ class AutoInverse(InverseRule):
 
     Why these rules. In place of three factors the wide layer would have a diagonal `A`: on MNIST at 8 × 8 pixels, with
     a convolution of 16 channels and layers 1024-32-10, the loss after 200 steps was 0.23 with three factors, 0.25 with
-    a diagonal `A` and 0.19 with a dense one. None is cheaper than `Cholesky` at any size, as the table shows, and where
-    `Eigen` costs as little, for narrow layers and for two diagonal factors, its exact damping has not paid: with layers
-    64-30-30-30-10 the loss after 300 steps was 0.21 with `Cholesky` and 0.23 with `Eigen` and with `EKFAC`; with all
+    a diagonal `A` and 0.19 with a dense one. Of those that use whole factors none is cheaper than `Cholesky` at any
+    size, as the table shows, and where `Eigen` costs as little, for narrow layers and for two diagonal factors, its
+    exact damping has not paid: with layers 64-30-30-30-10 the loss after 300 steps was 0.21 with `Cholesky` and 0.23 with `Eigen` and with `EKFAC`; with all
     factors diagonal 0.26 with `Cholesky` and 0.28 with `Eigen`. (`MonteCarlo`, `kl_clip` 0.03, each at the best of 3
     dampings, or of 12 to 16 pairs of damping and rate; means of two or three seeds, which are up to 0.03 apart.)
 
@@ -40,6 +40,8 @@ class AutoInverse(InverseRule):
     | 128 | 914, 95 | 3987, 97 | 1894, 222 | 2229, 225 |
     | 512 | 18400, 5400 | 152000, 5400 | 44300, 11700 | 59400, 13500 |
     | 1024 | 104000, 46700 | 1220000, 46900 | 278000, 92700 | 385000, 92000 |
+
+    `LowRank` is cheaper for wide layers, at the price of an approximation: it is for you to choose.
 
     Nothing has been measured on accelerators, where `NewtonSchulz` may well be the faster one from some size on: the
     rule does not look at the device.

@@ -80,6 +80,7 @@ def test_accelerator_measures_steps_refreshes_and_a_profile(tmp_path: Path, caps
     assert {width: count for width, count in cost["widths"].items() if int(width) > 16} == {"33": 1, "32": 1, "17": 5}
     assert [row["representation"].partition("(")[0] for row in cost["refreshes"]] == [
         "Cholesky",
+        "LowRank",
         "Eigen",
         "EKFAC",
         "NewtonSchulz",

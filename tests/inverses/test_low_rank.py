@@ -242,6 +242,16 @@ def test_condition_and_cutoff_are_those_of_the_worst_group() -> None:
     assert (float(counters["cutoff_A"]), float(counters["cutoff_G"])) == tuple(state.cutoff.tolist())
 
 
+def test_each_part_brings_its_own_measures_together() -> None:
+    state = measured_state(groups=1)
+    LowRank(2).refresh([state], [0.1])
+    assert float(state.cutoff.min()) > 0
+    for part, side in (("A", 0), ("G", 1)):
+        measures = LowRank(2).measures(state, part)
+        assert [float(each) for each in measures] == [float(state.condition[side]), 0.0, float(state.cutoff[side])]
+    assert LowRank(2).measures(state, "")[-1].tolist() == state.cutoff.tolist()
+
+
 def test_metrics_tell_the_worst_cutoff_of_all_blocks() -> None:
     torch.manual_seed(0)
     model = mlp(sizes=(12, 9, 3))
