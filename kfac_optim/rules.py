@@ -25,9 +25,10 @@ class AutoInverse(InverseRule):
     a convolution of 16 channels and layers 1024-32-10, the loss after 200 steps was 0.23 with three factors, 0.25 with
     a diagonal `A` and 0.19 with a dense one. Of those that use whole factors none is cheaper than `Cholesky` at any
     size, as the table shows, and where `Eigen` costs as little, for narrow layers and for two diagonal factors, its
-    exact damping has not paid: with layers 64-30-30-30-10 the loss after 300 steps was 0.21 with `Cholesky` and 0.23 with `Eigen` and with `EKFAC`; with all
-    factors diagonal 0.26 with `Cholesky` and 0.28 with `Eigen`. (`MonteCarlo`, `kl_clip` 0.03, each at the best of 3
-    dampings, or of 12 to 16 pairs of damping and rate; means of two or three seeds, which are up to 0.03 apart.)
+    exact damping has not paid: with layers 64-30-30-30-10 the loss after 300 steps was 0.21 with `Cholesky` and 0.23
+    with `Eigen` and with `EKFAC`; with all factors diagonal 0.26 with `Cholesky` and 0.28 with `Eigen`. (`MonteCarlo`,
+    `kl_clip` 0.03, each at the best of 3 dampings, or of 12 to 16 pairs of damping and rate; means of two or three
+    seeds, which are up to 0.03 apart.)
 
     Microseconds of a refresh and of applying it, both factors of size d, float32, one CPU core, torch 2.13, the best of
     many:
