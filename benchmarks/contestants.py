@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from benchmarks.problems import Decay, Problem
 from benchmarks.search import Box, Range, Setting
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, LowRank, Subsample
 
 try:
     import pytorch_optimizer
@@ -196,7 +196,7 @@ def _distributed_shampoo(model: nn.Module, _: Problem, setting: Setting) -> Opti
     return made
 
 
-def _kfac(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
+def _kfac(model: nn.Module, problem: Problem, setting: Setting, **choices: Any) -> Optimizer:
     return KFACOptimizer(
         model,
         setting["lr"],
@@ -207,7 +207,14 @@ def _kfac(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
         factor_update_period=5,
         inverse_update_period=_REFRESH,
         estimate=problem.estimate,
+        **choices,
     )
+
+
+def _kfac_fast(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
+    """As ``step-cost`` has it."""
+    subsample = Subsample(examples=max(1, problem.batch.first // 4))
+    return _kfac(model, problem, setting, inverse=LowRank(), subsample=subsample)
 
 
 def _kfac_by_default(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
@@ -217,6 +224,7 @@ def _kfac_by_default(model: nn.Module, problem: Problem, setting: Setting) -> Op
     )
 
 
+_KFAC_SPACE = {"lr": Range(0.003, 1), "damping": Range(1e-5, 1e-1), "kl_clip": Range(1e-4, 1e-1)}
 _ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
 _PACKAGE = "pytorch_optimizer"
 
@@ -249,12 +257,9 @@ CONTESTANTS = {
         weight_decay=_ADDED,
         package=_PACKAGE,
     ),
-    "KFAC": Contestant(
-        _kfac,
-        {"lr": Range(0.003, 1), "damping": Range(1e-5, 1e-1), "kl_clip": Range(1e-4, 1e-1)},
-        {"damping": 1, "kl_clip": 1},
-        weight_decay=_ADDED,
-        baseline=False,
-    ),
+    **{
+        name: Contestant(make, _KFAC_SPACE, {"damping": 1, "kl_clip": 1}, weight_decay=_ADDED, baseline=False)
+        for name, make in (("KFAC", _kfac), ("KFAC-fast", _kfac_fast))
+    },
     "KFAC-default": Contestant(_kfac_by_default, {"lr": Range(0.001, 1)}, baseline=False),
 }

@@ -65,6 +65,10 @@ class Decay(Enum):
 class FixedBatch:
     size: int
 
+    @property
+    def first(self) -> int:
+        return self.size
+
     def sizes(self, examples: int) -> Iterator[int]:
         return itertools.repeat(self.size)
 
