@@ -69,6 +69,15 @@ def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
     return reached
 
 
+def graph_is_kept() -> bool:
+    """Within a backward: whether it leaves the graph as it is (`retain_graph`), for another to go through it.
+
+    Else nodes drop what they saved. So a second backward cannot come to a weight that the same input is multiplied by.
+    """
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # private, as AOTAutograd uses it
+    return kept
+
+
 def in_backward() -> bool:
     """Whether a backward is running, on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -9,9 +9,10 @@ call's gradient is the running sum, and what was counted for the earlier sum is 
 
 [Note: the lifetime of a call]
 A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a forward that never gets a
-backward is freed with it. It drops the input as soon as it has committed (unless its statistics keep it), and keeps the
-gradient, in case another backward comes, only until the window closes in `step()`. Compiled graphs hand the input over
-with the gradient and hold no call: the window does, for two steps, see `capture.py`.
+backward is freed with it. It drops the input as soon as it has committed, and takes no hold of the gradient: that would
+have a step's memory grow by all output gradients. Only where the graph is retained, so that another backward may come,
+it keeps the gradient, and the input where its statistics want that, until the window closes in `step()`. Compiled
+graphs hand the input over with the gradient and hold no call: the window does, for two steps, see `capture.py`.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.autograd import Node, accumulator, reaches, version
+from kfac_optim.autograd import Node, accumulator, graph_is_kept, reaches, version
 from kfac_optim.hooks import Handle
 from kfac_optim.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.precision import without_autocast
@@ -91,7 +92,8 @@ class Ledger:
     Attributes:
         rule: what the mean in the loss runs over.
         listening: whether backward passes count; an estimate says which do.
-        dropped_calls: calls whose input was changed in place before the backward, ever.
+        dropped_calls: calls whose input was changed in place before the backward, and backwards that came back through
+            a graph that was not retained, ever.
         shards: parameters that are kept in shards.
     """
 
@@ -222,7 +224,10 @@ class ForwardCall:
         if not reaches(watch.used, watch.node if traced else None):
             return
         if self._committed and self._gradient is None:
-            return  # the call was counted in a window that has closed
+            # The call was counted in a window that has closed, or in a backward that was to be the last: only a layer
+            # that had autograd save nothing for it sees another.
+            ledger.dropped_calls += self in ledger._open
+            return
         if ledger._stale and not self._committed:
             ledger.discard()
         if not traced:
@@ -238,11 +243,12 @@ class ForwardCall:
         if not self._committed:
             self._committed = True
             ledger._open.append(self)
-        self._gradient = gradient
+        kept = graph_is_kept()
+        self._gradient = gradient if kept else None
         ledger.count(self._root)
         with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
             keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
-        if keep and not traced:
+        if keep and kept and not traced:
             self._input = layer_input
 
     def is_reached(self) -> bool:

@@ -12,6 +12,10 @@ from kfac_optim.specs import Structure
 # Elements of per-example gradients that are held at a time: 64 MiB of float32.
 _CHUNK = 2**24
 
+# Elements of an input or gradient that are worked on at a time where one pass after the other goes over them: 512 KiB
+# of float32, so that a second-level cache holds them and what is made of them.
+_IN_CACHE = 2**17
+
 
 def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, constant: int | None = None) -> Tensor:
     """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
@@ -73,6 +77,34 @@ def _feature_major(rows: Tensor) -> bool:
     return shared > 1 and rows.stride(2) == 1 and rows.stride(3) >= shared and width <= shared
 
 
+def examples_at_once(tensor: Tensor) -> int:
+    """How many examples of `[batch, ...]` to work on at a time, for a host's cache to hold them; at least 1."""
+    if not on_host(tensor) or tensor.numel() == 0:
+        return max(1, len(tensor))
+    return max(1, _IN_CACHE * len(tensor) // tensor.numel())
+
+
+def channel_moments(features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Means and variances of the channels of `[batch, channels, *space]`, each `[channels]` in `dtype` or a wider one.
+
+    On a host as sums over one example and channel at a time, which torch makes several times as fast as its own moments
+    of channels. The mean is taken off before the square: however far from zero, no digits are lost.
+    """
+    dtype = torch.promote_types(features.dtype, dtype)
+    if not on_host(features):
+        variance, mean = torch.var_mean(features.to(dtype), (0, *range(2, features.dim())), correction=0)
+        return mean, variance
+    if features.dim() == 2:
+        features = features.unsqueeze(-1)
+    space = tuple(range(2, features.dim()))
+    count = features.numel() // features.shape[1]
+    mean = features.sum(space, dtype=dtype).sum(0) / count
+    shift, squares = mean.view(-1, *[1] * len(space)), torch.zeros_like(mean)
+    for some in torch.split(features, examples_at_once(features)):
+        squares += torch.linalg.vector_norm(some - shift, dim=space).square_().sum(0)
+    return mean, squares / count
+
+
 def active_rows(gradients: Tensor) -> Tensor:
     """`[batch, shared]` bool: the rows of `[groups, batch, shared, d]` that are not exactly zero in every group."""
     if on_host(gradients) and gradients.shape[-1] > 1 and gradients.numel() > 0:
@@ -101,6 +133,11 @@ def total(numbers: Tensor) -> int | Tensor:
     """`Σ numbers`: at once on the host, else as a device scalar `[]`."""
     summed = numbers.sum()
     return int(summed) if on_host(summed) else summed
+
+
+def batched(tensor: Tensor, unbatched_ndim: int) -> Tensor:
+    """`tensor` with a batch dimension, which it lacks where it has `unbatched_ndim` dimensions."""
+    return tensor.unsqueeze(0) if tensor.dim() == unbatched_ndim else tensor
 
 
 def linear_rows(tensor: Tensor) -> Tensor:

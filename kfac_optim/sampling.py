@@ -5,7 +5,7 @@ same rows, a resumed run takes those of the uninterrupted one, and no generator 
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,10 +99,23 @@ class RowSample:
     positions: Tensor | None
     weight: float
 
+    def part(self, start: int, stop: int) -> "RowSample":
+        """Some of the examples that were drawn."""
+        positions = None if self.positions is None else self.positions[start:stop]
+        return replace(self, examples=self.examples[start:stop], positions=positions)
+
     def of(self, rows: Tensor) -> Tensor:
         """Those of `[groups, batch, shared, d]`: `[groups, examples, positions, d]`."""
         if self.positions is None:
-            if rows.stride(-1) > rows.stride(-2):  # of feature maps; else torch would first copy all rows, and by rows
-                return rows.mT.index_select(1, self.examples).mT
-            return rows.index_select(1, self.examples)
+            return self._of_examples(rows, 1)
         return rows[:, self.examples.unsqueeze(1), self.positions]
+
+    def of_batch(self, tensor: Tensor) -> Tensor:
+        """The examples of `[batch, ...]`, with all their positions."""
+        return self._of_examples(tensor, 0)
+
+    def _of_examples(self, tensor: Tensor, axis: int) -> Tensor:
+        # In the order of the memory: of anything else torch first makes a copy, of all examples.
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        taken = tensor.permute(order).index_select(order.index(axis), self.examples)
+        return taken.permute([order.index(each) for each in range(tensor.dim())])

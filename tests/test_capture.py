@@ -25,6 +25,7 @@ from plain import (
     train,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import KFACOptimizer, LossTerms, WeightSharing
@@ -305,6 +306,50 @@ def test_backwards_of_losses_that_share_a_trunk_equal_one_backward_of_the_sum() 
         (square_loss(one) + 3 * square_loss(two)).backward()
 
     assert_same_factors(factors_after(Heads(), apart), factors_after(Heads(), together))
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_output_gradients_are_held_only_where_another_backward_may_come(retained: bool) -> None:
+    model, held = mlp(), []
+    optimizer = KFACOptimizer(model, lr=0.0)
+    output = model[0](batch())
+    output.register_hook(lambda gradient: held.append(StorageWeakRef(gradient.untyped_storage())))
+    optimizer.set_loss_terms(8)
+    square_loss(model[1:](output)).backward(retain_graph=retained)
+    assert held[0].expired() is not retained
+    optimizer.step()
+    assert held[0].expired()
+
+
+class _Unsaved(torch.autograd.Function):
+    """A product with a weight that keeps its input by itself, so that a graph that is not retained goes on working."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.held = x, weight
+        return x @ weight.mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.held
+        return gradient @ weight, gradient.mT @ x
+
+
+class _UnsavedConv(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Unsaved.apply(x.squeeze(-1), self.weight.squeeze(-1)).unsqueeze(-1)
+
+
+def test_a_further_backward_through_a_graph_that_was_not_retained_is_not_counted_but_told() -> None:
+    layer = _UnsavedConv(4, 3, 1, bias=False, dtype=torch.float64)
+    optimizer = KFACOptimizer(layer, lr=0.0)
+    output = layer(batch().unsqueeze(-1))
+    for times in (1, 2):
+        output.sum().backward()
+        assert optimizer.metrics()["dropped_calls"] == times - 1
+    optimizer.step()
+    a, g = linear_factors(batch(), torch.ones(8, 3, dtype=torch.float64), 8)
+    assert_same_factors(optimizer.factors(), {"": (a[:, :-1, :-1], g)})
 
 
 def test_a_backward_with_inputs_counts_the_layers_whose_weights_it_reaches() -> None:

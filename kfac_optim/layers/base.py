@@ -187,12 +187,19 @@ class RowStatistics(LayerStatistics):
         moment = gram(self._block_gradients(self.call.gradient), structure)
         if self.call.earlier is not None:
             moment -= gram(self._block_gradients(self.call.earlier), structure)
+        if self._sample is not None:
+            moment *= self._sample.weight
         return level_padding(moment, self.spec.out_dim) if self.spec.blocks(1) > 1 else moment
 
     def rows(self) -> tuple[Tensor, Tensor]:
         active = self._shared_mask(self._active).unsqueeze(-1)
         a = torch.where(active, self._block_inputs(self._active), 0)
-        return a, self._block_gradients(self.call.gradient)
+        return a, self.weighed_gradients()
+
+    def weighed_gradients(self) -> Tensor:
+        """`g` of `rows`."""
+        g = self._block_gradients(self.call.gradient)
+        return g if self._sample is None else g * self._sample.weight**0.5
 
     @cached_property
     def _active(self) -> Tensor:
@@ -253,14 +260,18 @@ class RowStatistics(LayerStatistics):
         return F.pad(a, (0, 1), value=self.bias_input) if self.spec.has_bias else a
 
     def _shared_gradients(self, gradient: Tensor) -> Tensor:
-        if self._sample is None:
-            g = self.gradient_rows(gradient.to(self.dtype))
-        else:
-            g = self._sampled_gradient_rows(gradient).to(self.dtype) * self._sample.weight**0.5
+        g = self._sampled_gradient_rows(gradient).to(self.dtype)
         return g.sum(2, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else g
 
     def _sampled_gradient_rows(self, gradient: Tensor) -> Tensor:
-        rows = self.gradient_rows(gradient)
+        return self._latest_rows if gradient is self.call.gradient else self._sampled(self.gradient_rows(gradient))
+
+    @cached_property
+    def _latest_rows(self) -> Tensor:
+        """Of the latest sum of gradients: asked for twice, and a copy where only some are taken."""
+        return self._sampled(self.gradient_rows(self.call.gradient))
+
+    def _sampled(self, rows: Tensor) -> Tensor:
         return rows if self._sample is None else self._sample.of(rows)
 
 
@@ -290,7 +301,7 @@ class PatchStatistics(RowStatistics):
         return self.patches(self._batched(layer_input)).rows()
 
     def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
-        return self.patches(self._batched(layer_input)[sample.examples]).rows(sample.positions)
+        return self.patches(sample.of_batch(self._batched(layer_input))).rows(sample.positions)
 
     def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
         patches = self.patches(self._batched(layer_input))
@@ -308,7 +319,7 @@ class PatchStatistics(RowStatistics):
         assert self.call.input is not None, "the input was released after the first backward"
         features = self._batched(self.call.input)
         if self._sample is not None:
-            features = features.index_select(0, self._sample.examples)
+            features = self._sample.of_batch(features)
         patches = self.patches(features.to(self.dtype))
         if structure is Structure.DIAGONAL:
             squares = replace(patches, features=patches.features.square()).total(active)

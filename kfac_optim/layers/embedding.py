@@ -70,7 +70,7 @@ class EmbeddingStatistics(RowStatistics):
         if a_basis is not None:
             return super().squared_gradients(a_basis, g_basis, dtype=dtype, per_example=per_example)
         # In the standard basis a row touches the column of its token alone: no one-hot row is needed.
-        g, ids = self._block_gradients(self.call.gradient).to(dtype), self.taken_ids
+        g, ids = self.weighed_gradients().to(dtype), self.taken_ids
         if self.spec.weight_sharing is WeightSharing.REDUCE:
             frequencies = self._squared_frequencies(self._active).to(dtype)
             squares = turned(g, g_basis).square() * frequencies.unsqueeze(-1)

@@ -21,7 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, own_forward, weight_and_bias
-from kfac_optim.rows import channel_rows
+from kfac_optim.rows import batched, channel_moments, channel_rows, examples_at_once
 from kfac_optim.sampling import Draw, RowSample
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
@@ -32,12 +32,16 @@ TrailingNorm = TypeVar("TrailingNorm", nn.LayerNorm, nn.RMSNorm)
 class NormStatistics(LayerStatistics):
     """Unit-wise second moments.
 
+    They are made of a few examples at a time, so that what they are made of stays in the cache, and of no others than
+    were drawn.
+
     Args:
         spec: the layer.
         call: one call, with the input at every backward.
         dtype: of the moments.
-        standardised: `x̂`, `[batch, shared, features]`.
-        canonical: brings a gradient from the layout of the module to that of `standardised`.
+        standardise: `x̂` of some of the examples of the input, `[examples, ...]` as the module has it.
+        canonical: brings such examples, or those of a gradient, to `[examples, shared, features]`.
+        unbatched_ndim: dimensions of an input without a batch dimension.
     """
 
     keeps_input = True
@@ -47,20 +51,20 @@ class NormStatistics(LayerStatistics):
         spec: LayerSpec,
         call: LayerCall,
         dtype: torch.dtype,
-        standardised: Tensor,
+        standardise: Callable[[Tensor], Tensor],
         canonical: Callable[[Tensor], Tensor],
+        unbatched_ndim: int,
     ) -> None:
         self.spec = spec
         self.call = call
         self.dtype = dtype
-        self.standardised = standardised
+        self.standardise = standardise
         self.canonical = canonical
+        self.unbatched_ndim = unbatched_ndim
         self._sample: RowSample | None = None
 
     def subsample(self, draw: Draw) -> None:
-        batch, shared, _ = self.standardised.shape
-        self._sample = draw.rows(batch, shared, self.standardised.device)
-        self.standardised = self._sampled(self.standardised)
+        self._sample = draw.rows(*self._shape, self.call.gradient.device)
 
     @property
     def weight(self) -> float:
@@ -68,46 +72,75 @@ class NormStatistics(LayerStatistics):
 
     @property
     def has_input(self) -> bool:
-        return self.call.earlier is None and self.standardised.numel() > 0
+        return self.call.earlier is None and self.call.gradient.numel() > 0
 
     @property
     def count(self) -> float | Tensor:
         return self._rows * self.weight if self.weight > 1 else self._rows
 
     @property
+    def _shape(self) -> tuple[int, int]:
+        """Examples, and positions of each, that there are to draw from."""
+        gradient = batched(self.call.gradient, self.unbatched_ndim)
+        return len(gradient), gradient.numel() // max(1, len(gradient) * self.spec.groups)
+
+    @property
+    def _taken(self) -> tuple[int, int]:
+        """Examples, and positions of each, that are taken."""
+        examples, positions = self._shape
+        if self._sample is None:
+            return examples, positions
+        places = self._sample.positions
+        return len(self._sample.examples), positions if places is None else places.shape[1]
+
+    @property
     def _rows(self) -> int:
-        batch, shared, _ = self.standardised.shape
         if not self.has_input:
             return 0
-        return batch if self.spec.weight_sharing is WeightSharing.REDUCE else batch * shared
+        examples, positions = self._taken
+        return examples if self.spec.weight_sharing is WeightSharing.REDUCE else examples * positions
 
     def input_moment(self, structure: Structure) -> Tensor:
         shape = (self.spec.groups, 1, 1) if structure is Structure.DENSE else (self.spec.groups, 1)
-        return self.standardised.new_ones(shape).mul_(self.count).to(self.dtype)
+        return self.call.gradient.new_ones(shape, dtype=self.dtype).mul_(self.count)
 
     def output_moment(self, structure: Structure) -> Tensor:
-        moment = _moment(self._columns(self.call.gradient), structure)
+        moment = self._moment_of(self.call.gradient, structure)
         if self.call.earlier is not None:
-            moment -= _moment(self._columns(self.call.earlier), structure)
-        return moment.to(self.dtype)
+            moment -= self._moment_of(self.call.earlier, structure)
+        return moment.mul_(self.weight).to(self.dtype)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        u = torch.stack(self._columns(self.call.gradient), dim=-1).permute(2, 0, 1, 3).to(self.dtype)
+        columns = self._columns(self.call.gradient, 0, self._taken[0])
+        u = torch.stack(columns, dim=-1).permute(2, 0, 1, 3).mul(self.weight**0.5).to(self.dtype)
         return u.new_ones(*u.shape[:-1], 1), u
 
-    def _columns(self, gradient: Tensor) -> list[Tensor]:
-        """`g x̂`, and `g` where there is a bias: each `[batch, shared, features]`."""
-        g = self._sampled(self.canonical(gradient)).to(self.standardised.dtype)
-        if self._sample is not None:
-            g = g * self._sample.weight**0.5
-        columns = [g * self.standardised, g][: self.spec.out_dim]
+    def _moment_of(self, gradient: Tensor, structure: Structure) -> Tensor:
+        examples = self._taken[0]
+        step = examples_at_once(batched(gradient, self.unbatched_ndim))
+        starts = range(0, max(1, examples), step)
+        moments = [_moment(self._columns(gradient, start, start + step), structure) for start in starts]
+        return torch.stack(moments).sum(0)
+
+    def _columns(self, gradient: Tensor, start: int, stop: int) -> list[Tensor]:
+        """`g x̂`, and `g` where there is a bias: each `[examples, positions, features]`, of some of those taken."""
+        assert self.call.input is not None
+        part = slice(start, stop) if self._sample is None else self._sample.part(start, stop)
+        x = self._of_part(self.call.input, part, self.standardise)
+        g = self._of_part(gradient, part, lambda some: some.to(x.dtype))
+        columns = [g * x, g][: self.spec.out_dim]
         if self.spec.weight_sharing is WeightSharing.REDUCE:
             columns = [column.sum(1, keepdim=True) for column in columns]
         return columns
 
-    def _sampled(self, tensor: Tensor) -> Tensor:
-        """The rows that are taken of all `[batch, shared, features]`."""
-        return tensor if self._sample is None else self._sample.of(tensor.unsqueeze(0)).squeeze(0)
+    def _of_part(self, tensor: Tensor, part: slice | RowSample, change: Callable[[Tensor], Tensor]) -> Tensor:
+        tensor = batched(tensor, self.unbatched_ndim)
+        if isinstance(part, slice):
+            return self.canonical(change(tensor[part]))
+        rows = self.canonical(change(part.of_batch(tensor)))
+        if part.positions is None:
+            return rows
+        return rows.gather(1, part.positions.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
 
 
 def _moment(columns: Sequence[Tensor], structure: Structure) -> Tensor:
@@ -126,12 +159,23 @@ class NormAdapter(WeightBiasAdapter[M]):
     family: ClassVar[type[nn.Module]]
 
     @abstractmethod
-    def standardise(self, module: M, layer_input: Tensor, training: bool) -> Tensor:
-        """`x̂`: what the layer, in that mode, makes of its input before `weight` and `bias`. Changes no buffer."""
+    def standardiser(
+        self, module: M, layer_input: Tensor, dtype: torch.dtype, training: bool
+    ) -> Callable[[Tensor], Tensor]:
+        """What the layer, in that mode, does before `weight` and `bias`: makes `x̂` of some examples of its input.
+
+        It changes no buffer.
+
+        Args:
+            module: the layer.
+            layer_input: all examples.
+            dtype: of `x̂`.
+            training: whether the layer was in training mode.
+        """
 
     @abstractmethod
     def canonical(self, module: M, tensor: Tensor) -> Tensor:
-        """Input, output or gradient as `[batch, shared, features]`."""
+        """Examples of input, output or gradient as `[examples, shared, features]`."""
 
     def refusal(self, module: M) -> str | None:
         return own_forward(module, self.family) or super().refusal(module)
@@ -153,10 +197,11 @@ class NormAdapter(WeightBiasAdapter[M]):
 
     def statistics(self, module: M, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
         assert call.input is not None
+        unbatched_ndim = self.unbatched_ndim(module)
         # In a narrower dtype an input far from zero has lost its variation.
-        layer_input = call.input.to(torch.promote_types(dtype, torch.float32))
-        standardised = self.canonical(module, self.standardise(module, layer_input, call.training))
-        return NormStatistics(spec, call, dtype, standardised, lambda tensor: self.canonical(module, tensor))
+        exact = torch.promote_types(dtype, torch.float32)
+        standardise = self.standardiser(module, batched(call.input, unbatched_ndim), exact, call.training)
+        return NormStatistics(spec, call, dtype, standardise, lambda some: self.canonical(module, some), unbatched_ndim)
 
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([tensor.flatten() for tensor in tensors], dim=1).unsqueeze(-1)
@@ -172,30 +217,33 @@ class _TrailingNormAdapter(NormAdapter[TrailingNorm]):
         return len(module.normalized_shape)
 
     def canonical(self, module: TrailingNorm, tensor: Tensor) -> Tensor:
-        leading = tensor.shape[: tensor.dim() - len(module.normalized_shape)]
-        features = math.prod(module.normalized_shape)
-        return tensor.reshape(leading[0] if leading else 1, math.prod(leading[1:]), features)
+        between = tensor.shape[1 : tensor.dim() - len(module.normalized_shape)]
+        return tensor.reshape(len(tensor), math.prod(between), math.prod(module.normalized_shape))
 
 
 class LayerNormAdapter(_TrailingNormAdapter[nn.LayerNorm]):
     family = nn.LayerNorm
 
-    def standardise(self, module: nn.LayerNorm, layer_input: Tensor, training: bool) -> Tensor:
-        return F.layer_norm(layer_input, module.normalized_shape, eps=module.eps)
+    def standardiser(
+        self, module: nn.LayerNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
+    ) -> Callable[[Tensor], Tensor]:
+        return lambda some: F.layer_norm(some.to(dtype), module.normalized_shape, eps=module.eps)
 
 
 class RMSNormAdapter(_TrailingNormAdapter[nn.RMSNorm]):
     family = nn.RMSNorm
 
-    def standardise(self, module: nn.RMSNorm, layer_input: Tensor, training: bool) -> Tensor:
+    def standardiser(
+        self, module: nn.RMSNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
+    ) -> Callable[[Tensor], Tensor]:
         # Without an eps torch takes that of the dtype it computes in, which here may be wider than the layer's.
         widest = torch.promote_types(module.weight.dtype, torch.float32)
         eps = torch.finfo(widest).eps if module.eps is None else module.eps
-        return F.rms_norm(layer_input, module.normalized_shape, eps=eps)
+        return lambda some: F.rms_norm(some.to(dtype), module.normalized_shape, eps=eps)
 
 
 class _ChannelNormAdapter(NormAdapter[M]):
-    """Features are channels, dimension 1 of an input that always has a batch dimension."""
+    """Features are channels, dimension 1 of examples."""
 
     def unbatched_ndim(self, module: M) -> int:
         return -1
@@ -207,8 +255,10 @@ class _ChannelNormAdapter(NormAdapter[M]):
 class GroupNormAdapter(_ChannelNormAdapter[nn.GroupNorm]):
     family = nn.GroupNorm
 
-    def standardise(self, module: nn.GroupNorm, layer_input: Tensor, training: bool) -> Tensor:
-        return F.group_norm(layer_input, module.num_groups, eps=module.eps)
+    def standardiser(
+        self, module: nn.GroupNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
+    ) -> Callable[[Tensor], Tensor]:
+        return lambda some: F.group_norm(some.to(dtype), module.num_groups, eps=module.eps)
 
 
 class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
@@ -216,11 +266,17 @@ class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
 
     family = _BatchNorm
 
-    def standardise(self, module: _BatchNorm, layer_input: Tensor, training: bool) -> Tensor:
-        mean, var = module.running_mean, module.running_var
-        if training or (mean is None and var is None):
-            return F.batch_norm(layer_input, None, None, training=True, eps=module.eps)
-        return F.batch_norm(layer_input, _like(mean, layer_input), _like(var, layer_input), eps=module.eps)
+    def standardiser(
+        self, module: _BatchNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
+    ) -> Callable[[Tensor], Tensor]:
+        mean, variance = module.running_mean, module.running_var
+        if training or mean is None or variance is None:
+            mean, variance = channel_moments(layer_input, dtype)
+        else:
+            mean, variance = mean.to(dtype), variance.to(dtype)
+        shape = (-1, *[1] * (layer_input.dim() - 2))
+        shift, scale = mean.view(shape), (variance + module.eps).rsqrt().to(dtype).view(shape)
+        return lambda some: (some - shift).to(dtype).mul_(scale)
 
 
 class InstanceNormAdapter(_ChannelNormAdapter[_InstanceNorm]):
@@ -229,19 +285,14 @@ class InstanceNormAdapter(_ChannelNormAdapter[_InstanceNorm]):
     def unbatched_ndim(self, module: _InstanceNorm) -> int:
         return int(module._get_no_batch_dim())  # type: ignore[no-untyped-call]
 
-    def canonical(self, module: _InstanceNorm, tensor: Tensor) -> Tensor:
-        return super().canonical(module, self._batched(module, tensor))
-
-    def standardise(self, module: _InstanceNorm, layer_input: Tensor, training: bool) -> Tensor:
-        layer_input = self._batched(module, layer_input)
+    def standardiser(
+        self, module: _InstanceNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
+    ) -> Callable[[Tensor], Tensor]:
         if training or not module.track_running_stats:
-            return F.instance_norm(layer_input, eps=module.eps)
-        mean, var = _like(module.running_mean, layer_input), _like(module.running_var, layer_input)
-        return F.instance_norm(layer_input, mean, var, use_input_stats=False, eps=module.eps)
-
-    def _batched(self, module: _InstanceNorm, tensor: Tensor) -> Tensor:
-        return tensor.unsqueeze(0) if tensor.dim() == self.unbatched_ndim(module) else tensor
+            return lambda some: F.instance_norm(some.to(dtype), eps=module.eps)
+        mean, var = _like(module.running_mean, dtype), _like(module.running_var, dtype)
+        return lambda some: F.instance_norm(some.to(dtype), mean, var, use_input_stats=False, eps=module.eps)
 
 
-def _like(statistic: Tensor | None, layer_input: Tensor) -> Tensor | None:
-    return None if statistic is None else statistic.to(layer_input.dtype)
+def _like(statistic: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if statistic is None else statistic.to(dtype)
