@@ -61,10 +61,18 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
     products = [_dot(a, b) for a, b in zip(left, right, strict=True)]
     if not products:
         return torch.zeros((), device=device)
-    return torch.stack([product.to(device, non_blocking=True) for product in products]).sum()
+    return torch.stack([_brought(product, device) for product in products]).sum()
+
+
+def _brought(scalar: Tensor, device: torch.device) -> Tensor:
+    return scalar if scalar.device == device else scalar.to(device, non_blocking=True)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
+    if not left.is_contiguous():  # where both lie alike in memory, read along it and copy nothing
+        strides = left.stride()
+        order = sorted(range(left.dim()), key=lambda axis: -strides[axis])
+        left, right = left.permute(order), right.permute(order)
     left, right = left.reshape(-1), right.reshape(-1)
     if left.dtype != right.dtype or left.dtype not in _WIDE:
         dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
