@@ -230,8 +230,9 @@ class KFACBlock:
             return True
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
-        period = self.group["inverse_update_period"]
-        return (fresh and outgrown) or clock.step % period == int(self.phase * period)
+        period, phase = self.group["inverse_update_period"], self.phase
+        # To multiply a Fraction takes as long as all else here.
+        return (fresh and outgrown) or clock.step % period == phase.numerator * period // phase.denominator
 
     def mark_refreshed(self) -> None:
         """Note the refresh."""

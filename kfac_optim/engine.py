@@ -18,7 +18,7 @@ from kfac_optim.loss_terms import LossCount
 from kfac_optim.replay import Objective
 from kfac_optim.shards import is_sharded, local
 from kfac_optim.step_size import Group, Proposal, Sized, StepSize, by_group
-from kfac_optim.trust_region import inner_product
+from kfac_optim.trust_region import inner_product, square_sum
 from kfac_optim.validation import check_kfac_numbers
 
 
@@ -253,7 +253,7 @@ def _measure(
     found = {id(group): inner_product(lefts, rights, device) for group, lefts, rights in by_group(pairs)}
     nothing = inner_product([], [], device)
     sums = [found.get(key, nothing) for key in groups]
-    sums += [inner_product(directions, directions, device), inner_product(gradients, gradients, device)]
+    sums += [square_sum(directions, device), square_sum(gradients, device)]
     *by_groups, direction_square, gradient_square = executor.all_reduce_scalars(torch.stack(sums)).unbind()
     products = list(zip(groups.values(), by_groups, strict=True))
     measures = {
