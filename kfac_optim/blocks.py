@@ -230,8 +230,9 @@ class KFACBlock:
             return True
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
-        period = self.group["inverse_update_period"]
-        return (fresh and outgrown) or clock.step % period == int(self.phase * period)
+        period, phase = self.group["inverse_update_period"], self.phase
+        # To multiply a Fraction takes as long as all else here.
+        return (fresh and outgrown) or clock.step % period == phase.numerator * period // phase.denominator
 
     def mark_refreshed(self) -> None:
         """Note the refresh."""
@@ -260,39 +261,46 @@ class KFACBlock:
         """Whether any of its parameters has."""
         return any(param.grad is not None for param in self.params)
 
-    def gradient(self) -> Tensor:
-        """`∇h` `[groups, out, in]` in at least float32, missing parts zero.
-
-        It is as inverses see it, `spec.by_blocks()`.
-        """
-        grads = [
+    def gradients(self) -> list[Tensor]:
+        """`∇h` of each parameter, not to be changed: `.grad` itself where nothing is added; zeros where it has none."""
+        return [
             torch.zeros_like(param) if param.grad is None else regularised(param, group)
             for param, group in zip(self.params, self.groups, strict=True)
         ]
-        return self.matrix(grads)
 
-    def matrix(self, grads: Sequence[Tensor]) -> Tensor:
-        """Gradients shaped like the parameters as `gradient()` gives them."""
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        return self.pack([grad.to(dtype) for grad in grads])
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of preconditioned gradients, until they become the parameters' own: at least float32."""
+        return torch.promote_types(self.dtype, torch.float32)
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors shaped like the parameters as one matrix, laid out as `gradient()` is."""
-        return matrix_by_blocks(self.adapter.pack(self.spec, tensors), self.spec)
+    def matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Tensors shaped like the parameters as one matrix `[groups, out, in]`, as inverses see it.
 
-    def unpack(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The parts of `matrix`, laid out as `gradient()` is, that belong to each parameter, up to a final reshape."""
-        return self.adapter.unpack(self.spec, matrix_of_layer(matrix, self.spec))
+        That is by `spec.by_blocks()`. It may share memory with a lone tensor.
 
-    def split(self, matrix: Tensor) -> list[Tensor]:
-        """The parts of `matrix` that belong to each parameter, in its shape, dtype and memory layout.
-
-        The layout matters: torch's fused kernels read parameter, gradient and momentum side by side.
+        Args:
+            tensors: one for each parameter.
+            dtype: of the matrix; None is `wide_dtype`.
         """
-        return [
-            torch.empty_like(param).copy_(part.reshape(param.shape))
-            for part, param in zip(self.unpack(matrix), self.params, strict=True)
-        ]
+        dtype = dtype or self.wide_dtype
+        packed = self.adapter.pack(self.spec, [tensor.to(dtype) for tensor in tensors])
+        return matrix_by_blocks(packed, self.spec)
+
+    def precondition(self, grads: Sequence[Tensor]) -> Tensor:
+        """The preconditioned `gradients()`, laid out as `matrix()`, in the dtype in which the inverse is applied."""
+        matrix = self.matrix(grads, self.inverse.applied_dtype(self.state))
+        return self.inverse.apply(self.state, matrix, self.damping)
+
+    def split(self, matrix: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of what `precondition` gave that belong to each parameter, in `wide_dtype`.
+
+        Args:
+            matrix: not used by others: a part may share its memory.
+            like: the shape and memory layout of each part; what is to be multiplied element by element should be alike.
+        """
+        parts = self.adapter.unpack(self.spec, matrix_of_layer(matrix, self.spec))
+        dtype = self.wide_dtype
+        return [laid_out(part.reshape(each.shape), each, dtype) for part, each in zip(parts, like, strict=True)]
 
     def _decay(self) -> float:
         """Of the averages since the last fold."""
@@ -308,6 +316,13 @@ class KFACBlock:
         self._home = self.dtype, self.params[0].device
         self.under_way = None
         return self.blank_state()
+
+
+def laid_out(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in the memory layout of `like`, of its shape, and in `dtype`; itself where it is so already."""
+    if tensor.dtype == dtype and tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=dtype).copy_(tensor)
 
 
 def l2(group: Mapping[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch.profiler import record_function
 
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.execution import Agreement, Executor, Refresher
+from kfac_optim.execution import Agreement, Executor, Parts, Refresher
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.replay import Objective
 from kfac_optim.shards import is_sharded, local
 from kfac_optim.step_size import Group, Proposal, Sized, StepSize, by_group
-from kfac_optim.trust_region import inner_product
+from kfac_optim.trust_region import inner_product, square_sum
 from kfac_optim.validation import check_kfac_numbers
 
 
@@ -207,7 +208,6 @@ def _precondition(
     """The preconditioned gradients, what was measured of them, and blocks whose gradient had no inverse to meet."""
     covered: list[KFACBlock] = []
     unpreconditioned: list[str] = []
-    matrices: list[Tensor] = []
     with record_function("kfac.precondition"):
         for block in blocks:
             if block not in agreement.graded:
@@ -219,14 +219,14 @@ def _precondition(
             elif block.is_parametrized or _is_used(block):
                 unpreconditioned.append(block.name)
         here = executor.gradients(covered)
-        active, grads = [block for block, _ in here], [grad for _, grad in here]
-        matrices = executor.precondition(active, grads)
+        active, grads = [block for block, _ in here], [parts for _, parts in here]
+        parts = executor.precondition(active, grads)
     products: list[tuple[Group, Tensor]] = []
     measures: dict[str, Tensor] = {}
     if covered:
-        products, measures = _measure(covered, active, grads, matrices, executor)
+        products, measures = _measure(covered, active, grads, parts, executor)
     proposal = Proposal(
-        groups, state, covered, active, grads, matrices, products, kl_clip, count, executor, objective, finite
+        groups, state, covered, active, grads, parts, products, kl_clip, count, executor, objective, finite
     )
     return proposal, measures, unpreconditioned
 
@@ -240,23 +240,20 @@ def _is_used(block: KFACBlock) -> bool:
 def _measure(
     covered: Sequence[KFACBlock],
     blocks: Sequence[KFACBlock],
-    grads: Sequence[Tensor],
-    matrices: Sequence[Tensor],
+    grads: Sequence[Parts],
+    parts: Sequence[Parts],
     executor: Executor,
 ) -> tuple[list[tuple[Group, Tensor]], dict[str, Tensor]]:
     """`Δᵀ∇` of each param group, as weight and bias may be of several; and the measures of a `StepRecord`."""
     device = covered[0].params[0].device
     # Of every group that has covered blocks, also where these are preconditioned by other workers.
     groups: dict[int, Group] = {id(group): group for block in covered for group in block.groups}
-    pairs: list[tuple[Group, Tensor, Tensor]] = []
-    for block, matrix, grad in zip(blocks, matrices, grads, strict=True):
-        whole = all(group is block.group for group in block.groups)
-        parts = ((matrix,), (grad,)) if whole else (block.unpack(matrix), block.unpack(grad))
-        pairs += zip(block.groups, *parts, strict=False)
+    directions, gradients = list(chain.from_iterable(parts)), list(chain.from_iterable(grads))
+    pairs = zip((group for block in blocks for group in block.groups), directions, gradients, strict=True)
     found = {id(group): inner_product(lefts, rights, device) for group, lefts, rights in by_group(pairs)}
     nothing = inner_product([], [], device)
     sums = [found.get(key, nothing) for key in groups]
-    sums += [inner_product(matrices, matrices, device), inner_product(grads, grads, device)]
+    sums += [square_sum(directions, device), square_sum(gradients, device)]
     *by_groups, direction_square, gradient_square = executor.all_reduce_scalars(torch.stack(sums)).unbind()
     products = list(zip(groups.values(), by_groups, strict=True))
     measures = {

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks import KFACBlock, Missing
+from kfac_optim.blocks import KFACBlock, Missing, laid_out
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.shards import is_sharded
 
 Names = Callable[[], Mapping[nn.Parameter, str]]
 """Fully qualified names of the optimizer's parameters."""
+
+Parts = Sequence[Tensor]
+"""One tensor for each parameter of a block, in its shape."""
 
 
 class Agreement(NamedTuple):
@@ -102,16 +105,20 @@ class Executor(Protocol):
     def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
         """Samples refused in a row and refreshes failed in a row, of each block."""
 
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
-        """The gradient `[groups, out, in]` of those of `blocks` that have one whose direction is to be known here."""
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
+        """Those of `blocks` whose direction is to be known here, and `∇h` of each of their parameters, whole.
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
-        """The preconditioned gradient `[groups, out, in]` of each, for what `gradients` gave."""
+        They may be `.grad` itself, and are not to be changed.
+        """
 
-    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
-        """What the matrices of `blocks` are to each parameter that is updated here, of all blocks that are `covered`.
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
+        """What preconditioning makes of what `gradients` gave, in shape and layout like it, at least float32, new."""
 
-        As the parameter is, in shape, dtype and layout.
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        """What `precondition` gave for `blocks`, for each parameter that is updated here, of all that are `covered`.
+
+        As the parameter is, in shape, dtype and layout: torch's fused kernels read parameter, gradient and momentum
+        side by side. It may share the memory of what it is made of.
         """
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
@@ -261,19 +268,18 @@ class SingleDevice:
         numbers = torch.stack(counts).tolist()  # the one host synchronisation of it
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
-        return [(block, block.gradient()) for block in blocks]
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
+        return [(block, block.gradients()) for block in blocks]
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            block.inverse.apply(block.state, grad, block.damping) for block, grad in zip(blocks, grads, strict=True)
-        ]
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
+        # One after the other, so that the matrices of one are gone before those of the next are made.
+        return [block.split(block.precondition(parts), parts) for block, parts in zip(blocks, grads, strict=True)]
 
-    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         return {
-            param: part
-            for block, matrix in blocks.items()
-            for param, part in zip(block.params, block.split(matrix), strict=True)
+            param: laid_out(part, param, param.dtype)
+            for block, parts in blocks.items()
+            for param, part in zip(block.params, parts, strict=True)
             if param.grad is not None
         }
 

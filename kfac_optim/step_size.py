@@ -7,15 +7,17 @@ of one batch says little, and wherever a schedule of learning rates is known to 
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock, l2, regularised
-from kfac_optim.execution import Executor
+from kfac_optim.execution import Executor, Parts
 from kfac_optim.linalg import sandwich
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.quadratic import change, minimum
@@ -36,9 +38,9 @@ class Proposal:
         groups: the optimizer's param groups.
         state: the optimizer's state, for momentum buffers.
         covered: blocks whose gradients are preconditioned, by whatever worker.
-        blocks: those of them whose matrices are known here.
-        grads: the gradient of each, `[groups, out, in]`.
-        matrices: what preconditioning made of it, likewise.
+        blocks: those of them whose direction is known here.
+        grads: the gradient of each, not to be changed.
+        parts: what preconditioning made of it.
         products: `Δᵀ∇` over the parameters of each param group that has any, `[]`, of all workers.
         kl_clip: that all groups agree on.
         count: terms of the loss.
@@ -52,8 +54,8 @@ class Proposal:
     state: MutableMapping[Tensor, Any]
     covered: Sequence[KFACBlock]
     blocks: Sequence[KFACBlock]
-    grads: Sequence[Tensor]
-    matrices: Sequence[Tensor]
+    grads: Sequence[Parts]
+    parts: Sequence[Parts]
     products: Sequence[tuple[Group, Tensor]]
     kl_clip: float | None
     count: LossCount
@@ -62,8 +64,8 @@ class Proposal:
     finite: Tensor | None = None
 
     def direction(self) -> Direction:
-        """What the preconditioned matrices are to each parameter that is updated here and has a gradient."""
-        return self.executor.direction(dict(zip(self.blocks, self.matrices, strict=True)), self.covered)
+        """What preconditioning made of each gradient of the parameters that are updated here."""
+        return self.executor.direction(dict(zip(self.blocks, self.parts, strict=True)), self.covered)
 
     def momentum(self, param: nn.Parameter) -> Tensor | None:
         """That of earlier steps."""
@@ -164,7 +166,7 @@ class TrustRegion(StepSize):
         buffers = _buffers(proposal)
         promised = proposal.executor.all_reduce_scalars(_promised(buffers, one.device).reshape(1))[0]
         held = momentum_scale(promised, summed, proposal.kl_clip)
-        _scale(proposal.matrices, scale)
+        _scale(chain.from_iterable(proposal.parts), scale)
         _scale_momentum(proposal, buffers, held)
         return scale, held
 
@@ -174,16 +176,16 @@ class TrustRegion(StepSize):
             return one, one
         executor = proposal.executor
         steps, curved, grads = [], [], []
-        for block, grad, matrix in zip(proposal.blocks, proposal.grads, proposal.matrices, strict=True):
+        for block, grad, parts in zip(proposal.blocks, proposal.grads, proposal.parts, strict=True):
             if executor.keeps(block):  # each block counts once
-                steps.append(_whole_step(proposal, block, matrix))
-                curved.append(_times_factors(block, steps[-1].to(matrix.dtype)))
-                grads.append(grad)
+                steps.append(block.matrix(_whole_step(proposal, block, parts)))
+                curved.append(_times_factors(block, steps[-1]))
+                grads.append(block.matrix(grad))
         sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, grads, one.device)])
         quadratic, decrease = executor.add_up(sums).unbind()
         summed = max(block.clock.summed_terms for block in proposal.covered)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
-        _scale(proposal.matrices, scale)
+        _scale(chain.from_iterable(proposal.parts), scale)
         _scale_momentum(proposal, _buffers(proposal), scale)
         return scale, scale
 
@@ -326,11 +328,10 @@ def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.dev
     return decrease
 
 
-def _whole_step(proposal: Proposal, block: KFACBlock, matrix: Tensor) -> Tensor:
-    """What torch's SGD is about to take from the parameters, but for weight decay, `[groups, out, in]`."""
-    parts = []
-    for param, group, part in zip(block.params, block.groups, block.unpack(matrix), strict=True):
-        part = part.reshape(param.shape)
+def _whole_step(proposal: Proposal, block: KFACBlock, parts: Parts) -> Parts:
+    """What torch's SGD is about to take from the parameters, but for weight decay."""
+    steps = []
+    for param, group, part in zip(block.params, block.groups, parts, strict=True):
         mu, buffer = group["momentum"], proposal.momentum(param)
         step = part * (1 + mu if group["nesterov"] else 1)
         if mu != 0 and buffer is not None:
@@ -338,8 +339,8 @@ def _whole_step(proposal: Proposal, block: KFACBlock, matrix: Tensor) -> Tensor:
             sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
             carried = sign * mu * buffer.to(part.dtype)
             step = part + mu * (carried + part) if group["nesterov"] else added * part + carried
-        parts.append(step * _scalar(group["lr"], step.device) * (param.grad is not None))
-    return block.pack(parts)
+        steps.append(step * _scalar(group["lr"], step.device) * (param.grad is not None))
+    return steps
 
 
 def _times_factors(block: KFACBlock, matrix: Tensor) -> Tensor:
@@ -371,8 +372,13 @@ def _scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor, T
 
 
 def _scale(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    if factor.device.type == "cpu" and float(factor) == 1.0:  # which the host knows without waiting
+        return
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        tensor.mul_(factor.to(tensor.device, non_blocking=True))
+        by_device[tensor.device].append(tensor)
+    for device, alike in by_device.items():
+        torch._foreach_mul_(alike, factor.to(device, non_blocking=True))
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> float | Tensor:

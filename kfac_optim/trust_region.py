@@ -1,7 +1,8 @@
 """KL trust region: one scalar that bounds how far a step moves the model's predictive distribution."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,10 +62,37 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
     products = [_dot(a, b) for a, b in zip(left, right, strict=True)]
     if not products:
         return torch.zeros((), device=device)
-    return torch.stack([product.to(device, non_blocking=True) for product in products]).sum()
+    return torch.stack([_brought(product, device) for product in products]).sum()
+
+
+def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """`Σ ‖tensorᵢ‖²`, `[]` on `device`, at least float32; few launches for many tensors.
+
+    Args:
+        tensors: of any shapes and floating dtypes, on any devices.
+        device: where the scalar lives.
+    """
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.device, tensor.dtype].append(tensor)
+    if not alike:
+        return torch.zeros((), device=device)
+    norms = [
+        torch.stack(torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32)))
+        for (_, dtype), some in alike.items()
+    ]
+    return torch.cat([_brought(norm, device) for norm in norms]).square().sum()
+
+
+def _brought(numbers: Tensor, device: torch.device) -> Tensor:
+    return numbers if numbers.device == device else numbers.to(device, non_blocking=True)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
+    if not left.is_contiguous():  # where both lie alike in memory, read along it and copy nothing
+        strides = left.stride()
+        order = sorted(range(left.dim()), key=lambda axis: -strides[axis])
+        left, right = left.permute(order), right.permute(order)
     left, right = left.reshape(-1), right.reshape(-1)
     if left.dtype != right.dtype or left.dtype not in _WIDE:
         dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)

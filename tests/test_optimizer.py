@@ -35,7 +35,7 @@ from plain import (
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import Cholesky, KFACOptimizer
+from kfac_optim import Cholesky, KFACOptimizer, Structure
 from kfac_optim.distributed import DistributedConfig
 
 MakeParams = Callable[[nn.Module], Any]
@@ -553,9 +553,17 @@ def test_complex_parameters_step_as_under_sgd(foreach: bool | None) -> None:
 def test_a_preconditioned_step_leaves_every_gradient_bitwise_as_it_was(
     nesterov: bool, foreach: bool | None, kl_clip: float | None
 ) -> None:
-    model = nn.Sequential(mlp(), nn.LayerNorm(3, dtype=torch.float64))
+    model = nn.Sequential(mlp(), nn.LayerNorm(3), nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)).double()
+    foof = (Structure.DIAGONAL, Structure.IDENTITY)
     optimizer = KFACOptimizer(
-        model, lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1, foreach=foreach, kl_clip=kl_clip
+        model,
+        lr=0.1,
+        momentum=0.9,
+        nesterov=nesterov,
+        weight_decay=0.1,
+        foreach=foreach,
+        kl_clip=kl_clip,
+        structure={"3": foof},
     )
     for i in range(3):
         optimizer.zero_grad()

@@ -10,7 +10,7 @@ from oracles import assert_same
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer, LossTerms
-from kfac_optim.trust_region import inner_product, trust_region_scale
+from kfac_optim.trust_region import inner_product, square_sum, trust_region_scale
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -203,12 +203,35 @@ def test_a_reloaded_optimizer_bounds_the_next_step_of_a_summed_loss_like_an_unin
     assert step(twin, reloaded, 3.0) == step(model, optimizer, 3.0)
 
 
-@given(shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4))
-def test_inner_product_sums_over_tensors_of_any_shape_and_layout(shapes: list[list[int]]) -> None:
-    left, right = (
-        [torch.randn(shape).permute(tuple(reversed(range(len(shape))))) for shape in shapes] for _ in range(2)
-    )
+DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
+
+
+@st.composite
+def tensors(draw: st.DrawFn, shapes: list[list[int]]) -> list[Tensor]:
+    """Of these shapes, their dimensions in any order in memory."""
+    made = []
+    for shape in shapes:
+        order = draw(st.permutations(range(len(shape))))
+        backwards = sorted(range(len(shape)), key=lambda axis: order[axis])
+        made.append(torch.randn([shape[axis] for axis in order]).permute(backwards))
+    return made
+
+
+@given(shapes=st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=4), data=st.data())
+def test_inner_product_sums_over_tensors_of_any_shape_and_layout(shapes: list[list[int]], data: st.DataObject) -> None:
+    left, right = data.draw(tensors(shapes)), data.draw(tensors(shapes))
+    assert [list(tensor.shape) for tensor in left] == shapes
     expected = sum(float((a * b).sum()) for a, b in zip(left, right, strict=True))
     product = inner_product(left, right, torch.device("cpu"))
     assert product.shape == ()
     assert float(product) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(shapes=st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=4), data=st.data())
+def test_square_sum_is_taken_in_at_least_float32(shapes: list[list[int]], data: st.DataObject) -> None:
+    mixed = [tensor.to(data.draw(DTYPES)) for tensor in data.draw(tensors(shapes))]
+    found = square_sum(mixed, torch.device("cpu"))
+    expected = sum(float(tensor.double().square().sum()) for tensor in mixed)
+    narrow = any(tensor.dtype != torch.float64 for tensor in mixed)
+    assert found.shape == ()
+    assert float(found) == pytest.approx(expected, rel=1e-6 if narrow else 1e-14, abs=1e-12)

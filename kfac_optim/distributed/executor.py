@@ -27,7 +27,7 @@ from kfac_optim.distributed.statistics import StatisticsExchange
 from kfac_optim.distributed.strategies import Auto, FullySharded, Replicated, Sharded, Strategy
 from kfac_optim.distributed.transfer import Transfer, carry_out, leaves, nested
 from kfac_optim.distributed.voting import Ballot, largest, vote
-from kfac_optim.execution import Agreement, Names, SingleDevice, check_rank
+from kfac_optim.execution import Agreement, Names, Parts, SingleDevice, check_rank
 from kfac_optim.text import without_addresses
 
 # What a vote knows of a block on one rank; what a higher number says includes what a lower one does.
@@ -198,13 +198,13 @@ class DistributedExecutor(SingleDevice):
         status = self.exchange.status
         return [(status[block.name].refused, status[block.name].failed) for block in blocks]
 
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         return self.flow.gradients(blocks)
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         return self.flow.precondition(blocks, grads)
 
-    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         return self.flow.direction(blocks, covered)
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

@@ -14,7 +14,7 @@ from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like,
 from kfac_optim.distributed.gradients import sum_scalars, total_norm
 from kfac_optim.distributed.layouts import ShareBucket
 from kfac_optim.distributed.plan import Plan
-from kfac_optim.execution import SingleDevice
+from kfac_optim.execution import Parts, SingleDevice
 from kfac_optim.shards import local
 
 _ALONE = SingleDevice()
@@ -41,7 +41,7 @@ class RowGradients:
     def restore(self) -> None:
         pass
 
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         rank = self._communicator.rank
         values = {
             parcel_name(name, rank): local(_gradient(param, group))
@@ -50,19 +50,19 @@ class RowGradients:
         }
         pieces = self._exchange(to_owners, "rows of gradients", blocks, values)
         return [
-            (block, block.matrix([assemble(param, name, pieces) for name, param, _ in self._owned(block)]))
+            (block, [assemble(param, name, pieces) for name, param, _ in self._owned(block)])
             for block in blocks
             if self._owners[block.name] == rank
         ]
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         return _ALONE.precondition(blocks, grads)
 
-    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         values: dict[str, Tensor] = {}
-        for block, matrix in blocks.items():
-            for (name, param, _), part in zip(self._owned(block), block.unpack(matrix), strict=True):
-                values |= cut(part.reshape(param.shape), param, name)
+        for block, parts in blocks.items():
+            for (name, param, _), part in zip(self._owned(block), parts, strict=True):
+                values |= cut(part, param, name)
         pieces = self._exchange(from_owners, "rows of directions", covered, values)
         rank = self._communicator.rank
         return {

@@ -19,7 +19,7 @@ from kfac_optim.distributed.wire import (
     preconditioned_buckets,
     preconditioned_name,
 )
-from kfac_optim.execution import SingleDevice
+from kfac_optim.execution import Parts, SingleDevice
 from kfac_optim.partition import matrix_by_blocks, matrix_of_layer
 
 _ALONE = SingleDevice()
@@ -34,12 +34,12 @@ class GradientFlow(Protocol):
     def restore(self) -> None:
         """Undo `reduce`: have all gradients that other ranks have, as the owners are about to change."""
 
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]: ...
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]: ...
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]: ...
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]: ...
 
     def direction(
-        self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]
+        self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]
     ) -> dict[nn.Parameter, Tensor]: ...
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]: ...
@@ -67,16 +67,16 @@ class ReplicatedGradients:
     def restore(self) -> None:
         pass
 
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         return _ALONE.gradients(blocks)
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         rank = self._communicator.rank
         here = [block for block in blocks if rank in self._workers[block.name]]
-        grad_of = dict(zip(blocks, grads, strict=True))
-        matrices = dict(zip(here, _ALONE.precondition(here, [grad_of[block] for block in here]), strict=True))
         if len(here) == len(blocks) and all(len(workers) == self._plan.ranks for workers in self._workers.values()):
-            return [matrices[block] for block in blocks]
+            return _ALONE.precondition(blocks, grads)
+        grad_of = dict(zip(blocks, grads, strict=True))
+        matrices = {block: block.precondition(grad_of[block]) for block in here}
         by_name = {block.name: block for block in blocks}
         for bucket in preconditioned_buckets(self._plan, by_name):
             values = {
@@ -91,11 +91,11 @@ class ReplicatedGradients:
                 found = received.get(preconditioned_name(name, rank % len(workers)))
                 if found is not None:
                     spec = block.spec
-                    matrix = found.to(grad_of[block].dtype).view(spec.groups, spec.out_dim, spec.in_dim)
+                    matrix = found.view(spec.groups, spec.out_dim, spec.in_dim)
                     matrices[block] = matrix_by_blocks(matrix, spec)
-        return [matrices[block] for block in blocks]
+        return [block.split(matrices[block], grad_of[block]) for block in blocks]
 
-    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         return _ALONE.direction(blocks, covered)
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
@@ -154,13 +154,13 @@ class ShardedGradients:
         if self.reduced:
             self._gather(lambda param: torch.zeros_like(param) if param.grad is None else param.grad, _set_gradient)
 
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Tensor]]:
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         return _ALONE.gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Tensor]) -> list[Tensor]:
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         return _ALONE.precondition(blocks, grads)
 
-    def direction(self, blocks: Mapping[KFACBlock, Tensor], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         return _ALONE.direction(blocks, covered)
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

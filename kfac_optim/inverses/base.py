@@ -101,7 +101,17 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def apply(self, state: S, grad: Tensor, damping: float) -> Tensor:
-        """Precondition `[groups, out, in]`; `damping` is for representations that can change it without a refresh."""
+        """Precondition `[groups, out, in]`; `damping` is for representations that can change it without a refresh.
+
+        The result is a new tensor, in at least float32; but in `applied_dtype` where `grad` is.
+        """
+
+    def applied_dtype(self, state: S) -> torch.dtype | None:
+        """In which `apply` computes, whatever it is given; None is that of the factors, but at least float32.
+
+        `grad` is best made in it: to be cast afterwards takes another pass over all parameters.
+        """
+        return None
 
     @abstractmethod
     def factors(self, state: S) -> tuple[Tensor | None, Tensor | None]:

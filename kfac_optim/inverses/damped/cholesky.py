@@ -90,7 +90,11 @@ class Cholesky(PairInverse[CholeskyState]):
                 take_reciprocals(equal)
 
     def apply(self, state: CholeskyState, grad: Tensor, damping: float) -> Tensor:
-        return sandwich(state.g_inverse, grad.to(state.applied), state.a_inverse).to(state.condition.dtype)
+        direction = sandwich(state.g_inverse, grad.to(state.applied), state.a_inverse)
+        return direction if grad.dtype == state.applied else direction.to(state.condition.dtype)
+
+    def applied_dtype(self, state: CholeskyState) -> torch.dtype | None:
+        return state.applied
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         return factor.packed, factor.numel
