@@ -21,6 +21,21 @@ def inline_only(function: F) -> F:
     return function
 
 
+def as_one_node(function: F) -> F:
+    """`function` for modes to call while they are traced: it stands in the graph as one node, run outside all modes.
+
+    Dynamo makes what a mode does part of the graph, and then runs the graph in that mode all the same
+    (https://github.com/pytorch/pytorch/pull/196056): a backend that calls the graph's functions one by one, such as
+    "eager", would show the mode each of them a second time.
+    """
+
+    def node(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return torch.compiler.allow_in_graph(node)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @inline_only
 def call_as_it_is(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call `function` as a part of the graph that is being traced, if there is one, else with all within uncompiled."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from kfac_optim.autograd import no_view
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.dynamo import call_as_it_is, inline_only
+from kfac_optim.dynamo import as_one_node, call_as_it_is, inline_only
 from kfac_optim.hooks import Handle, is_on
 
 Function = Callable[..., Any]
@@ -109,11 +109,6 @@ _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
 }
 
 
-def _traceable(func: Function) -> Function:
-    """`func`, or its equal where `torch.compile` cannot trace it within a mode, as it is written in Python."""
-    return torch.unflatten if func is torch.Tensor.unflatten else func
-
-
 _OTHER_LAYERS: frozenset[Function] = frozenset(
     {
         *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
@@ -122,7 +117,20 @@ _OTHER_LAYERS: frozenset[Function] = frozenset(
 )
 
 
-_WATCHED: Mapping[Function, Any] = {**_PRODUCTS, **dict.fromkeys(_OTHER_LAYERS)}
+_WATCHED: Mapping[Function, Function] = {func: as_one_node(func) for func in (*_PRODUCTS, *_OTHER_LAYERS)}
+"""Each function that the mode looks at → what it calls instead in a graph."""
+
+
+@inline_only
+def _traceable(func: Function) -> Function:
+    """`func`, or its equal while a mode is traced by `torch.compile`."""
+    if func is torch.Tensor.unflatten:
+        return torch.unflatten  # which is written in Python; dynamo cannot trace the method within a mode
+    if torch.compiler.is_compiling():
+        for watched, node in _WATCHED.items():
+            if func is watched:
+                return node
+    return func
 
 
 @inline_only

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kfac_optim import BlockDiagonal, KFACOptimizer, LossTerms, Structure, Subsample
 
 BACKEND = "aot_eager"  # traces and partitions as inductor does, and computes with eager kernels
+BACKENDS = [BACKEND, "eager"]  # which calls torch's functions as the model does, in whatever mode the graph is called
 
 
 class Tied(nn.Module):
@@ -180,12 +181,13 @@ def all_factors(optimizer: KFACOptimizer) -> dict[str, list[Tensor]]:
     return {name: [f for f in pair if f is not None] for name, pair in optimizer.factors().items()}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_compiled_model_takes_the_steps_of_the_eager_one_in_two_graphs(case: Case, order: Any) -> None:
+def test_a_compiled_model_takes_the_steps_of_the_eager_one_in_two_graphs(case: Case, order: Any, backend: str) -> None:
     model, twin = build(case)
     options = {"lr": 0.1, "momentum": 0.9, "factor_update_period": 2, "inverse_update_period": 4, **case.options}
-    counter = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     torch._dynamo.utils.counters.clear()
     call, optimizer = order(model, counter, case.fullgraph, **options)
     reference = KFACOptimizer(twin, **options)
@@ -330,15 +332,16 @@ class Recurrent(nn.Module):
         return self.after(self.lstm(torch.tanh(self.before(x)))[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @reads_grad
-def test_a_model_that_breaks_the_graph_is_measured_in_all_its_pieces() -> None:
+def test_a_model_that_breaks_the_graph_is_measured_in_all_its_pieces(backend: str) -> None:
     torch.manual_seed(0)
     model = Recurrent().double()
     twin = copy.deepcopy(model)
     options: dict[str, Any] = {"lr": 0.1, "loss_terms": LossTerms.POSITIONS}
     optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
     case = Case(Recurrent, lambda seed: ((random(seed, 3, 5, 4),), {}))
-    train(torch.compile(model, backend=BACKEND), optimizer, case, range(3))
+    train(torch.compile(model, backend=backend), optimizer, case, range(3))
     train(twin, reference, case, range(3))
     assert_identical(all_factors(optimizer), all_factors(reference))
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
@@ -354,14 +357,15 @@ class Residual(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @reads_grad
-def test_blocks_compiled_one_by_one_are_measured() -> None:
+def test_blocks_compiled_one_by_one_are_measured(backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Residual(), Residual(), nn.Linear(4, 3)).double()
     twin = copy.deepcopy(model)
     options: dict[str, Any] = {"lr": 0.1, "factor_update_period": 2}
     optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
-    counter = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     for residual in model[:2]:
         residual.compile(backend=counter, fullgraph=True)
     train(model, optimizer, CASES["linear"], range(4))
@@ -384,13 +388,14 @@ class Borrowed(nn.Module):
         return self.head(hidden.mean(-1))
 
 
-def test_a_weight_that_is_also_used_out_of_sight_is_left_to_sgd_as_in_eager_mode() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_that_is_also_used_out_of_sight_is_left_to_sgd_as_in_eager_mode(backend: str) -> None:
     torch.manual_seed(0)
     model = Borrowed().double()
     twin = copy.deepcopy(model)
     optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
     case = Case(Borrowed, lambda seed: ((random(seed, 6, 2, 5),), {}))
-    for call, each in ((torch.compile(model, backend=BACKEND, fullgraph=True), optimizer), (twin, reference)):
+    for call, each in ((torch.compile(model, backend=backend, fullgraph=True), optimizer), (twin, reference)):
         with pytest.warns(UserWarning, match=r"'conv\.weight' is used by conv1d outside its own layer"):
             train(call, each, case, range(1))
         train(call, each, case, range(1, 3))
