@@ -66,7 +66,7 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """`Σ ‖tensorᵢ‖²`, `[]` on `device`, at least float32; few launches for many tensors.
+    """`Σ ‖tensorᵢ‖²`, `[]` on `device`, at least float32; on an accelerator few launches for many tensors.
 
     Args:
         tensors: of any shapes and floating dtypes, on any devices.
@@ -77,11 +77,14 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         alike[tensor.device, tensor.dtype].append(tensor)
     if not alike:
         return torch.zeros((), device=device)
-    norms = [
-        torch.stack(torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32)))
-        for (_, dtype), some in alike.items()
-    ]
-    return torch.cat([_brought(norm, device) for norm in norms]).square().sum()
+    squares: list[Tensor] = []
+    for (where, dtype), some in alike.items():
+        if where.type == "cpu":  # norms take longer there, and lose more digits
+            squares.append(torch.stack([_dot(tensor, tensor) for tensor in some]))
+        else:
+            norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))
+            squares.append(torch.stack(norms).square())
+    return torch.cat([_brought(each, device) for each in squares]).sum()
 
 
 def _brought(numbers: Tensor, device: torch.device) -> Tensor:

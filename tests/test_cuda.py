@@ -15,6 +15,7 @@ from test_waits import expected
 from torch import nn
 
 from kfac_optim import Background, KFACOptimizer
+from kfac_optim.trust_region import square_sum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -101,3 +102,16 @@ def test_training_on_cuda_equals_that_on_the_cpu() -> None:
             optimizer.step()
         results.append([param.detach().cpu() for param in model.parameters()])
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+
+
+def test_square_sum_is_that_of_all_tensors_wherever_they_are() -> None:
+    tensors = [torch.randn(size, dtype=torch.float64) for size in (1, 0, 300, 70_000)]
+    mixed = [
+        tensor.to(device, dtype)
+        for tensor in tensors
+        for device in ("cpu", "cuda")
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    ]
+    found = square_sum(mixed, torch.device("cuda"))
+    assert found.device.type == "cuda"
+    assert float(found) == pytest.approx(sum(float(tensor.double().square().sum()) for tensor in mixed), rel=1e-5)
