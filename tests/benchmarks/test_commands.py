@@ -4,13 +4,14 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import autoencoders, refresh, shapes
+from benchmarks import autoencoders, language, refresh, shapes, step_cost
 from benchmarks.__main__ import main
 from benchmarks.curves import curves
 from benchmarks.models import Autoencoder, ResNet50, Transformer
@@ -45,7 +46,9 @@ def test_quickstart_leaves_a_table_a_plot_and_figures(tmp_path: Path, capsys: py
     assert [point["steps"] for point in sgd] == [point["steps"] for point in kfac]
 
 
-def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path) -> None:
+def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(step_cost.WORKLOADS["transformer"], model=partial(Transformer, width=64, hidden=256, layers=1))
+    monkeypatch.setitem(step_cost.WORKLOADS, "transformer", small)
     out = tmp_path / "cost.json"
     run("step-cost", "--quick", "--models", "transformer", "--periods", "1,2", "--out", out)
     exact, fast = json.loads(out.read_text())["models"]
@@ -114,8 +117,9 @@ def test_a_tied_transformer_of_gpt2s_size_has_its_number_of_parameters() -> None
 
 @pytest.mark.parametrize("model", ["transformer", "lstm"])
 def test_language_leaves_a_table_a_plot_and_figures(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(language, "_VALIDATION_BATCHES", 2)
     (tmp_path / "input.txt").write_text("so much depends upon a red wheel barrow\n" * 50)
     run("language", "--quick", "--model", model, "--data-dir", tmp_path, "--out", tmp_path)
     assert "lowest bits per character" in capsys.readouterr().out

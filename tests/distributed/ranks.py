@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ class RankError(AssertionError):
 
 @dataclass
 class _Worker:
-    process: SpawnProcess
+    process: ForkServerProcess
     connection: Connection
 
 
 class Ranks:
-    """P processes that stay, since starting one costs seconds; after a failure the next call starts new ones."""
+    """P processes that stay; after a failure the next call starts new ones.
+
+    All are forked off one process that has imported what they need, which costs seconds, and has done nothing else.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -78,7 +81,8 @@ class Ranks:
     def _start(self) -> None:
         if self._workers:
             return
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["pytest", "hypothesis", "kfac_optim.distributed"])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = Path(self._folder.name, "store")
         for rank in range(self.world_size):

@@ -479,12 +479,12 @@ def test_gradients_that_nobody_averaged_are_noticed_at_the_first_step(two_ranks:
 
 
 def failing_rank(rank: int, kill: bool) -> str:
-    training = Training(rank, strategy=Sharded(), flags=None, timeout=timedelta(seconds=3))
+    training = Training(rank, strategy=Sharded(), flags=None, timeout=timedelta(seconds=2))
     training.run(plain, range(2))
     if rank == 1:
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(8)
+        time.sleep(6)  # longer than the time-out and the roll call
         return ""
     try:
         training.run(plain, range(2, 4))
