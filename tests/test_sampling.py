@@ -242,6 +242,8 @@ def test_of_every_family_the_moments_are_those_of_the_rows_that_were_drawn(
             assert_same(stats.input_moment(DIAGONAL), taken.diagonal(dim1=1, dim2=2))
         found_a, found_g = stats.rows()
         assert_same((found_a.flatten(1, 2), found_g.flatten(1, 2)), (a, sample.weight**0.5 * g))
+        squares = stats.squared_gradients(None, None, dtype=torch.float64, per_example=False)
+        assert_same(squares, (sample.weight * g.square().mT @ a.square()).expand_as(squares))
     assert sampled
     optimizer.step()
 
