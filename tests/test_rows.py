@@ -6,7 +6,7 @@ from oracles import assert_same
 from torch import Tensor
 
 from kfac_optim import Structure
-from kfac_optim.rows import _feature_major, active_rows, gram
+from kfac_optim.rows import _feature_major, active_rows, channel_moments, examples_at_once, gram
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -73,3 +73,46 @@ def test_rows_are_active_where_any_feature_of_any_group_is(rows: Tensor, data: s
     rows = torch.where(zeros, 0.0, rows)
     rows = torch.where(torch.rand_like(rows) < 0.1, torch.nan, rows)
     assert torch.equal(active_rows(rows), (rows != 0).any(-1).any(0))
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=2, max_size=5),
+    dtype=st.sampled_from((torch.bfloat16, torch.float32, torch.float64)),
+    channels_last=st.booleans(),
+    on_host=st.booleans(),
+    in_cache=st.sampled_from((1, 20, 2**17)),
+)
+def test_moments_of_channels(
+    shape: list[int], dtype: torch.dtype, channels_last: bool, on_host: bool, in_cache: int
+) -> None:
+    features = (1 + torch.randn(shape)).to(dtype)
+    if channels_last:
+        features = features.movedim(1, -1).contiguous().movedim(-1, 1)
+    by_channel = features.double().transpose(0, 1).flatten(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kfac_optim.rows._IN_CACHE", in_cache)
+        if not on_host:
+            patch.setattr("kfac_optim.rows.on_host", lambda _: False)
+        mean, variance = channel_moments(features, torch.float32)
+    assert mean.dtype == variance.dtype == torch.promote_types(dtype, torch.float32)
+    rtol = 1e-12 if dtype is torch.float64 else 1e-5
+    assert_same(mean.double(), by_channel.mean(1), rtol=rtol)
+    assert_same(variance.double(), by_channel.var(1, correction=0), rtol=rtol)
+
+
+def test_moments_of_channels_far_from_zero_lose_no_digits() -> None:
+    features = 1000 + torch.randn(64, 3, 8, 8).float()
+    _, variance = channel_moments(features, torch.float32)
+    assert_same(variance.double(), features.double().var((0, 2, 3), correction=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "examples"), [((5, 2**15), 4), ((5, 2**18), 1), ((0, 3), 1), ((7, 0), 7), ((9, 2), 2**16)]
+)
+def test_examples_are_as_many_as_a_cache_holds(shape: tuple[int, int], examples: int) -> None:
+    assert examples_at_once(torch.empty(shape)) == examples
+
+
+def test_on_a_device_all_examples_are_worked_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfac_optim.rows.on_host", lambda _: False)
+    assert examples_at_once(torch.empty(5, 2**18)) == 5

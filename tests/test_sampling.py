@@ -81,6 +81,16 @@ def test_rows_are_drawn_without_replacement_and_stand_for_all(
     assert torch.equal(drawn[0, :, 0, 0] // rows[1], sample.examples)
 
 
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=5), data=st.data())
+def test_examples_are_taken_whatever_the_order_of_the_memory(shape: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    tensor = torch.randn(shape).permute(order).contiguous().permute([order.index(axis) for axis in range(len(shape))])
+    sample = Draw(Subsample(2), 0, "layer").rows(len(tensor), 1, CPU)
+    if sample is not None:
+        assert torch.equal(sample.of_batch(tensor), tensor[sample.examples])
+        assert torch.equal(sample.part(1, 2).of_batch(tensor), tensor[sample.examples[1:]])
+
+
 def test_the_draw_depends_on_seed_step_and_layer_alone() -> None:
     def drawn(seed: int, step: int, layer: str) -> list[int]:
         sample = Draw(Subsample(examples=5, positions=3, seed=seed), step, layer).rows(100, 100, CPU)
@@ -232,6 +242,8 @@ def test_of_every_family_the_moments_are_those_of_the_rows_that_were_drawn(
             assert_same(stats.input_moment(DIAGONAL), taken.diagonal(dim1=1, dim2=2))
         found_a, found_g = stats.rows()
         assert_same((found_a.flatten(1, 2), found_g.flatten(1, 2)), (a, sample.weight**0.5 * g))
+        squares = stats.squared_gradients(None, None, dtype=torch.float64, per_example=False)
+        assert_same(squares, (sample.weight * g.square().mT @ a.square()).expand_as(squares))
     assert sampled
     optimizer.step()
 

@@ -1,7 +1,7 @@
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,11 +13,13 @@ from oracles import assert_same
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, Subsample, WeightSharing
 from kfac_optim.calls import LayerCall
+from kfac_optim.sampling import Draw
 
 pytestmark = pytest.mark.usefixtures("float64")
 
+KEPT = (Structure.DENSE, Structure.DIAGONAL)
 FAMILIES = ["layer", "rms", "group", "batch", "instance"]
 
 
@@ -194,6 +196,31 @@ def test_rows_are_the_gradients_of_each_unit_and_sum_to_the_parameters(case: Nor
     assert_same(stats.input_moment(Structure.DENSE), torch.full((spec.groups, 1, 1), float(stats.count)))
     for part, param in zip(adapter.unpack(spec, matrix), trained(module).values(), strict=True):
         assert torch.equal(part.reshape(param.shape), param.grad)
+
+
+@pytest.mark.parametrize("choice", [Subsample(), Subsample(3), Subsample(3, 2)], ids=repr)
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data(), sharing=st.sampled_from(WeightSharing), structure=st.sampled_from(KEPT))
+def test_moments_do_not_depend_on_how_many_examples_are_worked_on_at_a_time(
+    family: str, choice: Subsample, data: st.DataObject, sharing: WeightSharing, structure: Structure
+) -> None:
+    assume(sharing is WeightSharing.EXPAND or choice.positions is None)
+    case = data.draw(norm_cases(family))
+    module, features = case.module(), case.input()
+    adapter = DEFAULT_ADAPTERS[type(module)]
+    (spec,) = adapter.specs(module, "", set(trained(module)))
+    call = LayerCall(features, torch.randn(case.shape), training=case.training)
+    found = []
+    for in_cache in (1, 2 * features.numel() // case.examples, 2**17):
+        stats = adapter.statistics(module, replace(spec, weight_sharing=sharing), call, torch.float64)
+        stats.subsample(Draw(choice, 0, ""))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kfac_optim.rows._IN_CACHE", in_cache)
+            found.append(stats.output_moment(structure))
+    _, g = stats.rows()
+    expected = g.flatten(1, 2).mT @ g.flatten(1, 2)
+    for moment in found:
+        assert_same(moment, expected if structure is Structure.DENSE else expected.diagonal(dim1=1, dim2=2))
 
 
 class _Mean(nn.Module):
