@@ -1,5 +1,6 @@
 """Ranks that come too late."""
 
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -58,7 +59,8 @@ def test_a_collective_that_times_out_names_bucket_layers_and_ranks(
         found = two_ranks.run(slow_on_rank_1, in_backward, timeout=60.0)
     finally:
         two_ranks.stop()  # their groups are of no more use
-    assert f"kfac_optim: on rank 0 of 2 the collective of {told} failed after 2." in found[0]
+    # Before the slow rank woke up, on a machine that may be busy.
+    assert re.search(rf"kfac_optim: on rank 0 of 2 the collective of {re.escape(told)} failed after [2-5]\.", found[0])
     assert "(time-out 2 s)" in found[0]
     assert "No word from rank 1" in found[0]
     assert "start all ranks again from the last checkpoint" in found[0]

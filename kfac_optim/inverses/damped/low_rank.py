@@ -114,7 +114,7 @@ class LowRank(PairInverse[LowRankState]):
         ValueError: one of both is not positive.
     """
 
-    rank: int = 64
+    rank: int = 32
     iterations: int = 2
 
     def __post_init__(self) -> None:
@@ -144,10 +144,8 @@ class LowRank(PairInverse[LowRankState]):
         if scales:
             scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
             direction = direction * scale.view(-1, 1, 1)
-        direction = _deflate(g, direction) if isinstance(g, Deflation) else sandwich(g, direction, None)
-        if isinstance(a, Deflation):
-            return _deflate(a, direction.mT).mT
-        return sandwich(None, direction, a)
+        direction = _deflate_rows(g, direction) if isinstance(g, Deflation) else sandwich(g, direction, None)
+        return _deflate_columns(a, direction) if isinstance(a, Deflation) else sandwich(None, direction, a)
 
     def counters(self, state: LowRankState) -> dict[str, Tensor]:
         return super().counters(state) | {"cutoff_A": state.cutoff[0], "cutoff_G": state.cutoff[1]}
@@ -251,12 +249,13 @@ def _identity(factor: Factor, rank: int, dtype: torch.dtype) -> Deflation | Tens
     return Deflation(basis, basis.new_zeros(factor.groups, rank), basis.new_ones(factor.groups))
 
 
-def _deflate(side: Deflation, matrix: Tensor) -> Tensor:
-    """`(I - basis · diag(weights) · basisᵀ) matrix`, in place.
-
-    Args:
-        side: of n groups, or of one for all.
-        matrix: `[n, d, columns]`.
-    """
+def _deflate_rows(side: Deflation, matrix: Tensor) -> Tensor:
+    """`(I - basis · diag(weights) · basisᵀ) matrix`, in place; `matrix` `[n, d, columns]`, `side` of n groups or 1."""
     parts = side.weights.unsqueeze(-1) * (side.basis.mT @ matrix)
     return matrix.baddbmm_(side.basis.expand(len(matrix), -1, -1), parts, alpha=-1)
+
+
+def _deflate_columns(side: Deflation, matrix: Tensor) -> Tensor:
+    """`matrix (I - basis · diag(weights) · basisᵀ)`, in place; `matrix` `[n, rows, d]`, `side` of n groups or 1."""
+    parts = (matrix @ side.basis) * side.weights.unsqueeze(-2)
+    return matrix.baddbmm_(parts, side.basis.mT.expand(len(matrix), -1, -1), alpha=-1)
