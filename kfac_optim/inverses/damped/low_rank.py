@@ -101,8 +101,9 @@ class LowRank(PairInverse[LowRankState]):
     Refreshing costs about `2 (iterations + 1) r d²` operations for a factor wider than 2r, others are inverted by
     `Cholesky`; applying `4r` for each element of the gradient where `Cholesky` takes `2d`. An inverse is `r·d` numbers.
 
-    Use it where layers are wide and steps dear; the memory of inverses nearly vanishes too. Products want the full precision of float32: the
-    small rest of a leading direction is a difference, so that TF32, which has 10 bits, would leave a thousandth of it.
+    Use it where layers are wide and steps dear; the memory of inverses nearly vanishes too. Products want the full
+    precision of float32: the small rest of a leading direction is a difference, so that TF32, which has 10 bits, would
+    leave a thousandth of it.
 
     Args:
         rank: r, of each factor and group.
