@@ -206,7 +206,7 @@ def test_inverses_are_equal_by_their_choices(inverse: Inverse[Any]) -> None:
     ("one", "other"),
     [
         (DoublyFactored(2), DoublyFactored(3)),
-        (LowRank(), LowRank(32)),
+        (LowRank(), LowRank(64)),
         (LowRank(), LowRank(iterations=1)),
         (NewtonSchulz(), NewtonSchulz(steps=9)),
         (NewtonSchulz(), NewtonSchulz(tolerance=0.1)),

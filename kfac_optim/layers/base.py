@@ -197,7 +197,7 @@ class RowStatistics(LayerStatistics):
         return a, self.weighed_gradients()
 
     def weighed_gradients(self) -> Tensor:
-        """`g` of `rows`."""
+        """The output gradients alone, as `rows` gives them."""
         g = self._block_gradients(self.call.gradient)
         return g if self._sample is None else g * self._sample.weight**0.5
 
