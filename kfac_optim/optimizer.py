@@ -449,8 +449,8 @@ class KFACOptimizer(Optimizer):
         (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not
         finite), `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input
         changed in place before backward, or a second backward though the graph was not retained), of `EKFAC`
-        `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`; of `LowRank` `cutoff_A` and `cutoff_G` (largest
-        eigenvalue given up, in units of the damping); `blocks`, `blocks_without_statistics`, and
+        `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`; of `LowRank` `cutoff_A` and `cutoff_G` (the
+        smallest eigenvalue kept, in units of the damping); `blocks`, `blocks_without_statistics`, and
         `unpreconditioned_blocks` in this step. What is not known yet is absent.
         """
         self._skipped.look()

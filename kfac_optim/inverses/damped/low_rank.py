@@ -103,7 +103,7 @@ class LowRank(PairInverse[LowRankState]):
 
     Use it where layers are wide and steps dear; the memory of inverses nearly vanishes too. Products want the full
     precision of float32: the small rest of a leading direction is a difference, so that TF32, which has 10 bits, would
-    leave a thousandth of it.
+    leave it off by a thousandth of the whole.
 
     Args:
         rank: r, of each factor and group.
