@@ -138,7 +138,7 @@ class Eigenpairs(NamedTuple):
 
 
 def leading_eigenpairs(matrix: Tensor, shift: Tensor, start: Tensor, iterations: int) -> Eigenpairs:
-    """The largest eigenvalues by subspace iteration on `matrix + shift·I` and Rayleigh-Ritz (Halko et al. 2011, §5.1).
+    """The largest eigenvalues by subspace iteration on `matrix + shift·I` and Rayleigh-Ritz (Halko et al. 2011).
 
     An iteration turns the subspace away from each eigenvector left out, of eigenvalue e, and towards one kept, of
     eigenvalue d, by the factor `(d + shift) / (e + shift)`. The shift keeps what lies outside the range of a matrix of

@@ -6,7 +6,7 @@ products with each dense factor, at every step.
 | | what it divides the gradient by | refresh | apply | use it |
 |---|---|---|---|---|
 | `Cholesky` | damped `A`, damped `G` | d³ | 1 | first |
-| `LowRank` | nearly the same: r eigenvectors of each, the rest by its mean | 6 r d² | 2r/d | beside wide layers |
+| `LowRank` | nearly the same: r eigenvectors of each, the rest by its mean | 6 r d² | 2r/d | for wide layers |
 | `NewtonSchulz` | the same | 48 d³, products alone | 1 | where products are far faster than factorisations |
 | `Eigen` | `A ⊗ G + λI` | 25 d³ | 2 | where λ changes from step to step |
 | `OnlineEigen` | nearly the same | 9 d³ on average | 2 | as `Eigen`, where decompositions are slow |

@@ -4,7 +4,7 @@ import oracles
 import pytest
 import states
 import torch
-from cases import LayerCase, any_loss, displacement, free_optimizer, linear_cases, snapshot
+from cases import any_loss, displacement, free_optimizer, snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import assert_same
@@ -96,19 +96,18 @@ def test_factors_of_no_higher_rank_are_inverted_as_by_cholesky(
     assert_same(found, expected, rtol=1e-7)
 
 
-@settings(max_examples=20)
-@given(case=linear_cases(), damping=st.sampled_from([1e-2, 1.0]))
-def test_the_step_of_a_layer_whose_factors_are_of_low_rank_solves_its_system(case: LayerCase, damping: float) -> None:
-    module = case.module()
-    optimizer = free_optimizer(module, inverse=LowRank(6), damping=damping)
+@settings(max_examples=10)
+@given(dims=st.tuples(*[st.integers(12, 20)] * 2), rows=st.integers(1, 4), damping=st.sampled_from([1e-2, 1.0]))
+def test_the_step_of_a_layer_whose_factors_are_of_low_rank_solves_its_system(
+    dims: tuple[int, int], rows: int, damping: float
+) -> None:
+    module = nn.Linear(*dims)
+    optimizer = free_optimizer(module, inverse=LowRank(5, iterations=300), damping=damping)
     before = snapshot(module)
-    any_loss(module(case.input())).backward()
+    any_loss(module(torch.randn(rows, dims[0]))).backward()
     optimizer.step()
     grad = oracles.gradient_matrix(module)
-    a, g = optimizer.factors()[""]
-    if int(torch.linalg.matrix_rank(a).max()) > 6 or int(torch.linalg.matrix_rank(g).max()) > 6:
-        return
-    curvature = oracles.damped_kronecker(a, g, grad, damping)
+    curvature = oracles.damped_kronecker(*optimizer.factors()[""], grad, damping)
     assert_same(displacement(module, before), oracles.solve(curvature, grad), rtol=1e-6)
 
 
@@ -162,7 +161,6 @@ def test_in_float32_a_leading_direction_of_a_million_dampings_keeps_its_small_re
 
 # -- the eigenpairs ----------------------------------------------------------------------------------------------
 
-# `measured_state` of rank 20 and damping 0.1.
 measured_state = partial(states.measured_state, LowRank(2), 8, 9)
 
 
@@ -234,8 +232,7 @@ def test_condition_and_cutoff_are_those_of_the_worst_group() -> None:
     inverse = LowRank(3, iterations=200)
     state = state_with(inverse, a, torch.eye(2))
     inverse.refresh([state], [0.01])
-    shift, rest = float(shifts(a, torch.eye(2), 0.01)[0]), float(2.0 ** -torch.arange(3.0, 12.0).mean())
-    rest = float((2.0 ** -torch.arange(3.0, 12.0)).mean())
+    shift, rest = float(shifts(a, torch.eye(2), 0.01)[0]), float((2.0 ** -torch.arange(3.0, 12.0)).mean())
     assert_same(state.cutoff, torch.tensor([0.25 / shift, 0.0]), rtol=1e-7)
     assert float(state.condition[0]) == pytest.approx((1 + shift) / (rest + shift), rel=1e-7)
     counters = inverse.counters(state)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfac_optim.damping import Damped
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, Result, batches
+from kfac_optim.inverses.base import EIGH_FLOPS, FactorJob, PairInverse, PairState, Result, batches
 from kfac_optim.inverses.damped.base import (
     DampedJob,
     damped_factors,
@@ -21,9 +21,6 @@ from kfac_optim.linalg import leading_eigenpairs, random_basis, sandwich
 from kfac_optim.pairs import of_part
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.validation import check_integer
-
-# Of the r³ of an eigendecomposition, on the scale where a product `[m, n] × [n, k]` is 2mnk.
-_EIGH = 25.0
 
 
 class Deflation(NamedTuple):
@@ -92,8 +89,9 @@ class LowRank(PairInverse[LowRankState]):
     Bishop 1999, §3.2, of covariances). With its damping `γ` (π-balanced, Martens & Grosse 2015, §6.3) the inverse is
     `(I - U diag(1 - (μ+γ)/(d+γ)) Uᵀ) / (μ+γ)`. Eigenvalues of factors fall fast, and those below the damping hardly
     matter (Puiu 2022, arXiv:2206.15397): what `Cholesky` would do to a direction that is left out, of eigenvalue `e`,
-    is off by the factor `(e+γ)/(μ+γ)`, and no `e` much exceeds the smallest eigenvalue kept. That one over `γ` is
-    `cutoff_A` and `cutoff_G` in `metrics()`: below 1 no direction is off by more than a factor of two.
+    is off by the factor `(e+γ)/(μ+γ)`, and once the iteration has followed the factor no `e` exceeds the smallest
+    eigenvalue kept. That one over `γ` is `cutoff_A` and `cutoff_G` in `metrics()`: below 1 no direction is then off by
+    more than a factor of two.
 
     The eigenpairs follow the factor by subspace iteration on `F + γI` from those of the last refresh, the first time
     from random vectors (Halko, Martinsson & Tropp 2011, algorithm 4.4), and Rayleigh-Ritz.
@@ -167,7 +165,7 @@ class LowRank(PairInverse[LowRankState]):
             if _deflates(structure, dim, self.rank):
                 orthogonal = 4 * self.iterations * dim * r**2
                 refresh += groups * (
-                    2 * (self.iterations + 1) * r * dim**2 + orthogonal + 4 * dim * r**2 + _EIGH * r**3
+                    2 * (self.iterations + 1) * r * dim**2 + orthogonal + 4 * dim * r**2 + EIGH_FLOPS * r**3
                 )
                 per_element += 4 * r
             elif structure is Structure.DENSE:

@@ -14,11 +14,6 @@ from kfac_optim.linalg import eigendecomposition
 from kfac_optim.pairs import of_part
 from kfac_optim.specs import FactorShape, LayerSpec, Part, Structure
 
-# Of an eigendecomposition, per d³ of one dense factor, on the scale where a Cholesky inverse is 1. Fewer are counted
-# (about 9), but at a lower rate: 20-30 times as long on a GPU, 3.5-5 times on one CPU core (torch 2.13, float32, d from
-# 64 to 1024).
-EIGH_FLOPS = 25.0
-
 
 class Spectrum(NamedTuple):
     """One factor as `basis · diag(values) · basisᵀ`."""

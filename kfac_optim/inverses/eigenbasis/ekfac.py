@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kfac_optim.calls import LayerCall
 from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import Result, dense_flops, dense_sides
-from kfac_optim.inverses.eigenbasis.base import EIGH_FLOPS, EigenbasisInverse, EigenState, Spectrum, outer
+from kfac_optim.inverses.base import EIGH_FLOPS, Result, dense_flops, dense_sides
+from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, EigenState, Spectrum, outer
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.memory import copy_held
 from kfac_optim.pairs import FactorPair, OpposedPair, of_part

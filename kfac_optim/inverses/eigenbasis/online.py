@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.inverses.base import dense_flops
+from kfac_optim.inverses.base import EIGH_FLOPS, dense_flops
 from kfac_optim.inverses.eigenbasis.base import (
-    EIGH_FLOPS,
     EigenbasisInverse,
     EigenJob,
     EigenState,
