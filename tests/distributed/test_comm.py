@@ -275,15 +275,11 @@ def wait_for_a_slow_rank(rank: int) -> str:
             time.sleep(5.5)
             return ""
         bucket = one_slot_each(2, "fc1")
-        start = time.monotonic()
         flight = comm.reduce(bucket, Contributions(bucket, rank, CPU))
+        start = time.monotonic()
         with pytest.raises(RuntimeError) as error:
             flight.wait()
-        passed = time.monotonic() - start
-        told = re.search(r"failed after (\d+\.\d) s", str(error.value))
-        assert told is not None
-        assert 1.5 <= float(told[1]) <= passed + 0.1, "what is told is what has passed, on a machine that may be busy"
-        assert passed < 5
+        assert time.monotonic() - start < 5
     return f"{type(error.value).__name__}: {error.value}"
 
 
@@ -293,7 +289,7 @@ def test_a_collective_that_takes_too_long_names_its_bucket_its_layers_and_the_ra
     told, _ = two_ranks.run(wait_for_a_slow_rank)
     assert re.match(
         r"CollectiveError: kfac_optim: on rank 0 of 2 the collective of 'of fc1' \(layers 'fc1 0', 'fc1 1'\) "
-        r"failed after [1-4]\.\d s \(time-out 1\.5 s\): .* No word from rank 1: gone, or at another place in the "
+        r"failed after 1\.[56] s \(time-out 1\.5 s\): .* No word from rank 1: gone, or at another place in the "
         r"program\.",
         told,
     )
