@@ -213,7 +213,7 @@ def _kfac(model: nn.Module, problem: Problem, setting: Setting, **choices: Any) 
 
 def _kfac_fast(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
     """As ``step-cost`` has it."""
-    subsample = Subsample(examples=max(1, problem.batch.first // 4))
+    subsample = Subsample(examples=max(1, problem.batch.first // 4), rows=8192)
     return _kfac(model, problem, setting, inverse=LowRank(), subsample=subsample)
 
 

@@ -40,7 +40,7 @@ SETTINGS: dict[str, Callable[[Workload], dict[str, Any]]] = {
     "exact": lambda _: {},
     "fast": lambda workload: {
         "inverse": LowRank(),
-        "subsample": Subsample(examples=max(1, workload.examples // 4)),
+        "subsample": Subsample(examples=max(1, workload.examples // 4), rows=8192),
     },
 }
 

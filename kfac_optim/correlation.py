@@ -43,7 +43,10 @@ def correlated_gram(patches: Patches) -> Tensor:
     for axis, size in enumerate(phases.patches.kernel):
         if size > 1:
             _subtract_borders(blocks, phases.patches, axis)
-    matrix = blocks.reshape(patches.groups, phases.patches.width, phases.patches.width).to(patches.features.dtype)
+    ndim, width = patches.ndim, phases.patches.width
+    rows, columns = (range(start, start + ndim) for start in (1, 1 + ndim))
+    matrix = blocks.permute(0, 1 + 2 * ndim, *rows, 2 + 2 * ndim, *columns).reshape(patches.groups, width, width)
+    matrix = matrix.to(patches.features.dtype)
     return phases.columns(phases.columns(matrix).mT).mT
 
 
@@ -186,9 +189,9 @@ def _operations(patches: Patches) -> float:
 
 
 def _all_correlations(patches: Patches) -> Tensor:
-    """`Σ_u x[u] x[u + dilation·(j - i)]ᵀ` over all u with both in the features: `[groups, C, *kernel, C, *kernel]`.
+    """`Σ_u x[u] x[u + dilation·(j - i)]ᵀ` over all u with both in the features: `[groups, *kernel, *kernel, C, C]`.
 
-    At stride 1; C are the channels of one group. At least float32.
+    At stride 1; by i, then j. C are the channels of one group. At least float32.
     """
     ndim, features, kernel, groups = patches.ndim, patches.features, patches.kernel, patches.groups
     axes = range(ndim)
@@ -213,11 +216,14 @@ def _all_correlations(patches: Patches) -> Tensor:
     if kernel[halved] > 1:
         below = found.narrow(3 + halved, 1, kernel[halved] - 1).flip([3 + axis for axis in axes]).transpose(1, 2)
         found = torch.cat([below, found], dim=3 + halved)
-    blocks = found.new_empty(groups, patches.channels, *kernel, patches.channels, *kernel)
-    for i in itertools.product(*(range(size) for size in kernel)):
-        distance = [slice(size - 1 - at, 2 * size - 1 - at) for at, size in zip(i, kernel, strict=True)]
-        blocks[(slice(None),) * 2 + i] = found[(slice(None),) * 3 + tuple(distance)]
-    return blocks
+    index = torch.zeros((1,) * 2 * ndim, dtype=torch.int64, device=found.device)  # of j - i, by (*i, *j)
+    for axis, size in enumerate(kernel):
+        taps = torch.arange(size, device=found.device)
+        i, j = (taps.view([-1 if each == at else 1 for each in range(2 * ndim)]) for at in (axis, ndim + axis))
+        index = index * (2 * size - 1) + (j - i + size - 1)
+    by_distance = found.permute(0, *range(3, 3 + ndim), 1, 2).flatten(1, ndim)
+    blocks = by_distance.index_select(1, index.flatten())
+    return blocks.view(groups, *kernel, *kernel, patches.channels, patches.channels)
 
 
 def _subtract_borders(blocks: Tensor, patches: Patches, axis: int) -> None:
@@ -226,39 +232,52 @@ def _subtract_borders(blocks: Tensor, patches: Patches, axis: int) -> None:
     Along the dimensions before `axis` only what patches make is in the sums by now; along those after it, all is.
 
     Args:
-        blocks: `[groups, C, *kernel, C, *kernel]`.
+        blocks: `[groups, *kernel, *kernel, C, C]`.
         patches: at stride 1.
         axis: of space.
     """
     size, kernel, dilation = patches.features.shape[2 + axis], patches.kernel[axis], patches.dilation[axis]
+    firsts = [_at_borders(kernel, dilation, patches.zeros[axis], size, apart) for apart in range(kernel)]
+    places = {place + each for apart, found in enumerate(firsts) for place in found for each in (0, dilation * apart)}
+    columns = _columns(patches, axis, sorted(places))
+    others = _without(patches.kernel, axis)
+    shape = (patches.groups, *others, patches.channels, *others, patches.channels)
+    first, second = range(1, 1 + len(others)), range(2 + len(others), 2 + 2 * len(others))
+    upper = (0, *first, *second, 1 + len(others), 2 + 2 * len(others))
+    lower = (0, *second, *first, 2 + 2 * len(others), 1 + len(others))
+    for apart, found in enumerate(firsts):
+        for place, elements in found.items():
+            product = (columns[place] @ columns[place + dilation * apart].mT).view(shape)
+            for i in elements:
+                _block(blocks, axis, i, i + apart).sub_(product.permute(upper))
+                if apart:
+                    _block(blocks, axis, i + apart, i).sub_(product.permute(lower))
+
+
+def _columns(patches: Patches, axis: int, places: Sequence[int]) -> dict[int, Tensor]:
+    """Patches over the other dimensions, of the features at each of `places` along `axis`.
+
+    Each `[groups, width, n]`: as columns, for what follows one another in the features then does so in what is copied;
+    by `(*kernel, channel)`.
+    """
+    if not places:
+        return {}
     reach = [span - 1 for span in patches.spans]
     around = [zeros if other < axis else (reach[other],) * 2 for other, zeros in enumerate(patches.zeros)]
-    slices: dict[int, Tensor] = {}
-
-    def rows(place: int) -> Tensor:
-        """`[groups, n, width]` over the other dimensions, of the features at one place of this one."""
-        if place not in slices:
-            other = Patches(
-                patches.features.select(2 + axis, place),
-                _without(around, axis),
-                _without(patches.kernel, axis),
-                _without(patches.stride, axis),
-                _without(patches.dilation, axis),
-                patches.groups,
-            )
-            slices[place] = other.rows().flatten(1, 2)
-        return slices[place]
-
-    for apart in range(kernel):
-        firsts = _at_borders(kernel, dilation, patches.zeros[axis], size, apart)
-        for place, elements in firsts.items():
-            product = rows(place).mT @ rows(place + dilation * apart)
-            for i in elements:
-                block = _block(blocks, axis, i, i + apart)
-                block -= product.view(block.shape)
-                if apart:
-                    block = _block(blocks, axis, i + apart, i)
-                    block -= product.mT.reshape(block.shape)
+    features = patches.features.movedim(2 + axis, 1)
+    slices = features.new_empty(len(features), len(places), *features.shape[2:])
+    for at, place in enumerate(places):  # torch.stack reads tensors that are not contiguous at half the speed
+        slices[:, at].copy_(features[:, place])
+    others = Patches(
+        slices.flatten(1, 2),
+        _without(around, axis),
+        _without(patches.kernel, axis),
+        _without(patches.stride, axis),
+        _without(patches.dilation, axis),
+        len(places) * patches.groups,
+    )
+    columns = others.columns().view(len(places), patches.groups, others.width, -1)
+    return dict(zip(places, columns.unbind(), strict=True))
 
 
 def _at_borders(kernel: int, dilation: int, zeros: tuple[int, int], size: int, apart: int) -> dict[int, list[int]]:
@@ -277,9 +296,9 @@ def _at_borders(kernel: int, dilation: int, zeros: tuple[int, int], size: int, a
 
 
 def _block(blocks: Tensor, axis: int, i: int, j: int) -> Tensor:
-    """`[groups, C, *other kernel, C, *other kernel]`, a view."""
+    """`[groups, *other kernel, *other kernel, C, C]`, a view."""
     ndim = (blocks.dim() - 3) // 2
-    return blocks.select(3 + ndim + axis, j).select(2 + axis, i)
+    return blocks.select(1 + ndim + axis, j).select(1 + axis, i)
 
 
 def _without(each: Sequence[T], axis: int) -> tuple[T, ...]:

@@ -80,6 +80,13 @@ class Patches:
         by_position = windows.permute(1, 0, *space, 2, *kernel)
         return by_position.reshape(self.groups, len(self.features), math.prod(self.positions), self.width)
 
+    def columns(self) -> Tensor:
+        """All rows as columns, `[groups, width, batch · positions]`, by `(*kernel, channel)`: copied in longer runs."""
+        windows = self._windows()
+        windows = windows.reshape(len(windows), self.groups, self.channels, *windows.shape[2:])
+        space, kernel = range(3, 3 + self.ndim), range(3 + self.ndim, 3 + 2 * self.ndim)
+        return windows.permute(1, *kernel, 2, 0, *space).reshape(self.groups, self.width, -1)
+
     def marked_rows(self, marked: Tensor) -> Tensor:
         """`[groups, 1, marked rows, width]`: the patches that `marked` `[batch, positions]` marks. Waits for a device.
 

@@ -19,8 +19,8 @@ class Subsample:
 
     Second moments of some hundred rows for each column of a factor say as much as those of all. Where rows are many
     (the positions of convolutions and sequences, large batches), taking a part of them at random makes statistics
-    steps cheaper; gradients are those of the whole batch as ever. For convolutions `positions` saves the copy of the
-    patches, which is most of their cost.
+    steps cheaper; gradients are those of the whole batch as ever. `rows` bounds what early convolutions take, of which
+    few examples have many positions, and leaves late ones and plain layers as they are.
 
     Rows are drawn without replacement, each with the same probability p, and every one stands for 1/p of them: sums
     over what was drawn, times 1/p, are those over all rows in expectation. So `G`, and the second moments of `EKFAC`,
@@ -35,25 +35,27 @@ class Subsample:
             `EKFAC(per_example=True)` it is refused: they square a sum over positions, of which a part, squared, is no
             unbiased estimate.
         seed: of the random numbers.
+        rows: no more examples than have so many positions between them, and at least one; None is no such bound.
 
     Raises:
         TypeError: a number is not an integer.
-        ValueError: `examples` or `positions` is below 1, or `seed` below 0.
+        ValueError: `examples`, `positions` or `rows` is below 1, or `seed` below 0.
     """
 
     examples: int | None = None
     positions: int | None = None
     seed: int = 0
+    rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("examples", self.examples), ("positions", self.positions)):
+        for name, most in (("examples", self.examples), ("positions", self.positions), ("rows", self.rows)):
             if most is not None:
                 check_integer(f"{name} of Subsample (None is all)", most)
         check_integer("seed of Subsample", self.seed, at_least=0)
 
     @property
     def takes_all(self) -> bool:
-        return self.examples is None and self.positions is None
+        return self.examples is None and self.positions is None and self.rows is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,10 @@ class Draw:
 
     def rows(self, batch: int, shared: int, device: torch.device) -> "RowSample | None":
         """Rows of a call of `batch` examples with `shared` positions each; None where all are taken."""
-        examples = min(batch, self.choice.examples or batch)
         positions = min(shared, self.choice.positions or shared)
+        examples = min(batch, self.choice.examples or batch)
+        if self.choice.rows is not None and positions > 0:
+            examples = min(examples, -(-self.choice.rows // positions))
         if (examples, positions) == (batch, shared):
             return None
         generator = torch.Generator("cpu").manual_seed(self._seed())

@@ -57,16 +57,20 @@ EXPAND, REDUCE = WeightSharing
 @given(
     rows=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     most=st.tuples(st.one_of(st.none(), st.integers(1, 9)), st.one_of(st.none(), st.integers(1, 9))),
+    bound=st.one_of(st.none(), st.integers(1, 90)),
     seed=st.integers(0, 2**40),
     step=st.integers(0, 1000),
 )
 def test_rows_are_drawn_without_replacement_and_stand_for_all(
-    rows: tuple[int, int], most: tuple[int | None, int | None], seed: int, step: int
+    rows: tuple[int, int], most: tuple[int | None, int | None], bound: int | None, seed: int, step: int
 ) -> None:
     before = torch.get_rng_state()
-    sample = Draw(Subsample(*most, seed), step, "layer").rows(*rows, CPU)
+    sample = Draw(Subsample(*most, seed, rows=bound), step, "layer").rows(*rows, CPU)
     assert torch.equal(before, torch.get_rng_state())
     taken = [min(size, limit or size) for size, limit in zip(rows, most, strict=True)]
+    if bound is not None:
+        while taken[0] > 1 and (taken[0] - 1) * taken[1] >= bound:
+            taken[0] -= 1
     if taken == list(rows):
         assert sample is None
         return
@@ -322,6 +326,27 @@ def factors_of(model: nn.Module, run: Callable[[nn.Module], None], **options: An
     return pair
 
 
+def test_a_bound_on_rows_takes_fewer_examples_where_they_have_many_positions() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.AvgPool2d(3), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, 2))
+    images, weights = torch.randn(12, 2, 8, 8), torch.randn(12, 2)  # the first layer has 36 positions, the others 1
+
+    def factors(choice: Subsample | dict[str, Subsample]) -> dict[str, tuple[Tensor, Tensor]]:
+        optimizer = KFACOptimizer(model, lr=0.0, subsample=choice)
+        (model(images) * weights).sum().backward()
+        optimizer.step()
+        optimizer.remove_hooks()
+        return optimizer.factors()
+
+    for bound, examples in (
+        (Subsample(rows=100), {"0": Subsample(3)}),
+        (Subsample(rows=36), {"0": Subsample(1)}),
+        (Subsample(rows=12 * 36), {}),
+        (Subsample(rows=10), {"0": Subsample(1), "*": Subsample(10)}),
+        (Subsample(positions=5, rows=11), {"0": Subsample(3, 5), "*": Subsample(11)}),
+    ):
+        assert_identical(factors(bound), factors(examples))
+
+
 def test_several_backwards_through_one_forward_take_the_same_rows() -> None:
     layer, choice = nn.Linear(4, 3), Subsample(3, 2)
     inputs, weights = torch.randn(6, 4, 4), torch.randn(2, 6, 4, 3)
@@ -514,8 +539,8 @@ class OwnAdapter(WeightBiasAdapter[nn.Linear]):
     [
         (
             {"subsample": Subsample(positions=3), "weight_sharing": REDUCE},
-            r"subsample=Subsample\(examples=None, positions=3, seed=0\) does not fit layer '0': weight_sharing is RED"
-            r".*Use Subsample\(examples=\.\.\.\), or weight_sharing=WeightSharing\.EXPAND",
+            r"subsample=Subsample\(examples=None, positions=3, seed=0, rows=None\) does not fit layer '0': "
+            r"weight_sharing is REDUCE.*Use Subsample\(examples=\.\.\.\), or weight_sharing=WeightSharing\.EXPAND",
         ),
         (
             {"subsample": Subsample(positions=3), "inverse": EKFAC()},
@@ -552,6 +577,7 @@ def test_only_the_layers_that_are_named_are_subsampled() -> None:
     [
         ({"examples": 0}, ValueError, r"examples of Subsample \(None is all\) must be at least 1, got 0"),
         ({"positions": -1}, ValueError, r"positions of Subsample \(None is all\) must be at least 1, got -1"),
+        ({"rows": 0}, ValueError, r"rows of Subsample \(None is all\) must be at least 1, got 0"),
         ({"examples": 2.5}, TypeError, r"must be an integer, got 2\.5"),
         ({"positions": True}, TypeError, "must be an integer, got True"),
         ({"seed": -1}, ValueError, "seed of Subsample must be at least 0, got -1"),
