@@ -8,7 +8,8 @@ and highest; a miss counts as infinite. Seconds are process time of training alo
 counted of evaluation.
 
 Runs are kept under --out one by one: a study that was interrupted goes on where it stopped, and more --trials or
---seeds are added to those that are there.
+--seeds are added to those that are there. Trials are chosen by steps, so that they may run beside other work, several
+commands with other --optimizers and one --out at a time; the seconds of repeats want an idle machine.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def make_report(study: Study, tuned: Runs, repeated: Runs, targets: Sequence[Tar
                 "name": name,
                 "baseline": contestant.baseline,
                 "space": {each: [span.low, span.high] for each, span in contestant.box(problem).items()},
-                "trials": [summary(run, problem.aim, targets) for run in tuned[name]],
+                "trials": [summary(run, problem.aim) for run in tuned[name]],
                 "trial": repeated[name][0].trial,
                 "setting": repeated[name][0].setting,
                 "lowest": Spread.of([run.lowest(problem.aim) for run in repeated[name]]).as_json(),
@@ -206,15 +207,9 @@ def curve(run: Run) -> dict[str, Any]:
     return {"seed": run.seed, "ending": run.ending.value, "readings": [asdict(reading) for reading in run.readings]}
 
 
-def summary(run: Run, aim: Aim, targets: Sequence[Target]) -> dict[str, Any]:
-    """A trial without its readings."""
-    return {
-        "setting": run.setting,
-        "ending": run.ending.value,
-        "lowest": run.lowest(aim),
-        "seconds": run.readings[-1].seconds,
-        "arrivals": [Arrival.of([run], aim, target).as_json() for target in targets],
-    }
+def summary(run: Run, aim: Aim) -> dict[str, Any]:
+    """A trial without its readings; no seconds, which are not what it is chosen by."""
+    return {"setting": run.setting, "ending": run.ending.value, "lowest": run.lowest(aim)}
 
 
 def measure_name(problem: Problem) -> str:
