@@ -19,6 +19,7 @@ try:
         quickstart,
         refresh,
         scaling,
+        scoreboard,
         step_cost,
     )
     from benchmarks.arguments import UsageError
@@ -39,6 +40,7 @@ except ModuleNotFoundError as error:
 
 _BENCHMARKS = {
     "compare": compare,
+    "scoreboard": scoreboard,
     "batch-size": batch_size,
     "quickstart": quickstart,
     "language": language,

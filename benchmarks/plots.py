@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,38 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
     axes[0].set_ylabel(report["measure"])
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.suptitle(f"{report['title']}, batch {report['batch_size']}", fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Part of the problems on which each optimizer is within a factor of the fastest; writes a PNG.
+
+    Args:
+        slowdowns: by optimizer, its seconds over the fastest's, a number for each problem; infinite for a miss.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    reached = [factor for factors in slowdowns.values() for factor in factors if math.isfinite(factor)]
+    end = 1.1 * max([*reached, 2.0])
+    for number, (name, factors) in enumerate(slowdowns.items()):
+        within = sorted(factor for factor in factors if math.isfinite(factor))
+        parts = [each / len(factors) for each in range(len(within) + 1)]
+        axes.step(
+            [1, *within, end],
+            [*parts, parts[-1]],
+            where="post",
+            label=name,
+            color=colormaps["tab20"](number % 20),
+            linewidth=2.5 if name.startswith("KFAC") else 1,
+        )
+    axes.set_xscale("log")
+    axes.set_xlim(1, end)
+    axes.set_xlabel("seconds to the best baseline's target, over those of the fastest optimizer")
+    axes.set_ylabel("part of the problems")
+    axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=150)
 
 

@@ -1,0 +1,127 @@
+"""How does K-FAC stand over all problems that `compare` was run on?
+
+Reads the JSON that `compare` left: a table in Markdown, with K-FAC's steps and seconds to each target as multiples (×)
+of what the baseline needs that set it; and, of the targets set by the best baselines, the performance profile of every
+optimizer: on how many problems it is within a factor of the fastest (Dolan & Moré 2002, "Benchmarking optimization
+software with performance profiles").
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import arguments
+from benchmarks.plots import plot_profile
+
+HELP = "how does K-FAC stand over all problems that compare was run on?"
+
+Report = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("reports", nargs="+", type=Path, metavar="JSON", help="of compare")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("scoreboard.png"),
+        metavar="PNG",
+        help="of the profile (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    reports = [read_report(path) for path in args.reports]
+    # Not cut at the width of a terminal: it is to be copied.
+    console = Console(width=250, soft_wrap=True)
+    console.print(score_table(reports))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    plot_profile(slowdowns(reports), args.out)
+    console.print(f"Plot: {args.out}")
+
+
+def read_report(path: Path) -> Report:
+    """What `compare` left.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        report: Report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise arguments.UsageError(f"argument JSON: {str(path)!r} cannot be read ({error})") from error
+    if not isinstance(report, dict) or report.get("benchmark") != "compare":
+        raise arguments.UsageError(
+            f"argument JSON: expected what `python -m benchmarks compare` leaves, got {str(path)!r}"
+        )
+    return report
+
+
+def score_table(reports: Sequence[Report]) -> Table:
+    """A row for each target of each problem."""
+    names = [name for name in _names(reports) if not _is_baseline(reports, name)]
+    table = Table(box=box.MARKDOWN)
+    for heading in ("problem", "target, set by", "its steps, seconds", *names):
+        table.add_column(heading, no_wrap=True)
+    for report in reports:
+        optimizers = {optimizer["name"]: optimizer for optimizer in report["optimizers"]}
+        for number, target in enumerate(report["targets"]):
+            setter = optimizers[target["setter"]]["arrivals"][number]
+            cells = [
+                _multiples(optimizers[name], number, setter) if name in optimizers else "not run" for name in names
+            ]
+            steps, seconds = (setter[quantity]["median"] for quantity in ("steps", "seconds"))
+            table.add_row(
+                "" if number else report["problem"],
+                f"{target['value']:.4g}, {target['setter']}",
+                f"{steps:.0f}, {seconds:.3g}",
+                *cells,
+            )
+    return table
+
+
+def _multiples(optimizer: Mapping[str, Any], target: int, setter: Mapping[str, Any]) -> str:
+    arrival = optimizer["arrivals"][target]
+    if arrival["steps"]["median"] is None:
+        return f"{arrival['reached']} of {len(optimizer['runs'])} seeds"
+    return ", ".join(
+        f"×{arrival[quantity]['median'] / setter[quantity]['median']:.2f}" if setter[quantity]["median"] else "at start"
+        for quantity in ("steps", "seconds")
+    )
+
+
+def slowdowns(reports: Sequence[Report]) -> dict[str, list[float]]:
+    """By optimizer, for each problem its seconds to the best baseline's target over those of the fastest.
+
+    Infinite where it missed the target, or did not take part.
+    """
+    found: dict[str, list[float]] = {name: [] for name in _names(reports)}
+    for report in reports:
+        seconds = {
+            optimizer["name"]: optimizer["arrivals"][-1]["seconds"]["median"] for optimizer in report["optimizers"]
+        }
+        fastest = min(each for each in seconds.values() if each is not None)
+        for name, factors in found.items():
+            own = seconds.get(name)
+            # The fastest needs none where a target is met at the start.
+            factors.append(math.inf if own is None else own / fastest if fastest else 1.0)
+    return found
+
+
+def _names(reports: Sequence[Report]) -> list[str]:
+    """Of all optimizers, in the order of the reports."""
+    return list(dict.fromkeys(optimizer["name"] for report in reports for optimizer in report["optimizers"]))
+
+
+def _is_baseline(reports: Sequence[Report], name: str) -> bool:
+    return any(
+        optimizer["baseline"] for report in reports for optimizer in report["optimizers"] if optimizer["name"] == name
+    )

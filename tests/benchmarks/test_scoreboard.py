@@ -1,0 +1,94 @@
+"""The scoreboard is made of what `compare` left, and of nothing else."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.scoreboard import slowdowns
+
+
+def spread(median: float | None) -> dict[str, float | None]:
+    return {"median": median, "low": median, "high": median}
+
+
+def optimizer(name: str, *arrivals: tuple[float | None, float | None], baseline: bool = True) -> dict[str, Any]:
+    """One of a report: steps and seconds to each target, None for a miss by one of two seeds."""
+    return {
+        "name": name,
+        "baseline": baseline,
+        "arrivals": [
+            {"steps": spread(steps), "seconds": spread(seconds), "reached": 1 if steps is None else 2}
+            for steps, seconds in arrivals
+        ],
+        "runs": [{}, {}],
+    }
+
+
+def report(problem: str, targets: dict[str, float], *optimizers: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "benchmark": "compare",
+        "problem": problem,
+        "targets": [{"setter": setter, "value": value} for setter, value in targets.items()],
+        "optimizers": list(optimizers),
+    }
+
+
+REPORTS = [
+    report(
+        "one",
+        {"SGD": 0.5, "Muon": 0.25},
+        optimizer("SGD", (100, 10.0), (None, None)),
+        optimizer("Muon", (40, 8.0), (80, 16.0)),
+        optimizer("KFAC", (20, 5.0), (60, 12.0), baseline=False),
+        optimizer("KFAC-fast", (20, 4.0), (None, None), baseline=False),
+    ),
+    report(
+        "two",
+        {"SGD": 0.1},
+        optimizer("SGD", (50, 4.0)),
+        optimizer("KFAC", (25, 6.0), baseline=False),
+    ),
+]
+
+
+def test_the_table_has_multiples_of_what_the_setter_of_each_target_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / f"{number}.json" for number in range(len(REPORTS))]
+    for path, each in zip(paths, REPORTS, strict=True):
+        path.write_text(json.dumps(each))
+    plot = tmp_path / "folder" / "profile.png"
+    main(["scoreboard", *map(str, paths), "--out", str(plot)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["problem", "target, set by", "its steps, seconds", "KFAC", "KFAC-fast"]
+    assert cells[2:] == [
+        ["one", "0.5, SGD", "100, 10", "×0.20, ×0.50", "×0.20, ×0.40"],
+        ["", "0.25, Muon", "80, 16", "×0.75, ×0.75", "1 of 2 seeds"],
+        ["two", "0.1, SGD", "50, 4", "×0.50, ×1.50", "not run"],
+    ]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_slowdowns_are_over_the_fastest_to_the_best_baselines_target() -> None:
+    assert slowdowns(REPORTS) == {
+        "SGD": [math.inf, 1.0],
+        "Muon": [16 / 12, math.inf],
+        "KFAC": [1.0, 1.5],
+        "KFAC-fast": [math.inf, math.inf],
+    }
+
+
+@pytest.mark.parametrize("content", ['{"benchmark": "batch-size"}', "[1]", "no JSON"])
+def test_other_files_are_refused(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as raised:
+        main(["scoreboard", str(path), "--out", str(tmp_path / "plot.png")])
+    assert raised.value.code == 2
+    assert "other.json" in capsys.readouterr().err
+    assert not (tmp_path / "plot.png").exists()
