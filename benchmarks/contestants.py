@@ -201,6 +201,7 @@ def _kfac(model: nn.Module, problem: Problem, setting: Setting, **choices: Any) 
         model,
         setting["lr"],
         momentum=0.9,
+        nesterov=True,  # as SGD has it
         weight_decay=setting["weight_decay"],
         damping=setting["damping"],
         kl_clip=setting["kl_clip"],
@@ -220,7 +221,12 @@ def _kfac_fast(model: nn.Module, problem: Problem, setting: Setting) -> Optimize
 def _kfac_by_default(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
     """What the loss's mean runs over is no setting but a fact about the problem."""
     return KFACOptimizer(
-        model, setting["lr"], momentum=0.9, weight_decay=setting["weight_decay"], loss_terms=problem.loss_terms
+        model,
+        setting["lr"],
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=setting["weight_decay"],
+        loss_terms=problem.loss_terms,
     )
 
 
