@@ -88,7 +88,7 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
         each.set_yscale("log")
         each.grid(alpha=0.3)
     axes[1].set_xscale("log")  # optimizers differ much in what a step costs
-    starts = [run["readings"][0][aim] for optimizer in report["optimizers"] for run in optimizer["runs"]]
+    starts = [run["readings"][aim][0] for optimizer in report["optimizers"] for run in optimizer["runs"]]
     axes[0].set_ylim(top=1.1 * max(starts))
     axes[0].set_ylabel(report["measure"])
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
@@ -156,7 +156,7 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
         above.set_ylabel(f"steps to {measure['target']:.4g}")
         above.set_title(f"{measure['aim']}, {measure['units']}", fontsize="medium")
         above.legend()
-        starts = [each["runs"][0]["readings"][0][measure["aim"]] for point in points for each in point["optimizers"]]
+        starts = [each["runs"][0]["readings"][measure["aim"]][0] for point in points for each in point["optimizers"]]
         below.set_yscale("log")
         below.set_ylim(top=1.1 * max(starts))
         below.set_xlabel("steps; one seed")
@@ -169,8 +169,7 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_readings(axes: Axes, run: Mapping[str, Any], quantity: str, measure: str, **style: Any) -> None:
-    x, y = ([reading[name] for reading in run["readings"]] for name in (quantity, measure))
-    axes.plot(x, y, **style)
+    axes.plot(run["readings"][quantity], run["readings"][measure], **style)
 
 
 def _by_optimizer(best: Sequence[Mapping[str, Any]], points: str) -> dict[str, Sequence[Mapping[str, Any]]]:
