@@ -216,14 +216,28 @@ def _all_correlations(patches: Patches) -> Tensor:
     if kernel[halved] > 1:
         below = found.narrow(3 + halved, 1, kernel[halved] - 1).flip([3 + axis for axis in axes]).transpose(1, 2)
         found = torch.cat([below, found], dim=3 + halved)
-    index = torch.zeros((1,) * 2 * ndim, dtype=torch.int64, device=found.device)  # of j - i, by (*i, *j)
+    return _by_elements(found, kernel)
+
+
+def _by_elements(found: Tensor, kernel: Sequence[int]) -> Tensor:
+    """For every pair (i, j) of elements of the kernel what was found at the distance j - i.
+
+    Args:
+        found: `[groups, C, C, *distances]`, along each dimension of space from 1 - size to size - 1.
+        kernel: the sizes.
+
+    Returns:
+        `[groups, *kernel, *kernel, C, C]`, a copy.
+    """
+    ndim = len(kernel)
+    index = torch.zeros((1,) * 2 * ndim, dtype=torch.int64, device=found.device)  # of the distance, by (*i, *j)
     for axis, size in enumerate(kernel):
         taps = torch.arange(size, device=found.device)
         i, j = (taps.view([-1 if each == at else 1 for each in range(2 * ndim)]) for at in (axis, ndim + axis))
         index = index * (2 * size - 1) + (j - i + size - 1)
     by_distance = found.permute(0, *range(3, 3 + ndim), 1, 2).flatten(1, ndim)
     blocks = by_distance.index_select(1, index.flatten())
-    return blocks.view(groups, *kernel, *kernel, patches.channels, patches.channels)
+    return blocks.view(len(found), *kernel, *kernel, *found.shape[1:3])
 
 
 def _subtract_borders(blocks: Tensor, patches: Patches, axis: int) -> None:
