@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from benchmarks.problems import Decay, Problem
 from benchmarks.search import Box, Range, Setting
-from kfac_optim import KFACOptimizer, LowRank, Subsample
+from benchmarks.settings import fast
+from kfac_optim import KFACOptimizer
 
 try:
     import pytorch_optimizer
@@ -213,9 +214,7 @@ def _kfac(model: nn.Module, problem: Problem, setting: Setting, **choices: Any) 
 
 
 def _kfac_fast(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
-    """As ``step-cost`` has it."""
-    subsample = Subsample(examples=max(1, problem.batch.first // 4), rows=8192)
-    return _kfac(model, problem, setting, inverse=LowRank(), subsample=subsample)
+    return _kfac(model, problem, setting, **fast(problem.batch.first))
 
 
 def _kfac_by_default(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def read_report(path: Path) -> Report:
 
 def score_table(reports: Sequence[Report]) -> Table:
     """A row for each target of each problem."""
-    names = [name for name in _names(reports) if not _is_baseline(reports, name)]
+    names = _names(optimizer for optimizer in _optimizers(reports) if not optimizer["baseline"])
     table = Table(box=box.MARKDOWN)
     for heading in ("problem", "target, set by", "its steps, seconds", *names):
         table.add_column(heading, no_wrap=True)
@@ -103,25 +103,29 @@ def slowdowns(reports: Sequence[Report]) -> dict[str, list[float]]:
 
     Infinite where it missed the target, or did not take part.
     """
-    found: dict[str, list[float]] = {name: [] for name in _names(reports)}
+    found: dict[str, list[float]] = {name: [] for name in _names(_optimizers(reports))}
     for report in reports:
         seconds = {
             optimizer["name"]: optimizer["arrivals"][-1]["seconds"]["median"] for optimizer in report["optimizers"]
         }
         fastest = min(each for each in seconds.values() if each is not None)
         for name, factors in found.items():
-            own = seconds.get(name)
-            # The fastest needs none where a target is met at the start.
-            factors.append(math.inf if own is None else own / fastest if fastest else 1.0)
+            factors.append(_slowdown(seconds.get(name), fastest))
     return found
 
 
-def _names(reports: Sequence[Report]) -> list[str]:
-    """Of all optimizers, in the order of the reports."""
-    return list(dict.fromkeys(optimizer["name"] for report in reports for optimizer in report["optimizers"]))
+def _slowdown(own: float | None, fastest: float) -> float:
+    if own is None:
+        return math.inf
+    # The fastest needs no time at all where a target is met at the start.
+    return 1.0 if own == fastest else own / fastest if fastest > 0 else math.inf
 
 
-def _is_baseline(reports: Sequence[Report], name: str) -> bool:
-    return any(
-        optimizer["baseline"] for report in reports for optimizer in report["optimizers"] if optimizer["name"] == name
-    )
+def _optimizers(reports: Sequence[Report]) -> Iterator[Mapping[str, Any]]:
+    for report in reports:
+        yield from report["optimizers"]
+
+
+def _names(optimizers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Each once, in order."""
+    return list(dict.fromkeys(optimizer["name"] for optimizer in optimizers))

@@ -30,19 +30,17 @@ from benchmarks import arguments, floor
 from benchmarks.arguments import Periods
 from benchmarks.harness import Contender, matmul_rate, median_ratio, pin_threads, time_interleaved, write_json
 from benchmarks.memory import peak_growth
+from benchmarks.settings import fast
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
 from benchmarks.workloads import WORKLOADS, Workload
-from kfac_optim import KFACOptimizer, LowRank, Subsample
+from kfac_optim import KFACOptimizer
 
 HELP = "what does a step cost, and how far is that from the arithmetic floor?"
 
 # How the optimizer is built, beside its periods.
 SETTINGS: dict[str, Callable[[Workload], dict[str, Any]]] = {
     "exact": lambda _: {},
-    "fast": lambda workload: {
-        "inverse": LowRank(),
-        "subsample": Subsample(examples=max(1, workload.examples // 4), rows=8192),
-    },
+    "fast": lambda workload: fast(workload.examples),
 }
 
 # Each adds one part of K-FAC to the one before: application, statistics, refresh.

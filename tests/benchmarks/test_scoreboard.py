@@ -74,6 +74,17 @@ def test_the_table_has_multiples_of_what_the_setter_of_each_target_needs(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_target_that_is_met_before_the_first_step_has_no_multiples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_start = report("three", {"SGD": 2.0}, optimizer("SGD", (0, 0.0)), optimizer("KFAC", (5, 1.0), baseline=False))
+    path = tmp_path / "three.json"
+    path.write_text(json.dumps(at_start))
+    main(["scoreboard", str(path), "--out", str(tmp_path / "plot.png")])
+    assert "at start, at start" in capsys.readouterr().out
+    assert slowdowns([at_start]) == {"SGD": [1.0], "KFAC": [math.inf]}
+
+
 def test_slowdowns_are_over_the_fastest_to_the_best_baselines_target() -> None:
     assert slowdowns(REPORTS) == {
         "SGD": [math.inf, 1.0],
