@@ -37,6 +37,7 @@ from benchmarks.curves import curves
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.models import Autoencoder, initialise_sparsely
 from benchmarks.plots import plot_reconstruction
+from benchmarks.settings import fast
 from benchmarks.training import History, train
 from benchmarks.workloads import reconstruction_loss
 from kfac_optim import (
@@ -48,7 +49,6 @@ from kfac_optim import (
     KFACOptimizer,
     LevenbergMarquardt,
     LossTerms,
-    LowRank,
     MonteCarlo,
     NewtonSchulz,
     QuadraticModel,
@@ -58,6 +58,7 @@ from kfac_optim import (
 HELP = "which estimate, inverse and damping train deep autoencoders?"
 
 _L2 = 1e-5  # of Martens & Grosse
+_BATCH = 2000  # images, where no other number is asked for
 _MOMENTUM = 0.9
 _SCALE = 0.5  # of the initial weights, for tanh units: tanh(x) = 2σ(2x) - 1
 _READ = 5000  # training images on which the error is read off
@@ -166,8 +167,7 @@ METHODS = {
     "Adam": Method(_adam, tuple({"lr": lr} for lr in (0.0003, 0.001, 0.003, 0.01))),
     "Empirical+Cholesky": Method(_kfac(Empirical(), Cholesky()), _EMPIRICAL),
     "MonteCarlo+Cholesky": Method(_kfac(_MONTE_CARLO, Cholesky()), _FACTORED),
-    # The setting that `step-cost` calls fast, with a quarter of the default batch.
-    "MonteCarlo+LowRank": Method(_kfac(_MONTE_CARLO, LowRank(), Subsample(examples=500)), _FACTORED),
+    "MonteCarlo+LowRank": Method(_kfac(_MONTE_CARLO, **fast(_BATCH)), _FACTORED),
     "MonteCarlo+NewtonSchulz": Method(_kfac(_MONTE_CARLO, NewtonSchulz()), _FACTORED[:2]),
     "MonteCarlo+EKFAC": Method(_kfac(_MONTE_CARLO, EKFAC()), _EXACT),
     "MonteCarlo+adaptive": Method(_adaptive(_MONTE_CARLO), _ADAPTIVE),
@@ -250,7 +250,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(METHODS)} (default: all)",
     )
     parser.add_argument("--steps", type=arguments.positive_int, metavar="N", help="default: 100 (mnist), 200 (curves)")
-    parser.add_argument("--batch-size", type=arguments.positive_int, default=2000, metavar="N", help="default: 2000")
+    parser.add_argument(
+        "--batch-size", type=arguments.positive_int, default=_BATCH, metavar="N", help="default: %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument(
