@@ -2,9 +2,10 @@
 
 Trains a deep network without normalisation on scikit-learn's digits, or on MNIST, once for each learning rate of a
 grid: with torch.optim.SGD and with KFACOptimizer, from the same initial weights, on the same batches, both with
-momentum 0.9, KFACOptimizer otherwise at its defaults. On several processes (torchrun, mpirun, SLURM) each has its share
-of every batch, and both optimizers train the model in DDP. The target is the lowest loss on the training data that SGD
-reaches at any checkpoint with any learning rate; of each optimizer's runs the one that gets there first is shown.
+momentum 0.9, KFACOptimizer otherwise at its defaults (or with the setting that is called fast). On several processes
+(torchrun, mpirun, SLURM) each has its share of every batch, and both optimizers train the model in DDP. The target is
+the lowest loss on the training data that SGD reaches at any checkpoint with any learning rate; of each optimizer's runs
+the one that gets there first is shown.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,7 @@ from benchmarks.data import ImageData
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.models import mlp
 from benchmarks.plots import plot_training
+from benchmarks.settings import SETTINGS
 from benchmarks.training import Checkpoint, History, evaluate, train
 from kfac_optim import KFACOptimizer
 from kfac_optim.distributed import ProcessPlace
@@ -75,11 +78,11 @@ PROBLEMS = {
 }
 
 
-def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
-    """The swap: one line."""
+def make_optimizer(name: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> Optimizer:
+    """The swap: one line. ``options`` are K-FAC's own."""
     if name == "SGD":
         return optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return KFACOptimizer(model, lr=lr, momentum=0.9)
+    return KFACOptimizer(model, lr=lr, momentum=0.9, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", choices=list(PROBLEMS), default="digits", help="default: digits, no download")
     parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
     parser.add_argument("--epochs", type=arguments.positive_int, metavar="N", help="default: tuned to the data set")
+    parser.add_argument("--setting", choices=list(SETTINGS), default="exact", help="of K-FAC (default: its defaults)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     parser.add_argument(
         "--threads",
@@ -144,7 +148,7 @@ def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
     processes.check_share(problem.batch_size, place.world_size)
     images = problem.load(args.data_dir)
 
-    runs = run_grids(problem, images, args.seed, console)
+    runs = run_grids(problem, images, SETTINGS[args.setting](problem.batch_size), args.seed, console)
     tuned_sgd = min((run for run in runs if run.optimizer == "SGD"), key=lambda run: run.best_loss)
     target = tuned_sgd.best_loss
     best = [tuned_sgd, min((run for run in runs if run.optimizer == "KFAC"), key=functools.partial(_rank, target))]
@@ -158,6 +162,7 @@ def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
         "model": f"{len(problem.widths) - 2} hidden layers of {problem.widths[1]} tanh units",
         "batch_size": problem.batch_size,
         "epochs": problem.epochs,
+        "setting": args.setting,
         "seed": args.seed,
         "processes": place.world_size,
         "target": target,
@@ -170,7 +175,9 @@ def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
     console.print(f"Plot: {plot_path}. Figures: {json_path}")
 
 
-def run_grids(problem: Problem, images: ImageData, seed: int, console: Console) -> list[Run]:
+def run_grids(
+    problem: Problem, images: ImageData, options: Mapping[str, Any], seed: int, console: Console
+) -> list[Run]:
     """One run for every optimizer and learning rate, all from the same weights and on the same batches."""
     steps = problem.epochs * (len(images.train) // problem.batch_size)
     trials = [(name, lr) for name, grid in problem.grids.items() for lr in grid]
@@ -180,19 +187,25 @@ def run_grids(problem: Problem, images: ImageData, seed: int, console: Console) 
         for number, (name, lr) in enumerate(trials):
             progress.update(task, description=f"{name}, lr {lr:g}", completed=number * steps)
             tell = functools.partial(_tell, progress, task, number * steps)
-            runs.append(run_one(problem, images, name, lr, seed, tell))
+            runs.append(run_one(problem, images, name, lr, options, seed, tell))
         progress.update(task, completed=steps * len(trials))
     return runs
 
 
 def run_one(
-    problem: Problem, images: ImageData, name: str, lr: float, seed: int, tell: Callable[[History], None]
+    problem: Problem,
+    images: ImageData,
+    name: str,
+    lr: float,
+    options: Mapping[str, Any],
+    seed: int,
+    tell: Callable[[History], None],
 ) -> Run:
     """Train from the weights and with the batches of ``seed``, evaluating both splits at every checkpoint."""
     torch.manual_seed(seed)
     model = mlp(problem.widths, nn.Tanh)
     trained = processes.wrapped(model)
-    optimizer = make_optimizer(name, trained, lr)
+    optimizer = make_optimizer(name, trained, lr, options)
     checkpoints: list[Checkpoint] = []
 
     def observe(history: History) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,12 @@ from benchmarks import arguments, floor
 from benchmarks.arguments import Periods
 from benchmarks.harness import Contender, matmul_rate, median_ratio, pin_threads, time_interleaved, write_json
 from benchmarks.memory import peak_growth
-from benchmarks.settings import fast
+from benchmarks.settings import SETTINGS
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
 from benchmarks.workloads import WORKLOADS, Workload
 from kfac_optim import KFACOptimizer
 
 HELP = "what does a step cost, and how far is that from the arithmetic floor?"
-
-# How the optimizer is built, beside its periods.
-SETTINGS: dict[str, Callable[[Workload], dict[str, Any]]] = {
-    "exact": lambda _: {},
-    "fast": lambda workload: fast(workload.examples),
-}
 
 # Each adds one part of K-FAC to the one before: application, statistics, refresh.
 _STAGES = (Periods(NEVER, NEVER), Periods(1, NEVER), Periods(1, 1))
@@ -153,10 +147,11 @@ def measure(
     """
     model = workload.model().to(device)
     inputs, targets = (tensor.to(device) for tensor in workload.batch(workload.examples))
+    options = SETTINGS[setting](workload.examples)
     variants = {
         "sgd": _variant(model, workload, None),
         "no layer": _variant(model, workload, Periods(NEVER, NEVER), {"skip_layers": ("*",)}),
-        **{str(pair): _variant(model, workload, pair, SETTINGS[setting](workload)) for pair in (*_STAGES, *periods)},
+        **{str(pair): _variant(model, workload, pair, options) for pair in (*_STAGES, *periods)},
     }
     contenders = []
     for key, variant in variants.items():

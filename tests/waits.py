@@ -173,7 +173,7 @@ def steps(case: Case, waits: list[str], device: str) -> list[dict[str, Any]]:
                 "blocks": len(blocks),
                 "stacks": len(stacks),
                 "matrices": sum(dim > 1 for _, dim in stacks),
-                "wide": sum(dim > 2 * RANK for _, dim in stacks),
+                "wide": sum(dim >= 4 * RANK for _, dim in stacks),
             }
         )
     return found

@@ -6,17 +6,20 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import autoencoders, language, refresh, shapes, step_cost
+from benchmarks import autoencoders, language, quickstart, refresh, shapes, step_cost
 from benchmarks.__main__ import main
 from benchmarks.curves import curves
 from benchmarks.models import Autoencoder, ResNet50, Transformer
 from benchmarks.quickstart import Run, verdict
+from benchmarks.settings import SETTINGS
 from benchmarks.training import Checkpoint, train
+from kfac_optim import LowRank
 
 
 def run(*arguments: object) -> None:
@@ -44,6 +47,14 @@ def test_quickstart_leaves_a_table_a_plot_and_figures(tmp_path: Path, capsys: py
     sgd, kfac = (best["checkpoints"] for best in report["best"])
     assert kfac[-1]["train_loss"] < sgd[-1]["train_loss"]
     assert [point["steps"] for point in sgd] == [point["steps"] for point in kfac]
+
+
+@pytest.mark.parametrize("benchmark", [quickstart, language])
+def test_kfac_takes_the_setting_and_sgd_does_not(benchmark: ModuleType) -> None:
+    model = nn.Linear(3, 2)
+    sgd, kfac = (benchmark.make_optimizer(name, model, 0.1, SETTINGS["fast"](32)) for name in ("SGD", "KFAC"))
+    assert type(sgd) is torch.optim.SGD
+    assert [block.inverse for block in kfac._binding.coverage.blocks] == [LowRank()]
 
 
 def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

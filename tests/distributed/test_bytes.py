@@ -49,7 +49,7 @@ from kfac_optim.distributed.volumes import control, replicated, sharded
 
 INVERSES: dict[str, Any] = {
     type(inverse).__name__: inverse
-    for inverse in (Cholesky(), Eigen(), EKFAC(), OnlineEigen(), LowRank(2), NewtonSchulz())
+    for inverse in (Cholesky(), Eigen(), EKFAC(), OnlineEigen(), LowRank(1), NewtonSchulz())
 } | {"DoublyFactored": {"5": DoublyFactored(2)}}
 FRACTIONS = {2: (1.0, 0.5), 4: (1.0, 0.5, 0.25)}
 FACTOR_PERIOD, PERIOD = 2, 4

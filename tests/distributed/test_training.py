@@ -66,7 +66,7 @@ ON_TWO = {
     "eigen, replicated": Case("mixed", Replicated(0.5, FACTORS), {"inverse": Eigen()}, split=EMPTY),
     "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=EMPTY),
     "ekfac, one worker": Case("pictures", Replicated(0.5), {"inverse": EKFAC(), **EACH}, split=UNEVEN, micro=2),
-    "low rank": Case("mixed", Sharded(), {"inverse": LowRank(2)}, split=UNEVEN),
+    "low rank": Case("mixed", Sharded(), {"inverse": LowRank(1)}, split=UNEVEN),
     "newton": Case("mixed", Replicated(1, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY, wrapped=None),
     "online": Case("tied", Replicated(0.5, FACTORS), {"inverse": OnlineEigen(), **RARE}, split=UNEVEN),
     "online, sharded": Case("mixed", Sharded(), {"inverse": OnlineEigen(full_period=3)}, split=UNEVEN),
