@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, Structure, WeightSharing, functional
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LayerSpec, Structure, WeightSharing, functional
+from kfac_optim.calls import LayerCall
+from kfac_optim.layers.product import ProductStatistics
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -1228,3 +1230,10 @@ def test_a_weight_used_by_a_function_that_is_not_measured_is_left_to_sgd_and_the
     assert owners(optimizer)[f"{layer}.weight"] is None
     assert "outside its own layer" in str(reasons(optimizer)[f"{layer}.weight"])
     assert owners(optimizer)["out.weight"] == "out"
+
+
+def test_rows_of_output_gradients_are_no_copy() -> None:
+    gradient = torch.randn(2, 5, 4)
+    call = LayerCall(input=None, gradient=gradient)
+    statistics = ProductStatistics(LayerSpec("layer", ("weight",), 3, 4), call, torch.float64)
+    assert statistics.gradient_rows(gradient).data_ptr() == gradient.data_ptr()

@@ -27,7 +27,8 @@ class ProductStatistics(RowStatistics):
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         rows = linear_rows(gradient)
-        return F.pad(rows, (0, self.spec.out_dim - rows.shape[-1]))
+        missing = self.spec.out_dim - rows.shape[-1]
+        return F.pad(rows, (0, missing)) if missing else rows  # to pad by nothing is a copy
 
     @property
     def bias_input(self) -> int:
