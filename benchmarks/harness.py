@@ -47,6 +47,9 @@ def write_json(path: Path, report: Mapping[str, Any], device: torch.device) -> N
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
+_SLICES = 8  # of a block
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     """One thing to time: ``step()`` is run in blocks of ``block`` steps, so that periodic work is seen whole."""
@@ -61,25 +64,33 @@ def time_interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of a step of each contender in each round, averaged over one block.
 
-    Every round runs one block of every contender, in alternating order, so that a machine that slows down or
-    warms up does so for all of them alike: compare figures of the *same* round.
+    Every round runs one block of every contender. Blocks are cut into slices that take turns, in alternating order, so
+    that a machine that slows down or warms up for a while does so for all of them alike: compare figures of the *same*
+    round.
 
     Args:
         contenders: warmed up already.
         rounds: how many blocks of each to run.
         device: waited for before the clock is read.
-        advance: told the number of steps done after each block, for a progress bar.
+        advance: told the number of steps done after each slice, for a progress bar.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
-        for contender in contenders if number % 2 == 0 else reversed(contenders):
-            synchronize(device)
-            started = time.perf_counter()
-            for _ in range(contender.block):
-                contender.step()
-            synchronize(device)
-            seconds[contender.name].append((time.perf_counter() - started) / contender.block)
-            advance(contender.block)
+        spent = [0.0] * len(contenders)
+        for turn in range(_SLICES):
+            order = range(len(contenders))
+            for place in order if (number + turn) % 2 == 0 else reversed(order):
+                contender = contenders[place]
+                steps = contender.block * (turn + 1) // _SLICES - contender.block * turn // _SLICES
+                synchronize(device)
+                started = time.perf_counter()
+                for _ in range(steps):
+                    contender.step()
+                synchronize(device)
+                spent[place] += time.perf_counter() - started
+                advance(steps)
+        for contender, whole in zip(contenders, spent, strict=True):
+            seconds[contender.name].append(whole / contender.block)
     return seconds
 
 

@@ -17,7 +17,7 @@ from benchmarks.memory import tensor_bytes
 NEVER = 10**9  # a period that no run reaches
 LR = 1e-6  # the same batch is seen in every step; a model that learns it would time vanishing gradients
 MOMENTUM = 0.9
-SHORTEST_BLOCK = 2.0  # seconds; a block much shorter than the machine's own hiccups tells nothing
+SHORTEST_BLOCK = 6.0  # seconds; a block much shorter than the machine's own hiccups tells nothing
 
 
 class Variant:
