@@ -89,6 +89,7 @@ def train(folder: Path, steps: int, period: int, strategy: Strategy) -> None:
         lr=0.05,
         momentum=0.9,
         damping=0.03,
+        factor_update_period=1,
         inverse_update_period=7,
         distributed=DistributedConfig(strategy=strategy) if several else None,
     )

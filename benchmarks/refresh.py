@@ -140,6 +140,7 @@ class _Variant:
                 momentum=_MOMENTUM,
                 damping=args.damping,
                 kl_clip=args.kl_clip,
+                factor_update_period=1,
                 inverse_update_period=args.period,
                 estimate=MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES),
                 refresh=refresh,

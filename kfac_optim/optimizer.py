@@ -144,8 +144,8 @@ class KFACOptimizer(Optimizer):
         model: nn.Module | None = None,
         damping: float = 1e-3,
         factor_decay: float = 0.95,
-        factor_update_period: int = 1,
-        inverse_update_period: int = 10,
+        factor_update_period: int = 10,
+        inverse_update_period: int = 100,
         refresh: Refresh = Together(),  # noqa: B008 (immutable)
         preconditioner_damping: float | None = None,
         l2_in_curvature: bool = False,

@@ -310,7 +310,12 @@ class Problem:
     weight_sharing: WeightSharing = WeightSharing.EXPAND
 
     def optimizer(self, model: nn.Module, **options: Any) -> KFACOptimizer:
-        return KFACOptimizer(model, loss_terms=self.loss_terms, weight_sharing=self.weight_sharing, **options)
+        return KFACOptimizer(
+            model,
+            loss_terms=self.loss_terms,
+            weight_sharing=self.weight_sharing,
+            **{"factor_update_period": 1, **options},
+        )
 
 
 def _tokens(output: Tensor, target: Tensor) -> Tensor:
@@ -368,7 +373,7 @@ def problem_ids(problems: Sequence[Problem]) -> list[str]:
 
 def free_optimizer(model: nn.Module, **options: Any) -> KFACOptimizer:
     """One whose steps subtract the preconditioned gradient and nothing else."""
-    return KFACOptimizer(model, lr=1.0, momentum=0.0, kl_clip=None, **options)
+    return KFACOptimizer(model, lr=1.0, momentum=0.0, kl_clip=None, **{"factor_update_period": 1, **options})
 
 
 def displacement(module: nn.Module, before: dict[str, Tensor]) -> Tensor:

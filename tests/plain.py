@@ -16,6 +16,9 @@ from kfac_optim.linalg import pack_triangle
 Factors = dict[str, tuple[Tensor | None, Tensor | None]]
 Layer = nn.Linear | nn.Conv2d
 
+# Of tests over several steps, so that what goes wrong at statistics or with their age shows in few of them.
+FREQUENT: dict[str, Any] = {"factor_update_period": 1, "inverse_update_period": 10}
+
 
 def mlp(seed: int = 0, dtype: torch.dtype = torch.float64, sizes: Sequence[int] = (4, 5, 3)) -> nn.Sequential:
     """Linear layers with tanh between them: layers "0", "2", "4" and so on."""

@@ -173,7 +173,7 @@ def test_a_joint_step_solves_the_dense_system_of_the_blocks(
 @given(case=layer_cases(), structure=one_side().filter(lambda pair: IDENTITY not in pair))
 def test_the_second_moments_of_ekfac_are_those_of_the_blocks_of_the_gradient(case: LayerCase, structure: Pair) -> None:
     module = case.module()
-    optimizer = KFACOptimizer(module, lr=0.0, structure=structure, inverse=EKFAC())
+    optimizer = KFACOptimizer(module, lr=0.0, structure=structure, inverse=EKFAC(), factor_update_period=1)
     any_loss(module(case.input())).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -315,7 +315,7 @@ def test_blocks_are_those_of_the_dense_factor_in_every_family(family: str, shari
     for structure in ((DENSE, DENSE), cutting):
         torch.manual_seed(1)
         twin = copy.deepcopy(model)
-        optimizer = KFACOptimizer(twin, lr=0.0, structure=structure, weight_sharing=sharing)
+        optimizer = KFACOptimizer(twin, lr=0.0, structure=structure, weight_sharing=sharing, factor_update_period=1)
         for _ in range(2):
             optimizer.zero_grad()
             any_loss(twin(layer_input)).backward()
@@ -374,7 +374,7 @@ def test_nothing_as_large_as_the_dense_factor_is_ever_made(side: int, inverse: I
     layer = nn.Linear(narrow, wide) if side else nn.Linear(wide, narrow, bias=False)
     kept = (DENSE, BlockDiagonal(size)) if side else (BlockDiagonal(size), DENSE)
     with Largest() as largest:
-        optimizer = KFACOptimizer(layer, lr=0.1, structure=kept, inverse=inverse)
+        optimizer = KFACOptimizer(layer, lr=0.1, structure=kept, inverse=inverse, factor_update_period=1)
         for seed in range(2):
             optimizer.zero_grad()
             square_loss(layer(batch(seed, dim=layer.in_features))).backward()
@@ -483,8 +483,12 @@ def test_an_own_adapter_that_says_so_takes_blocks() -> None:
     model = mlp()
     twin = copy.deepcopy(model)
     structure = (DENSE, BlockDiagonal(3))
-    train(model, KFACOptimizer(model, lr=0.1, structure=structure, adapters={nn.Linear: Saying()}), 2)
-    train(twin, KFACOptimizer(twin, lr=0.1, structure=structure), 2)
+    train(
+        model,
+        KFACOptimizer(model, lr=0.1, structure=structure, adapters={nn.Linear: Saying()}, factor_update_period=1),
+        2,
+    )
+    train(twin, KFACOptimizer(twin, lr=0.1, structure=structure, factor_update_period=1), 2)
     assert_identical(list(model.parameters()), list(twin.parameters()))
 
 
@@ -560,7 +564,12 @@ def test_levelled_padding_keeps_the_mean_and_the_range_of_eigenvalues(dim: int, 
 
 @pytest.mark.parametrize("inverse", [*FACTORED, *JOINT], ids=repr)
 def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(inverse: Inverse[Any]) -> None:
-    options: dict[str, Any] = {"lr": 0.1, "inverse": inverse, "structure": {"0": (DENSE, BlockDiagonal(3))}}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "factor_update_period": 1,
+        "inverse": inverse,
+        "structure": {"0": (DENSE, BlockDiagonal(3))},
+    }
     model = mlp(sizes=(4, 8, 3))
     optimizer = KFACOptimizer(model, **options)
     train(model, optimizer, 3)
@@ -578,7 +587,7 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(inverse: Inve
 def test_a_model_found_by_a_function_from_the_other_side_is_restored_before_it_is_seen() -> None:
     """Two pairs of factors, both in blocks, are made from the checkpoint alone."""
     model = TiedToItself()
-    options: dict[str, Any] = {"lr": 0.05, "structure": (DENSE, BlockDiagonal(4))}
+    options: dict[str, Any] = {"lr": 0.05, "factor_update_period": 1, "structure": (DENSE, BlockDiagonal(4))}
     optimizer = KFACOptimizer(model, **options)
     train(model, optimizer, 2, dim=5)
     assert block(optimizer, "layer").spec.opposed

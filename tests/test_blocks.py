@@ -217,7 +217,7 @@ def test_without_an_adapter_attention_trains_under_sgd() -> None:
     """MultiheadAttention never calls its `out_proj`; the feed-forward Linears beside it are preconditioned."""
     model, twin = attention(), attention()
     linear_alone = {nn.Linear: DEFAULT_ADAPTERS[nn.Linear]}
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, kl_clip=1e-4, adapters=linear_alone)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, kl_clip=1e-4, adapters=linear_alone, factor_update_period=1)
     assert [block.name for block in optimizer.summary().blocks] == ["linear1", "linear2"]
     x = batch(dim=12).view(8, 3, 4)
     attended = list(twin.self_attn.parameters())
@@ -266,7 +266,7 @@ def test_a_layer_whose_weight_is_computed_from_other_parameters_takes_the_steps_
         return nn.Sequential(change(nn.Linear(4, 4, dtype=torch.float64)), nn.Linear(4, 3, dtype=torch.float64))
 
     model = make()
-    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6, factor_update_period=1)
     assert [block.name for block in optimizer.summary().blocks] == ["1"]
     for name, reason in reasons(optimizer).items():
         assert name.startswith("1.") or "not trained by this optimizer" not in (reason or ""), "but it is trained"
@@ -283,7 +283,7 @@ def test_a_layer_whose_weight_is_computed_from_other_parameters_takes_the_steps_
 def test_a_layer_parametrized_after_construction_takes_the_step_of_sgd(steps_before: int) -> None:
     """Torch keeps the parameter that the optimizer holds, as `parametrizations.weight.original`."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, factor_update_period=1)
     train(model, optimizer, steps_before)
     factors = optimizer.factors()["0"]
     parametrizations.orthogonal(model[0])

@@ -406,7 +406,7 @@ def test_a_backward_that_creates_a_graph_counts_once() -> None:
 )
 def test_accumulation_goes_on_after_a_broken_forward(forward: Callable[[nn.Module], None], zero_grad: bool) -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
     forward(model)
     if zero_grad:
         optimizer.zero_grad()
@@ -421,7 +421,7 @@ def test_accumulation_goes_on_after_a_broken_forward(forward: Callable[[nn.Modul
 
 def test_a_second_backward_after_the_step_counts_nothing_again() -> None:
     model = mlp(sizes=(4, 3))  # whose backward does not need the weight that the step changed
-    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
     loss = square_loss(model(batch()))
     loss.backward(retain_graph=True)
     optimizer.step()
@@ -435,7 +435,7 @@ def test_a_second_backward_after_the_step_counts_nothing_again() -> None:
 
 def test_a_forward_before_the_step_and_its_backward_after_it_count_for_the_next_step() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
     loss = square_loss(model(batch()))
     optimizer.step()
     loss.backward()
@@ -493,7 +493,7 @@ def test_zero_grad_drops_a_backward_with_its_rows_terms_and_stated_terms(set_to_
 
 def test_a_step_after_zero_grad_counts_nothing() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
     plain_step(model)
     optimizer.zero_grad()
     optimizer.step()
@@ -659,7 +659,7 @@ def test_training_in_eval_mode_is_training() -> None:
 @pytest.mark.parametrize("when", ["before the forward", "after the forward"])
 def test_a_layer_frozen_after_construction_stays_and_keeps_its_factors(when: str) -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 2)
     factors, before = optimizer.factors()["0"], clones(model[0].parameters())
     optimizer.zero_grad()
@@ -739,7 +739,10 @@ def test_layers_whose_backward_is_out_of_sight_step_as_under_sgd_and_are_warned_
 ) -> None:
     """Silence would leave the user with SGD at a learning rate chosen for K-FAC."""
     model, twin = mlp(), mlp()
-    optimizer, reference = KFACOptimizer(model, lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        torch.optim.SGD(twin.parameters(), lr=0.1),
+    )
     for step in range(3):
         optimizer.zero_grad()
         backward(model, batch(step))
@@ -938,7 +941,9 @@ def test_set_loss_terms_overrides_the_rule() -> None:
 
 def test_set_loss_terms_adds_up_over_backwards_and_lasts_until_the_step() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0, factor_decay=1e-30)  # each step shows its own statistics
+    optimizer = KFACOptimizer(
+        model, lr=0.0, factor_decay=1e-30, factor_update_period=1
+    )  # each step shows its own statistics
     for terms in (10, 30):
         optimizer.set_loss_terms(terms)
         square_loss(model(batch())).backward()
@@ -975,7 +980,7 @@ def call_layers(model: nn.Module) -> None:
 
 def test_layers_called_outside_the_models_forward_are_refused_and_the_remedy_works_after_the_error() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
     call_layers(model)
     with pytest.raises(RuntimeError, match=r"ran outside the model's forward.*optimizer\.set_loss_terms\(n\)"):
         optimizer.step()
@@ -1113,7 +1118,7 @@ class Batch:
 def test_an_input_without_a_visible_tensor_is_refused_and_the_remedy_works() -> None:
     """Rather than taken for one example, which would make G too small by the batch size."""
     model = OnTheSide(lambda inputs: inputs.x)
-    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
     square_loss(model(Batch(batch()))).backward()
     with pytest.raises(RuntimeError, match=r"kfac_optim: .*set_loss_terms\(n\)"):
         optimizer.step()
@@ -1144,21 +1149,21 @@ def by_averaging(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torch_save, by_averaging])
 def test_a_copy_of_the_model_is_inert_and_the_original_goes_on(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 2)
     copied = duplicate(model)
     assert_identical(clones(copied.parameters()), clones(model.parameters()))
     square_loss(copied(batch(9))).backward()
     train(model, optimizer, 2, start=2)
-    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1), 4)
+    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1, factor_update_period=1), 4)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
 def test_a_copy_of_the_model_trains_with_an_optimizer_of_its_own() -> None:
     model = mlp()
-    first = KFACOptimizer(model, lr=0.1)
+    first = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     copied = copy.deepcopy(model)
-    train(copied, KFACOptimizer(copied, lr=0.1), 3)
+    train(copied, KFACOptimizer(copied, lr=0.1, factor_update_period=1), 3)
     train(model, first, 3)
     assert_identical(clones(model.parameters()), clones(copied.parameters()))
 

@@ -56,7 +56,7 @@ EVERYTHING = {"max_factor_dim": 16, "structure": {"foof": (Structure.DENSE, Stru
 
 def test_the_state_holds_tensors_and_numbers_only() -> None:
     model = Everything()
-    optimizer = KFACOptimizer(model, lr=torch.tensor(0.1), momentum=0.9, **EVERYTHING)
+    optimizer = KFACOptimizer(model, lr=torch.tensor(0.1), momentum=0.9, factor_update_period=1, **EVERYTHING)
     train(model, optimizer, 2, dim=32)
     state = optimizer.state_dict()
     walk(state["state"], "state")
@@ -99,7 +99,7 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(
 def test_loading_into_an_optimizer_that_has_stepped_equals_loading_into_a_new_one() -> None:
     """A rollback: whatever it had measured, captured or scheduled meanwhile is gone."""
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, inverse_update_period=2)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, inverse_update_period=2, factor_update_period=1)
     train(model, optimizer, 3)
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     train(model, optimizer, 3, start=3)
@@ -108,7 +108,7 @@ def test_loading_into_an_optimizer_that_has_stepped_equals_loading_into_a_new_on
     optimizer.load_state_dict(copy.deepcopy(saved[1]))
     train(model, optimizer, 3, start=20)
     twin.load_state_dict(saved[0])
-    fresh = KFACOptimizer(twin, lr=0.1, momentum=0.9, inverse_update_period=2)
+    fresh = KFACOptimizer(twin, lr=0.1, momentum=0.9, inverse_update_period=2, factor_update_period=1)
     fresh.load_state_dict(saved[1])
     train(twin, fresh, 3, start=20)
     assert_identical(optimizer.state_dict(), fresh.state_dict())
@@ -135,7 +135,10 @@ def test_statistics_captured_before_a_load_are_dropped_with_their_loss_terms(inc
 def test_a_checkpoint_shares_no_memory_with_the_optimizer_that_loaded_it() -> None:
     """Of the factors; torch shares momentum buffers."""
     model, twin = mlp(), mlp()
-    optimizer, loaded = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, loaded = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     train(model, optimizer, 2)
     state = optimizer.state_dict()
     loaded.load_state_dict(state)
@@ -156,7 +159,7 @@ def test_factors_wider_than_their_parameters_keep_dtype_and_exact_values(
 ) -> None:
     """Torch casts the state of a parameter to the parameter's dtype."""
     model, twin = mlp().to(dtype), mlp().to(dtype)
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_dtype=factor_dtype)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_dtype=factor_dtype, factor_update_period=1)
     loaded = KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_dtype=factor_dtype)
     train(model, optimizer, 3)
     loaded.load_state_dict(through_a_file(optimizer.state_dict()))
@@ -169,7 +172,7 @@ def test_factors_wider_than_their_parameters_keep_dtype_and_exact_values(
 
 def test_a_checkpoint_of_another_factor_dtype_is_cast_to_ours() -> None:
     model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.1, factor_dtype=torch.float64)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_dtype=torch.float64, factor_update_period=1)
     train(model, optimizer, 2)
     loaded = KFACOptimizer(twin, lr=0.1)
     loaded.load_state_dict(optimizer.state_dict())
@@ -181,7 +184,7 @@ def test_a_checkpoint_of_another_factor_dtype_is_cast_to_ours() -> None:
 def test_a_checkpoint_of_another_device_loads_onto_the_parameters_device() -> None:
     """Only one device is sure to be here, so the other one is the meta device: structure without values."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1)
     train(model, optimizer, 2)
     with torch.device("meta"):
         shell = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -196,7 +199,10 @@ def test_a_checkpoint_of_another_device_loads_onto_the_parameters_device() -> No
 @pytest.mark.parametrize("map_location", ["cpu", None, {"cpu": "cpu"}, lambda storage, _: storage])
 def test_map_location_gives_the_same_checkpoint(map_location: Any) -> None:
     model, twin = mlp(), mlp()
-    optimizer, loaded = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, loaded = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     train(model, optimizer, 2)
     loaded.load_state_dict(through_a_file(optimizer.state_dict(), map_location=map_location))
     assert_identical(loaded.state_dict(), optimizer.state_dict())
@@ -273,9 +279,9 @@ REFUSED = {
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_nothing_changes(case: str) -> None:
     make, message = REFUSED[case]
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1)
     train(model, optimizer, 2)
-    train(twin, reference := KFACOptimizer(twin, lr=0.1, momentum=0.9), 2)
+    train(twin, reference := KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_update_period=1), 2)
     before = snapshot(optimizer)
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(make())
@@ -301,7 +307,7 @@ def test_with_every_layer_skipped_sgds_own_checkpoint_continues_its_run() -> Non
     reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     train(twin, reference, 3)
     model.load_state_dict(twin.state_dict())
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, skip_layers=("*",))
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, skip_layers=("*",), factor_update_period=1)
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
     train(model, optimizer, 3, start=3)
     train(twin, reference, 3, start=3)
@@ -314,16 +320,16 @@ def test_with_every_layer_skipped_sgds_own_checkpoint_continues_its_run() -> Non
 def test_without_factors_the_checkpoint_is_small_and_statistics_start_anew() -> None:
     """Resuming equals a new optimizer that was given the momentum buffers."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, include_factors=False)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, include_factors=False, factor_update_period=1)
     train(model, optimizer, 3)
     state = through_a_file(optimizer.state_dict())
     assert "inverse" not in state["state"][0]["kfac"]
     twin, resumed = copy.deepcopy(model), copy.deepcopy(model)
-    fresh = KFACOptimizer(twin, lr=0.1, momentum=0.9)
+    fresh = KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_update_period=1)
     for index, param in enumerate(twin.parameters()):
         fresh.state[param]["momentum_buffer"] = state["state"][index]["momentum_buffer"].clone()
     train(twin, fresh, 3, start=3)
-    loaded = KFACOptimizer(resumed, lr=0.1, momentum=0.9, include_factors=False)
+    loaded = KFACOptimizer(resumed, lr=0.1, momentum=0.9, include_factors=False, factor_update_period=1)
     loaded.load_state_dict(state)
     train(resumed, loaded, 3, start=3)
     assert_identical(clones(resumed.parameters()), clones(twin.parameters()))
@@ -332,7 +338,7 @@ def test_without_factors_the_checkpoint_is_small_and_statistics_start_anew() -> 
 @pytest.mark.parametrize("stepped", [0, 2])
 def test_a_checkpoint_without_factors_starts_statistics_anew_even_where_some_were_held(stepped: int) -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0, include_factors=False)
+    optimizer = KFACOptimizer(model, lr=0.0, include_factors=False, factor_update_period=1)
     state = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, stepped)
     optimizer.load_state_dict(state)
@@ -345,7 +351,7 @@ def test_a_checkpoint_without_factors_starts_statistics_anew_even_where_some_wer
 
 def test_an_optimizer_without_factors_in_its_checkpoints_loads_one_that_has_them() -> None:
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 3)
     loaded = KFACOptimizer(twin, lr=0.1, include_factors=False)
     loaded.load_state_dict(optimizer.state_dict())
@@ -401,17 +407,17 @@ def test_a_load_restores_the_numbers_of_the_groups_and_blocks_obey_them() -> Non
 
 def test_state_dict_and_load_do_not_disturb_a_run() -> None:
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1)
     for i in range(4):
         train(model, optimizer, 1, start=i)
         optimizer.load_state_dict(optimizer.state_dict())
-    train(twin, KFACOptimizer(twin, lr=0.1, momentum=0.9), 4)
+    train(twin, KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_update_period=1), 4)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
 def test_a_checkpoint_of_a_run_with_added_groups_resumes_it() -> None:
     def make(model: nn.Module) -> KFACOptimizer:
-        optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model)
+        optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model, factor_update_period=1)
         optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.05})
         return optimizer
 

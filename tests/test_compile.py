@@ -212,7 +212,10 @@ def test_inductor_gives_the_steps_of_the_eager_model() -> None:
     """Its kernels round differently; nothing else may."""
     case = CASES["linear"]
     model, twin = build(case)
-    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     train(torch.compile(model, fullgraph=True), optimizer, case, range(3))
     train(twin, reference, case, range(3))
     torch.testing.assert_close(all_factors(optimizer), all_factors(reference), rtol=1e-9, atol=1e-12)
@@ -265,7 +268,10 @@ HABITS = [accumulate, two_backwards, attack_first, evaluate_between, discard_a_b
 @pytest.mark.parametrize("habit", HABITS)
 def test_the_habits_of_a_loop_give_compiled_what_they_give_eager(habit: Callable[[Loop], None]) -> None:
     model, twin = build(CASES["linear"])
-    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     call = torch.compile(model, backend=BACKEND, fullgraph=True)
     for forward, of, each in ((call, model, optimizer), (twin, twin, reference)):
         for _ in range(2):
@@ -279,7 +285,10 @@ def test_the_habits_of_a_loop_give_compiled_what_they_give_eager(habit: Callable
 
 def test_batches_of_other_sizes_are_counted_by_their_size() -> None:
     model, twin = build(CASES["linear"])
-    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     call = torch.compile(model, backend=BACKEND, fullgraph=True, dynamic=True)
     for forward, each in ((call, optimizer), (twin, reference)):
         for seed, size in enumerate((8, 5, 3, 11)):
@@ -291,7 +300,10 @@ def test_batches_of_other_sizes_are_counted_by_their_size() -> None:
 
 def test_under_autocast_and_a_grad_scaler_factors_are_those_of_the_eager_model() -> None:
     model, twin = (each.float() for each in build(CASES["linear"]))
-    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     call = torch.compile(model, backend=BACKEND, fullgraph=True)
     for forward, each in ((call, optimizer), (twin, reference)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -321,7 +333,10 @@ def test_activation_checkpointing_in_a_graph_counts_once() -> None:
     torch.manual_seed(0)
     model = Checkpointed(reentrant=False).double()
     twin = copy.deepcopy(model)
-    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     case = CASES["linear"]
     train(torch.compile(model, backend=BACKEND), optimizer, case, range(3))
     train(twin, reference, case, range(3))
@@ -345,7 +360,7 @@ def test_a_model_that_breaks_the_graph_is_measured_in_all_its_pieces(backend: st
     torch.manual_seed(0)
     model = Recurrent().double()
     twin = copy.deepcopy(model)
-    options: dict[str, Any] = {"lr": 0.1, "loss_terms": LossTerms.POSITIONS}
+    options: dict[str, Any] = {"lr": 0.1, "factor_update_period": 1, "loss_terms": LossTerms.POSITIONS}
     optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
     case = Case(Recurrent, lambda seed: ((random(seed, 3, 5, 4),), {}))
     train(torch.compile(model, backend=backend), optimizer, case, range(3))
@@ -400,7 +415,10 @@ def test_a_weight_that_is_also_used_out_of_sight_is_left_to_sgd_as_in_eager_mode
     torch.manual_seed(0)
     model = Borrowed().double()
     twin = copy.deepcopy(model)
-    optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     case = Case(Borrowed, lambda seed: ((random(seed, 6, 2, 5),), {}))
     for call, each in ((torch.compile(model, backend=backend, fullgraph=True), optimizer), (twin, reference)):
         with pytest.warns(UserWarning, match=r"'conv\.weight' is used by conv1d outside its own layer"):

@@ -38,7 +38,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_identical, clones, snapshot
+from plain import FREQUENT, assert_identical, clones, snapshot
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -142,7 +142,7 @@ class Skipped(Way):
 class Preconditioned(Way):
     @staticmethod
     def build(model: nn.Module, params: Any = None, **options: Any) -> KFACOptimizer:
-        options = {"loss_terms": LossTerms.SUM, **options}
+        options = {**FREQUENT, "loss_terms": LossTerms.SUM, **options}
         if params is None:
             return KFACOptimizer(model, **options)
         return KFACOptimizer(params, model=model, **options)

@@ -118,13 +118,13 @@ def test_the_printed_summary_has_a_line_for_every_parameter_and_a_line_of_sums()
 def test_a_layer_uninitialised_at_construction_is_preconditioned_from_its_first_step_on() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2))
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     for step in range(2):
         optimizer.zero_grad()
         loss = square_loss(model(batch(step, dtype=torch.float32)))
         if step == 0:
             twin = copy.deepcopy(model)
-            reference = KFACOptimizer(twin, lr=0.1)
+            reference = KFACOptimizer(twin, lr=0.1, factor_update_period=1)
         reference.zero_grad()
         square_loss(twin(batch(step, dtype=torch.float32))).backward()
         loss.backward()
@@ -214,7 +214,9 @@ def directions(model: nn.Module, optimizer: KFACOptimizer, damping: float) -> tu
 @pytest.mark.parametrize("kl_clip", [None, 1e-5, 1e5])
 def test_the_measures_of_the_step_equal_their_direct_computation(kl_clip: float | None) -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.3, damping=0.02, kl_clip=kl_clip, inverse_update_period=1)
+    optimizer = KFACOptimizer(
+        model, lr=0.3, damping=0.02, kl_clip=kl_clip, inverse_update_period=1, factor_update_period=1
+    )
     train(model, optimizer, 3)
     metrics = optimizer.metrics()
     direction, raw = directions(model, optimizer, 0.02)
@@ -270,7 +272,7 @@ def test_before_the_first_step_what_is_unknown_is_absent() -> None:
 
 def test_the_metrics_are_plain_floats_after_a_step() -> None:
     model = mlp(dtype=torch.bfloat16)
-    optimizer = KFACOptimizer(model, lr=torch.tensor(0.1), momentum=0.9)
+    optimizer = KFACOptimizer(model, lr=torch.tensor(0.1), momentum=0.9, factor_update_period=1)
     train(model, optimizer, 2)
     metrics = optimizer.metrics()
     assert {type(value) for value in metrics.values()} == {float}
@@ -286,7 +288,7 @@ def test_the_metrics_are_plain_floats_after_a_step() -> None:
 
 def test_a_step_with_gradients_but_no_statistics_counts_its_blocks_as_unpreconditioned() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     before = clones(model.parameters())
@@ -301,7 +303,7 @@ def test_a_step_with_gradients_but_no_statistics_counts_its_blocks_as_unprecondi
 
 def test_the_cosine_of_a_zero_gradient_is_not_a_number_and_the_step_is_none() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 1)
     for param in model.parameters():
         param.grad.zero_()

@@ -113,7 +113,9 @@ def test_random_estimates_come_to_the_exact_one(loss: Loss, estimate: Callable[.
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x = normal(5, 3).repeat(20, 1)  # as many independent draws in one step as there are copies
     exact = measured(model, x, loss, ExactGGN(loss[0])).factors()
-    optimizer = KFACOptimizer(model, lr=0.0, factor_decay=1e-9, estimate=estimate(loss[0]), inverse_update_period=1000)
+    optimizer = KFACOptimizer(
+        model, lr=0.0, factor_decay=1e-9, estimate=estimate(loss[0]), inverse_update_period=1000, factor_update_period=1
+    )
     draws: dict[str, list[Tensor]] = {"0": [], "2": []}
     for _ in range(100):
         optimizer.zero_grad()
@@ -151,7 +153,7 @@ def test_training_goes_on_as_if_nothing_had_been_estimated(estimate: Callable[..
     twin = copy.deepcopy(model)
     states = []
     for m, each in ((model, estimate(nn.CrossEntropyLoss())), (twin, Empirical())):
-        optimizer = KFACOptimizer(m, lr=0.0, estimate=each)
+        optimizer = KFACOptimizer(m, lr=0.0, estimate=each, factor_update_period=1)
         torch.manual_seed(1)
         grads = []
         for i in range(3):
@@ -299,7 +301,9 @@ def test_means_and_variances_are_found_in_what_the_model_returns() -> None:
 
 def test_under_a_grad_scaler_the_factors_are_those_without() -> None:
     model, twin, x = linear(), linear(), normal(6, 3)
-    optimizer, reference = (KFACOptimizer(m, lr=0.1, estimate=MonteCarlo(nn.MSELoss())) for m in (model, twin))
+    optimizer, reference = (
+        KFACOptimizer(m, lr=0.1, estimate=MonteCarlo(nn.MSELoss()), factor_update_period=1) for m in (model, twin)
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for _ in range(2):
         optimizer.zero_grad()
@@ -344,7 +348,7 @@ def test_a_model_whose_output_is_not_to_be_found_takes_the_plain_step_and_says_s
 
 def test_stated_terms_that_cannot_be_true_do_not_spoil_the_averages() -> None:
     model, x = linear(), normal(6, 3)
-    optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(nn.MSELoss()))
+    optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(nn.MSELoss()), factor_update_period=1)
     before = None
     for terms in (6.0, torch.tensor(math.nan), torch.tensor(-1.0)):
         optimizer.zero_grad()

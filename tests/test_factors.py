@@ -366,7 +366,7 @@ def alone(features: Tensor, loss_of: Callable[[Tensor], Tensor] = mean_square, *
 
 def still(model: nn.Module, **options: Any) -> KFACOptimizer:
     """An optimizer whose steps move nothing."""
-    return KFACOptimizer(model, lr=0.0, kl_clip=None, **options)
+    return KFACOptimizer(model, **{"lr": 0.0, "kl_clip": None, "factor_update_period": 1, **options})
 
 
 def feed(optimizer: KFACOptimizer, model: nn.Module, features: Tensor) -> None:

@@ -108,7 +108,7 @@ def test_a_model_that_is_one_layer_with_a_forward_of_its_own_is_measured_from_it
     results = []
     for give in (lambda m: m, lambda m: m.parameters()):
         model = _seeded(make)
-        optimizer = KFACOptimizer(give(model), lr=0.1)
+        optimizer = KFACOptimizer(give(model), lr=0.1, factor_update_period=1)
         torch.manual_seed(7)
         for _ in range(2):
             x = torch.randn(shape)
@@ -236,7 +236,7 @@ def test_two_models_may_share_a_weight(make: Net) -> None:
         encoder, decoder = nn.Sequential(make()), nn.Sequential(make())
         decoder[0].weight, decoder[0].bias = encoder[0].weight, encoder[0].bias
         whole = nn.Sequential(encoder, nn.Tanh(), decoder)
-        optimizer = KFACOptimizer(give(whole), lr=0.1)
+        optimizer = KFACOptimizer(give(whole), lr=0.1, factor_update_period=1)
         for i in range(2):
             optimizer.zero_grad()
             x = batch(i)[..., None] if isinstance(encoder[0], nn.Conv1d) else batch(i)
@@ -343,7 +343,7 @@ def test_a_lazy_layer_joins_once_it_has_a_shape() -> None:
     for give in (lambda m: m, lambda m: m.parameters()):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LazyLinear(3))
-        optimizer = KFACOptimizer(give(model), lr=0.1)
+        optimizer = KFACOptimizer(give(model), lr=0.1, factor_update_period=1)
         torch.manual_seed(4)
         train(model, optimizer, 3)
         results.append((clones(model.parameters()), optimizer.factors()))
@@ -384,6 +384,7 @@ def test_choices_by_name_follow_the_names_of_the_model_that_is_called() -> None:
         lr=0.1,
         inverse={"model.2": Eigen()},
         structure={"model.0": (Structure.DENSE, Structure.DIAGONAL)},
+        factor_update_period=1,
     )
     with torch.no_grad():
         model(batch())  # by itself it has other names
@@ -397,7 +398,7 @@ def test_choices_by_name_follow_the_names_of_the_model_that_is_called() -> None:
 
 def test_the_search_ends_with_the_first_step_that_has_gradients() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1, factor_update_period=1)
     assert len(_global_forward_pre_hooks) == 1
     optimizer.step()
     assert len(_global_forward_pre_hooks) == 1
@@ -468,7 +469,7 @@ def test_where_no_module_is_called_the_user_is_told_and_steps_are_those_of_sgd(m
 
 def test_a_model_without_a_known_layer_warns_at_the_first_step_at_the_users_line() -> None:
     model = nn.Sequential(nn.PReLU(4))
-    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1, factor_update_period=1)
     square_loss(model(batch())).backward()
     with pytest.warns(UserWarning, match="nothing is preconditioned; every parameter takes the plain SGD step") as seen:
         optimizer.step()
@@ -495,7 +496,7 @@ def test_every_warning_of_the_constructor_and_of_step_points_at_the_users_line()
 
 def test_a_step_without_gradients_says_nothing_and_goes_on_looking() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1, factor_update_period=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
@@ -654,7 +655,7 @@ def test_a_prefix_is_accepted_only_where_the_model_is_left_out_and_only_up_to_a_
 
 def test_a_refused_load_changes_nothing_of_what_waits() -> None:
     model = mlp()
-    train(model, optimizer := KFACOptimizer(model, lr=0.1), 2)
+    train(model, optimizer := KFACOptimizer(model, lr=0.1, factor_update_period=1), 2)
     resumed = KFACOptimizer([{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}], lr=0.1)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         resumed.load_state_dict(optimizer.state_dict())

@@ -212,7 +212,7 @@ class Several(nn.Module):
 
 def test_blocks_of_bare_matrices_have_the_names_of_their_parameters() -> None:
     model = Several()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     before = owners(optimizer)
     assert set(before) == dict(model.named_parameters()).keys()
     assert set(before.values()) == {None}
@@ -281,7 +281,7 @@ def test_skipped_matrices_take_the_plain_step(skip: Any) -> None:
 def test_frozen_matrices_stay_and_a_frozen_bias_leaves_the_block(frozen: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Conv1D(4, 5))
     model[1].get_parameter(frozen).requires_grad_(False)
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     before = clones(model[1].parameters())
     train(model, optimizer, 2)
     if frozen == "weight":
@@ -295,7 +295,7 @@ def test_frozen_matrices_stay_and_a_frozen_bias_leaves_the_block(frozen: str) ->
 
 def test_a_matrix_outside_the_groups_stays_put() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Conv1D(4, 5))
-    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model)
+    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model, factor_update_period=1)
     before = clones(model[1].parameters())
     train(model, optimizer, 2)
     assert_identical(clones(model[1].parameters()), before)
@@ -305,7 +305,7 @@ def test_a_matrix_outside_the_groups_stays_put() -> None:
 def test_a_group_added_later_leaves_claimed_blocks_as_they_are() -> None:
     model, twin = (nn.Sequential(Conv1D(4, 5), nn.Tanh(), Conv1D(5, 3)) for _ in range(2))
     twin.load_state_dict(model.state_dict())
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "inverse_update_period": 2}
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "factor_update_period": 1, "inverse_update_period": 2}
     optimizer = KFACOptimizer(model, **options)
     extra = nn.Parameter(torch.zeros(3))
     train(model, optimizer, 2)
@@ -329,7 +329,7 @@ def test_a_group_added_between_forward_and_backward_loses_no_statistics() -> Non
 
 def test_a_matrix_added_in_the_middle_is_preconditioned_from_then_on() -> None:
     model = nn.Sequential(Conv1D(4, 5), nn.Tanh(), Conv1D(5, 3))
-    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model)
+    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model, factor_update_period=1)
     train(model, optimizer, 2)
     assert optimizer.factors().keys() == {"0"}
     optimizer.add_param_group({"params": list(model[2].parameters())})
@@ -549,7 +549,10 @@ def test_a_matrix_of_no_layer_may_be_used_from_both_sides() -> None:
     model = Both(None, (4, 3), bias=False)
     linear = Tied(bias=False)
     linear.encoder.weight.data = model.weight.detach().T.clone()
-    ours, theirs = KFACOptimizer(model, lr=0.1, momentum=0.9), KFACOptimizer(linear, lr=0.1, momentum=0.9)
+    ours, theirs = (
+        KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1),
+        KFACOptimizer(linear, lr=0.1, momentum=0.9, factor_update_period=1),
+    )
     train(model, ours, 3)
     train(linear, theirs, 3)
     assert_same(model.weight.T, linear.encoder.weight)
@@ -559,7 +562,7 @@ def test_a_matrix_of_no_layer_may_be_used_from_both_sides() -> None:
 @pytest.mark.parametrize("structure", [(Structure.DENSE, Structure.IDENTITY), (Structure.IDENTITY, Structure.DENSE)])
 def test_an_identity_on_one_side_stays_one(structure: tuple[Structure, Structure]) -> None:
     model = Tied()
-    optimizer = KFACOptimizer(model, lr=0.1, structure=structure)
+    optimizer = KFACOptimizer(model, lr=0.1, structure=structure, factor_update_period=1)
     train(model, optimizer, 2)
     a, g = optimizer.factors()["encoder"]
     assert (a is None) == (structure[0] is Structure.IDENTITY)
@@ -630,7 +633,7 @@ def test_a_transposed_use_that_comes_later_is_measured_from_the_next_statistics_
 def test_of_two_sides_one_without_a_sample_ages() -> None:
     """Each has running averages of its own, which weigh by the same clock."""
     model = Sometimes()
-    optimizer = KFACOptimizer(model, lr=0.0, factor_decay=0.5)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_decay=0.5, factor_update_period=1)
     own, opposed = [], []
     for uses in ((True, True), (False, True), (True, True)):
         step_of(model, optimizer, own=uses[0], opposed=uses[1])
@@ -759,7 +762,10 @@ class Apart(nn.Linear):
 def test_a_subclass_of_linear_that_adds_its_bias_apart_is_measured_as_plain() -> None:
     model, twin = nn.Sequential(Apart(4, 5), nn.Linear(5, 3)), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     twin.load_state_dict(model.state_dict())
-    ours, theirs = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
+    ours, theirs = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
     train(model, ours, 3)
     train(twin, theirs, 3)
     for name, pair in theirs.factors().items():
@@ -780,9 +786,9 @@ def test_a_layer_with_an_adapter_of_the_users_own_is_left_to_that() -> None:
     model = nn.Sequential(Own(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight, model[2].bias = model[0].weight, model[0].bias
     twin = copy.deepcopy(model)
-    ours = KFACOptimizer(model, lr=0.1, adapters={**DEFAULT_ADAPTERS, Own: OwnAdapter()})
+    ours = KFACOptimizer(model, lr=0.1, adapters={**DEFAULT_ADAPTERS, Own: OwnAdapter()}, factor_update_period=1)
     train(model, ours, 2)
-    train(twin, theirs := KFACOptimizer(twin, lr=0.1), 2)
+    train(twin, theirs := KFACOptimizer(twin, lr=0.1, factor_update_period=1), 2)
     assert_same(ours.factors()["0"], theirs.factors()["0"])
 
 
@@ -1002,14 +1008,14 @@ def test_activation_checkpoints_that_keep_the_graph_change_nothing() -> None:
     for kind in (Conv1D, Checkpointed):
         torch.manual_seed(0)
         model = nn.Sequential(kind(4, 5), nn.Tanh(), kind(5, 3))
-        train(model, optimizer := KFACOptimizer(model, lr=0.1), 3)
+        train(model, optimizer := KFACOptimizer(model, lr=0.1, factor_update_period=1), 3)
         results.append((clones(model.parameters()), optimizer.factors()))
     assert_identical(results[0], results[1])
 
 
 def test_where_no_function_multiplies_by_a_candidate_after_all_the_user_is_told() -> None:
     model = Matrix(NOT_A_PRODUCT["a sum"], (5, 5), bias=False)
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     optimizer.step()  # no gradient yet, no verdict
     any_loss(model(torch.randn(5, 5))).backward()
     with pytest.warns(UserWarning, match="nothing is preconditioned; every parameter takes the plain SGD") as seen:
@@ -1161,7 +1167,7 @@ class Recomputed(nn.Module):
 
 def test_what_reentrant_checkpointing_runs_again_is_measured_as_if_run_once() -> None:
     models = [Recomputed(recompute) for recompute in (False, True)]
-    optimizers = [KFACOptimizer(model, lr=0.1, momentum=0.9) for model in models]
+    optimizers = [KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1) for model in models]
     for seed in range(4):
         x = batch(seed, size=6).view(3, 2, 4).requires_grad_()
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -1213,7 +1219,7 @@ class Filters(nn.Module):
 @pytest.mark.parametrize("layer", ["conv", "embedding"])
 def test_a_weight_used_by_a_function_that_is_not_measured_is_left_to_sgd_and_the_user_is_told(layer: str) -> None:
     model = Filters()
-    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=1e-6, factor_update_period=1)
     train(model, optimizer, 2)
     assert owners(optimizer)[f"{layer}.weight"] == layer
     model.again = {layer}

@@ -162,7 +162,13 @@ def test_without_damping_the_function_after_a_step_does_not_depend_on_the_coordi
             layers.insert(position, Affine(matrix, offset, axis))
         model = nn.Sequential(*layers)
         optimizer = KFACOptimizer(
-            model, lr=0.02, weight_sharing=sharing, loss_terms=LossTerms.ELEMENTS, inverse_update_period=1, **options
+            model,
+            lr=0.02,
+            weight_sharing=sharing,
+            loss_terms=LossTerms.ELEMENTS,
+            factor_update_period=1,
+            inverse_update_period=1,
+            **options,
         )
         outputs = [model(held_out).detach()]
         for features in data:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plain import FREQUENT
 from torch import Tensor, nn
 
 from kfac_optim import (
@@ -42,7 +43,7 @@ def linear() -> nn.Module:
 
 
 def build(model: nn.Module, rule: LevenbergMarquardt | None, **options: Any) -> KFACOptimizer:
-    chosen = {"lr": 0.3, "momentum": 0.9, "damping": 0.5, "estimate": ExactGGN(nn.MSELoss()), **options}
+    chosen = {"lr": 0.3, "momentum": 0.9, "damping": 0.5, "estimate": ExactGGN(nn.MSELoss()), **FREQUENT, **options}
     return KFACOptimizer(model, adapt_damping=rule, **chosen)
 
 

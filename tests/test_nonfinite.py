@@ -75,7 +75,7 @@ def test_a_skipped_step_returns_the_loss_of_its_closure() -> None:
 
 def test_too_many_skipped_steps_in_a_row_raise_with_the_parameter_and_a_good_one_starts_anew() -> None:
     model = with_prelu()
-    optimizer = KFACOptimizer(model, lr=0.1, nonfinite_limit=3)
+    optimizer = KFACOptimizer(model, lr=0.1, nonfinite_limit=3, factor_update_period=1)
 
     def bad_step() -> None:
         optimizer.zero_grad()
@@ -96,7 +96,7 @@ def test_too_many_skipped_steps_in_a_row_raise_with_the_parameter_and_a_good_one
 
 def test_without_a_limit_steps_are_skipped_for_ever() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, nonfinite_limit=None)
+    optimizer = KFACOptimizer(model, nonfinite_limit=None, factor_update_period=1, inverse_update_period=10)
     for _ in range(50):
         optimizer.zero_grad()
         nan_loss(model)
@@ -115,7 +115,7 @@ def overflow_statistics(model: nn.Module) -> None:
 
 def test_too_many_refused_samples_in_a_row_raise_with_the_layer_and_leave_the_averages() -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.0, nonfinite_limit=3, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.0, nonfinite_limit=3, inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 2)
     factors = optimizer.factors()["0"]
     for run in (overflow_statistics, overflow_statistics, None, overflow_statistics, overflow_statistics):
@@ -149,7 +149,7 @@ def test_too_many_failed_refreshes_in_a_row_raise_with_the_layer() -> None:
 
 def test_the_count_in_a_row_is_part_of_a_checkpoint() -> None:
     model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.0, nonfinite_limit=2, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.0, nonfinite_limit=2, inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 1)
     optimizer.zero_grad()
     overflow_statistics(model)

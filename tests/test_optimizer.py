@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain import (
+    FREQUENT,
     assert_identical,
     assert_same_factors,
     batch,
@@ -57,8 +58,8 @@ MakeParams = Callable[[nn.Module], Any]
 )
 def test_every_form_of_params_takes_the_steps_of_passing_the_model(params: MakeParams) -> None:
     model, twin = mlp(), mlp()
-    train(model, KFACOptimizer(model, lr=0.1, momentum=0.9), 5)
-    train(twin, KFACOptimizer(params(twin), lr=0.1, momentum=0.9, model=twin), 5)
+    train(model, KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1), 5)
+    train(twin, KFACOptimizer(params(twin), lr=0.1, momentum=0.9, model=twin, factor_update_period=1), 5)
     for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
@@ -108,12 +109,19 @@ def test_a_model_that_is_one_layer_is_preconditioned() -> None:
 def test_each_group_uses_its_own_numbers() -> None:
     """Two groups of one optimizer step like two optimizers, each with one group's numbers."""
     numbers = [
-        {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "factor_decay": 0.5, "weight_decay": 0.1},
+        {
+            "lr": 0.1,
+            "momentum": 0.9,
+            "damping": 0.1,
+            "factor_decay": 0.5,
+            "weight_decay": 0.1,
+            "factor_update_period": 1,
+        },
         {"lr": 0.2, "momentum": 0.0, "damping": 0.01, "inverse_update_period": 2, "factor_update_period": 2},
     ]
     model, twin = mlp(), mlp()
     groups = [{"params": model[i].parameters(), **n} for i, n in zip((0, 2), numbers, strict=True)]
-    optimizer = KFACOptimizer(groups, model=model, kl_clip=None, inverse_update_period=1)
+    optimizer = KFACOptimizer(groups, model=model, kl_clip=None, inverse_update_period=1, factor_update_period=1)
     apart = [
         KFACOptimizer(twin[i].parameters(), model=twin, **{"kl_clip": None, "inverse_update_period": 1, **n})
         for i, n in zip((0, 2), numbers, strict=True)
@@ -150,7 +158,13 @@ def test_each_group_uses_its_own_numbers() -> None:
 )
 def test_an_edit_of_a_group_between_steps_takes_effect_at_the_next_step(key: str, value: Any) -> None:
     """Editing `param_groups` equals having loaded the same state into an optimizer built with the new number."""
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "kl_clip": 1e-2, "inverse_update_period": 1}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "kl_clip": 1e-2,
+        "factor_update_period": 1,
+        "inverse_update_period": 1,
+    }
     model = mlp()
     optimizer = KFACOptimizer(model, **options)
     train(model, optimizer, 4)
@@ -170,7 +184,7 @@ def test_an_edit_of_a_group_between_steps_takes_effect_at_the_next_step(key: str
 
 def test_a_bad_edit_of_a_group_is_refused_before_anything_changes() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 2)
     before = clones(model.parameters())
     optimizer.param_groups[0]["damping"] = -1.0
@@ -201,7 +215,7 @@ def test_weight_and_bias_in_different_groups_share_the_weights_block_numbers_and
         {"params": [model.bias], "lr": 0.3, "weight_decay": 0.0, "damping": 7.0, "factor_decay": 0.3},
         {"params": [model.weight], "lr": 0.1, "weight_decay": 0.2, "damping": 0.05, "factor_decay": 0.9},
     ]
-    optimizer = KFACOptimizer(groups, model=model, kl_clip=kl_clip, inverse_update_period=1)
+    optimizer = KFACOptimizer(groups, model=model, kl_clip=kl_clip, inverse_update_period=1, factor_update_period=1)
     moments = []
     for i in range(3):
         before = clones((model.weight, model.bias))
@@ -276,7 +290,14 @@ def test_momentum_that_goes_uphill_is_held_back_to_the_trust_region(kl_clip: flo
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(nesterov: bool) -> None:
     model, twin = mlp(), mlp()
-    options: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "nesterov": nesterov, "kl_clip": 1e-5, "weight_decay": 0.1}
+    options: dict[str, Any] = {
+        "lr": 0.3,
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "kl_clip": 1e-5,
+        "weight_decay": 0.1,
+        **FREQUENT,
+    }
     up, down = KFACOptimizer(model, maximize=True, **options), KFACOptimizer(twin, **options)
     for step in range(8):
         for optimizer, owner, sign in ((up, model, -1), (down, twin, 1)):
@@ -290,8 +311,8 @@ def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(nesterov: 
 def test_a_tensor_learning_rate_takes_the_steps_of_a_number() -> None:
     model, twin = mlp(), mlp()
     tensor = torch.tensor(0.1, dtype=torch.float64)
-    train(model, KFACOptimizer(model, lr=tensor, kl_clip=1e-4), 4)
-    train(twin, KFACOptimizer(twin, lr=0.1, kl_clip=1e-4), 4)
+    train(model, KFACOptimizer(model, lr=tensor, kl_clip=1e-4, factor_update_period=1), 4)
+    train(twin, KFACOptimizer(twin, lr=0.1, kl_clip=1e-4, factor_update_period=1), 4)
     torch.testing.assert_close(clones(model.parameters()), clones(twin.parameters()), rtol=1e-12, atol=0)
     assert tensor == 0.1
 
@@ -310,8 +331,8 @@ def test_frozen_parameters_stay_and_the_others_step_as_without_them(frozen: tupl
             owner.get_parameter(name).requires_grad_(False)
     kept = [param for param in twin.parameters() if param.requires_grad]
     before = {name: model.get_parameter(name).clone() for name in frozen}
-    train(model, KFACOptimizer(model, lr=0.1, momentum=0.9, weight_decay=0.1), 4)
-    train(twin, KFACOptimizer(kept, lr=0.1, momentum=0.9, weight_decay=0.1, model=twin), 4)
+    train(model, KFACOptimizer(model, lr=0.1, momentum=0.9, weight_decay=0.1, factor_update_period=1), 4)
+    train(twin, KFACOptimizer(kept, lr=0.1, momentum=0.9, weight_decay=0.1, model=twin, factor_update_period=1), 4)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
     assert_identical({name: model.get_parameter(name).detach() for name in frozen}, before)
 
@@ -342,7 +363,7 @@ def test_a_bias_whose_weight_is_frozen_takes_the_plain_step() -> None:
 
 def test_parameters_outside_the_groups_stay_put_though_they_have_gradients() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model[2].parameters(), lr=0.1, model=model)
+    optimizer = KFACOptimizer(model[2].parameters(), lr=0.1, model=model, factor_update_period=1)
     before = clones(model.parameters())
     train(model, optimizer, 3)
     assert model[0].weight.grad is not None
@@ -375,17 +396,23 @@ def test_a_parameter_that_is_not_of_the_model_takes_the_plain_step() -> None:
 
 def test_a_group_added_before_the_first_step_equals_one_given_from_the_start() -> None:
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, momentum=0.9, model=model)
+    optimizer = KFACOptimizer(
+        model[0].parameters(), lr=0.1, momentum=0.9, model=model, factor_update_period=1, inverse_update_period=10
+    )
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.05, "damping": 0.1})
     groups = [{"params": twin[0].parameters()}, {"params": twin[2].parameters(), "lr": 0.05, "damping": 0.1}]
     train(model, optimizer, 12)
-    train(twin, KFACOptimizer(groups, lr=0.1, momentum=0.9, model=twin), 12)
+    train(
+        twin,
+        KFACOptimizer(groups, lr=0.1, momentum=0.9, model=twin, factor_update_period=1, inverse_update_period=10),
+        12,
+    )
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
 def test_a_group_added_in_the_middle_is_preconditioned_from_then_on_and_the_others_keep_their_statistics() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model, kl_clip=None)
+    optimizer = KFACOptimizer(model[0].parameters(), lr=0.1, model=model, kl_clip=None, factor_update_period=1)
     train(model, optimizer, 3)
     before = optimizer.factors()["0"]
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.2})
@@ -398,7 +425,7 @@ def test_a_group_added_in_the_middle_is_preconditioned_from_then_on_and_the_othe
 
 def test_a_bias_added_to_its_weights_layer_joins_the_block() -> None:
     model = mlp()
-    optimizer = KFACOptimizer([model[0].weight], lr=0.1, model=model, kl_clip=None)
+    optimizer = KFACOptimizer([model[0].weight], lr=0.1, model=model, kl_clip=None, factor_update_period=1)
     train(model, optimizer, 2)
     assert optimizer.factors()["0"][0].shape == (1, 4, 4)
     optimizer.add_param_group({"params": [model[0].bias]})
@@ -417,7 +444,7 @@ def test_a_layer_unfrozen_and_added_later_is_preconditioned() -> None:
     """Gradual unfreezing: the usual recipe of fine-tuning."""
     model = mlp()
     model[0].requires_grad_(False)
-    optimizer = KFACOptimizer(model[2].parameters(), lr=0.1, model=model)
+    optimizer = KFACOptimizer(model[2].parameters(), lr=0.1, model=model, factor_update_period=1)
     train(model, optimizer, 2)
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": model[0].parameters()})
@@ -442,11 +469,11 @@ def test_a_refused_group_changes_nothing() -> None:
 
 def test_a_step_before_any_backward_changes_nothing() -> None:
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, weight_decay=0.1, factor_update_period=1)
     assert optimizer.step() is None
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
     train(model, optimizer, 3)
-    train(twin, KFACOptimizer(twin, lr=0.1, momentum=0.9, weight_decay=0.1), 3)
+    train(twin, KFACOptimizer(twin, lr=0.1, momentum=0.9, weight_decay=0.1, factor_update_period=1), 3)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
@@ -502,7 +529,7 @@ def test_clipping_between_backward_and_step_acts_on_the_raw_gradient() -> None:
 
 def test_a_sparse_gradient_of_a_covered_parameter_is_refused_before_anything_changes() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1)
     train(model, optimizer, 2)
     model[2].weight.grad = model[2].weight.grad.to_sparse()
     before = clones(model.parameters())
@@ -564,6 +591,7 @@ def test_a_preconditioned_step_leaves_every_gradient_bitwise_as_it_was(
         foreach=foreach,
         kl_clip=kl_clip,
         structure={"3": foof},
+        factor_update_period=1,
     )
     for i in range(3):
         optimizer.zero_grad()
@@ -580,7 +608,7 @@ def test_a_preconditioned_step_leaves_every_gradient_bitwise_as_it_was(
 def test_a_step_with_lr_zero_or_zero_gradients_leaves_finite_momentum(zero: str, maximize: bool) -> None:
     """Schedules start from zero and end at it."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, maximize=maximize)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, maximize=maximize, factor_update_period=1)
     train(model, optimizer, 2)
     before, buffers = clones(model.parameters()), clones(s["momentum_buffer"] for s in optimizer.state.values())
     if zero == "gradients":
@@ -610,7 +638,7 @@ def test_gradients_wider_than_their_parameters_step_as_under_sgd() -> None:
     for owner in (model, twin):
         for param in owner.parameters():
             param.grad_dtype = torch.float32
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, skip_layers=["1"])
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, skip_layers=["1"], factor_update_period=1)
     reference = torch.optim.SGD(twin[1].parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()
@@ -627,7 +655,7 @@ def test_gradients_wider_than_their_parameters_step_as_under_sgd() -> None:
 def test_a_second_step_without_a_new_backward_repeats_the_first() -> None:
     """As under SGD: the same gradient, the same inverse."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, factor_update_period=1)
     square_loss(model(batch())).backward()
     start = clones(model.parameters())
     optimizer.step()
@@ -697,7 +725,7 @@ def test_a_step_pre_hook_may_write_gradients() -> None:
 
 def test_a_scale_that_is_not_to_be_known_is_refused_with_the_remedy_and_leaves_the_optimizer_usable() -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(square_loss(model(batch(dtype=torch.float32)))).backward()
     scaler.unscale_(optimizer)
@@ -736,8 +764,10 @@ def test_a_grad_scaler_drives_the_run_without_it(kind: type[torch.optim.Optimize
     model, twin = mlp(), mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     if kind is KFACOptimizer:
-        optimizer: torch.optim.Optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, grad_scaler=scaler)
-        reference: torch.optim.Optimizer = KFACOptimizer(twin, lr=0.1, momentum=0.9)
+        optimizer: torch.optim.Optimizer = KFACOptimizer(
+            model, lr=0.1, momentum=0.9, grad_scaler=scaler, factor_update_period=1
+        )
+        reference: torch.optim.Optimizer = KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_update_period=1)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
@@ -751,7 +781,7 @@ def test_a_grad_scaler_drives_the_run_without_it(kind: type[torch.optim.Optimize
 
 def test_with_every_layer_skipped_a_scaled_run_equals_that_of_sgd_bit_for_bit() -> None:
     model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.1, skip_layers=["*"])
+    optimizer = KFACOptimizer(model, lr=0.1, skip_layers=["*"], factor_update_period=1)
     for m, each in ((model, optimizer), (twin, torch.optim.SGD(twin.parameters(), lr=0.1))):
         scaler = torch.amp.GradScaler("cpu", init_scale=1234.567)  # not a power of two: each division rounds
         for i in range(3):
@@ -861,7 +891,7 @@ def test_a_channels_last_model_takes_the_steps_of_a_contiguous_one(options: dict
     model, twin = make().to(memory_format=torch.channels_last), make()
     images = batch(dim=48).view(8, 3, 4, 4)
     for owner, data in ((model, images.to(memory_format=torch.channels_last)), (twin, images)):
-        optimizer = KFACOptimizer(owner, lr=0.1, momentum=0.9, kl_clip=1e-3, **options)
+        optimizer = KFACOptimizer(owner, lr=0.1, momentum=0.9, kl_clip=1e-3, **FREQUENT, **options)
         for _ in range(4):
             optimizer.zero_grad()
             square_loss(owner(data)).backward()
@@ -890,30 +920,32 @@ def hooks_of(model: nn.Module) -> int:
 
 def test_a_dropped_optimizer_takes_its_hooks_along() -> None:
     model = mlp()
-    train(model, KFACOptimizer(model, lr=0.1), 2)
+    train(model, KFACOptimizer(model, lr=0.1, factor_update_period=1), 2)
     gc.collect()
     assert hooks_of(model) == 0
 
 
 def test_a_second_optimizer_on_the_model_is_not_disturbed_by_a_dropped_or_a_living_first() -> None:
     model, twin = mlp(), mlp()
-    first = KFACOptimizer(model, lr=0.1)
+    first = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, first, 2)
     twin.load_state_dict(model.state_dict())
-    second = KFACOptimizer(model, lr=0.1)
+    second = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, second, 3)
     assert first.metrics()["factor_age"] == 0.0, "the first took no step"
     del first
     gc.collect()
     train(model, second, 2, start=3)
-    train(twin, KFACOptimizer(twin, lr=0.1), 5)
+    train(twin, KFACOptimizer(twin, lr=0.1, factor_update_period=1), 5)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
 def test_two_optimizers_share_a_model_by_halves() -> None:
     model, twin = mlp(), mlp()
-    optimizers = [KFACOptimizer(model[i].parameters(), lr=0.1, kl_clip=None, model=model) for i in (0, 2)]
-    together = KFACOptimizer(twin, lr=0.1, kl_clip=None)
+    optimizers = [
+        KFACOptimizer(model[i].parameters(), lr=0.1, kl_clip=None, model=model, factor_update_period=1) for i in (0, 2)
+    ]
+    together = KFACOptimizer(twin, lr=0.1, kl_clip=None, factor_update_period=1)
     for i in range(4):
         for owner, used in ((model, optimizers), (twin, [together])):
             owner.zero_grad()
@@ -925,7 +957,7 @@ def test_two_optimizers_share_a_model_by_halves() -> None:
 
 def test_remove_hooks_ends_statistics_and_steps_go_on_with_the_inverses_as_they_are() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 3)
     factors = optimizer.factors()
     optimizer.remove_hooks()
@@ -953,7 +985,13 @@ def test_a_copy_made_together_with_the_model_goes_on_like_the_original(
         {"params": list(model[2].named_parameters() if named else model[2].parameters()), "damping": 0.1},
     ]
     optimizer = KFACOptimizer(
-        groups, lr=0.1, momentum=0.9, model=model, inverse_update_period=3, include_factors=include_factors
+        groups,
+        lr=0.1,
+        momentum=0.9,
+        model=model,
+        inverse_update_period=3,
+        include_factors=include_factors,
+        factor_update_period=1,
     )
     train(model, optimizer, 4)
     model_copy, copied = duplicate((model, optimizer))
@@ -971,7 +1009,7 @@ def test_a_copy_made_together_with_the_model_goes_on_like_the_original(
 
 def test_a_copy_of_the_optimizer_alone_brings_its_model() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 2)
     copied = copy.deepcopy(optimizer)
     before = clones(model.parameters())
@@ -983,7 +1021,7 @@ def test_a_copy_of_the_optimizer_alone_brings_its_model() -> None:
 
 def test_a_copy_where_the_model_was_found_finds_its_own() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1, factor_update_period=1)
     train(model, optimizer, 2)
     model_copy, copied = copy.deepcopy((model, optimizer))
     for m, each in ((model, optimizer), (model_copy, copied)):
@@ -998,7 +1036,7 @@ def test_a_copy_where_the_model_was_found_finds_its_own() -> None:
 def test_a_layer_unfrozen_in_mid_training_is_preconditioned_from_its_first_step_on() -> None:
     model, twin = mlp(sizes=(4, 5, 5, 3)), mlp(sizes=(4, 5, 5, 3))
     model[2].requires_grad_(False)
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 2)
     assert list(optimizer.factors()) == ["0", "4"]
     twin.load_state_dict(model.state_dict())
@@ -1019,7 +1057,7 @@ def test_a_layer_unfrozen_in_mid_training_is_preconditioned_from_its_first_step_
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_model_moved_to_another_dtype_takes_its_statistics_along(momentum: float) -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=momentum)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=momentum, factor_update_period=1)
     train(model, optimizer, 3)
     before = optimizer.factors()
     model.double()
@@ -1037,7 +1075,7 @@ def test_a_model_moved_to_another_dtype_takes_its_statistics_along(momentum: flo
 
 def test_nothing_keeps_a_dropped_optimizer_or_model_alive() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 2)
     references = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[0].weight)]
     del optimizer, model
@@ -1047,7 +1085,7 @@ def test_nothing_keeps_a_dropped_optimizer_or_model_alive() -> None:
 
 def test_a_model_that_holds_its_optimizer_can_go() -> None:
     model = mlp()
-    model.optimizer = KFACOptimizer(model, lr=0.1)
+    model.optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, model.optimizer, 2)
     references = [weakref.ref(model.optimizer), weakref.ref(model)]
     del model
@@ -1075,8 +1113,8 @@ def test_ranks_that_train_models_of_their_own_say_so() -> None:
     with process_group(2):
         assert KFACOptimizer(mlp())._executor.several
         model, twin = mlp(), mlp()
-        train(model, KFACOptimizer(model, lr=0.1, distributed=False), 2)
-    train(twin, KFACOptimizer(twin, lr=0.1), 2)
+        train(model, KFACOptimizer(model, lr=0.1, distributed=False, factor_update_period=1), 2)
+    train(twin, KFACOptimizer(twin, lr=0.1, factor_update_period=1), 2)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
@@ -1120,7 +1158,7 @@ def test_statistics_and_refreshes_come_at_their_own_periods(factor_period: int, 
 def test_refreshes_are_closer_while_the_averages_are_young() -> None:
     """With statistics at every step: at the 1st, 2nd, 3rd, 5th, 8th, 12th, … whatever the period."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1000)
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1000, factor_update_period=1)
     state = block(optimizer, "0").state
     refreshed = []
     for i in range(20):
@@ -1147,7 +1185,7 @@ def test_the_first_step_with_statistics_refreshes_whatever_the_periods(period: i
 @pytest.mark.parametrize("period", [1, 2, 5])
 def test_the_running_average_decays_per_step_and_not_per_statistics_step(period: int) -> None:
     model = mlp(sizes=(4, 3))
-    optimizer = KFACOptimizer(model, lr=0.0, factor_decay=0.8, factor_update_period=period)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_decay=0.8, factor_update_period=period, inverse_update_period=10)
     samples = []
     for i in range(2 * period + 1):
         train(model, optimizer, 1, start=i)
@@ -1161,7 +1199,7 @@ def test_the_running_average_decays_per_step_and_not_per_statistics_step(period:
 
 def test_a_failing_refresh_keeps_the_last_good_inverse_and_is_counted() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 2)
     broken = block(optimizer, "0").state
     good = broken.a_inverse.clone()
@@ -1184,7 +1222,7 @@ def overflowing(dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_statistics_that_overflow_are_refused_and_counted_and_the_inverses_stay() -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.0, inverse_update_period=1, factor_decay=1.0)
+    optimizer = KFACOptimizer(model, lr=0.0, inverse_update_period=1, factor_decay=1.0, factor_update_period=1)
     train(model, optimizer, 2)
     factors, inverse = optimizer.factors(), block(optimizer, "0").state.a_inverse.clone()
     optimizer.zero_grad()
@@ -1206,12 +1244,12 @@ def test_statistics_that_overflow_are_refused_and_counted_and_the_inverses_stay(
 def test_a_non_finite_batch_skipped_by_the_user_leaves_no_trace(bad: float) -> None:
     """The usual guard: look at the loss or the gradients, and drop the step by clearing them."""
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 2)
     square_loss(model(torch.full((8, 4), bad, dtype=torch.float64))).backward()
     optimizer.zero_grad()
     train(model, optimizer, 2, start=2)
-    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1), 4)
+    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1, factor_update_period=1), 4)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
     assert optimizer.metrics()["refused_statistics"] == 0.0
 
@@ -1219,18 +1257,21 @@ def test_a_non_finite_batch_skipped_by_the_user_leaves_no_trace(bad: float) -> N
 def test_zero_grad_drops_the_statistics_of_the_gradients_it_drops() -> None:
     """A GAN's generator step sends gradients through the discriminator that the next `zero_grad()` throws away."""
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1, factor_update_period=1)
     for i in range(3):
         train(model, optimizer, 1, start=i)
         square_loss(model(batch(i))).backward()
-    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1), 3)
+    train(twin, KFACOptimizer(twin, lr=0.1, inverse_update_period=1, factor_update_period=1), 3)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
 def test_one_inverse_object_may_serve_two_optimizers() -> None:
     inverse = Cholesky()
     model, twin = mlp(), mlp()
-    first, second = KFACOptimizer(model, lr=0.1, inverse=inverse), KFACOptimizer(twin, lr=0.1, inverse=inverse)
+    first, second = (
+        KFACOptimizer(model, lr=0.1, inverse=inverse, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, inverse=inverse, factor_update_period=1),
+    )
     train(model, first, 3)
     train(twin, second, 3)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))

@@ -19,7 +19,19 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from plain import assert_identical, batch, block, clones, direction, gradient_matrix, mlp, snapshot, square_loss, train
+from plain import (
+    FREQUENT,
+    assert_identical,
+    batch,
+    block,
+    clones,
+    direction,
+    gradient_matrix,
+    mlp,
+    snapshot,
+    square_loss,
+    train,
+)
 from torch import Tensor, nn
 
 from kfac_optim import (
@@ -90,7 +102,9 @@ def opened_after(gate: Gate, seconds: float) -> Iterator[None]:
 def gated(gate: Gate, **background: Any) -> tuple[nn.Sequential, KFACOptimizer]:
     """A run of two steps whose second refresh, of the first two steps' factors, is under way."""
     model = mlp(sizes=SIZES)
-    optimizer = KFACOptimizer(model, lr=0.1, inverse=gate, inverse_update_period=100, refresh=Background(**background))
+    optimizer = KFACOptimizer(
+        model, lr=0.1, inverse=gate, inverse_update_period=100, refresh=Background(**background), factor_update_period=1
+    )
     train(model, optimizer, 2)
     assert all(each.under_way is not None for each in blocks(optimizer))
     return model, optimizer
@@ -141,7 +155,7 @@ def refreshed_at(model: nn.Module, optimizer: KFACOptimizer, steps: range) -> di
 @pytest.mark.parametrize("period", [1, 4, 7])
 def test_after_the_young_phase_each_block_is_refreshed_once_in_each_period(period: int, refresh: Any) -> None:
     model = mlp(sizes=(4, 9, 8, 7, 6, 3))
-    optimizer = KFACOptimizer(model, lr=0.01, inverse_update_period=period, refresh=refresh)
+    optimizer = KFACOptimizer(model, lr=0.01, inverse_update_period=period, refresh=refresh, factor_update_period=1)
     young = 4 * period
     train(model, optimizer, young)
     found = refreshed_at(model, optimizer, range(young, young + 5 * period))
@@ -174,7 +188,9 @@ def test_periods_of_groups_are_spread_each_for_itself() -> None:
         {"params": list(model[0].parameters()), "inverse_update_period": 3},
         {"params": [*model[2].parameters(), *model[4].parameters()], "inverse_update_period": 5},
     ]
-    optimizer = KFACOptimizer(groups, lr=0.01, model=model, refresh=Staggered())
+    optimizer = KFACOptimizer(
+        groups, lr=0.01, model=model, refresh=Staggered(), factor_update_period=1, inverse_update_period=10
+    )
     train(model, optimizer, 30)
     found = refreshed_at(model, optimizer, range(30, 60))
     gaps = {name: {b - a for a, b in pairwise(steps)} for name, steps in found.items()}
@@ -185,7 +201,7 @@ def test_periods_of_groups_are_spread_each_for_itself() -> None:
 
 def test_blocks_that_come_later_are_spread_with_the_others() -> None:
     model = mlp(sizes=(4, 5, 5, 5, 3))
-    optimizer = KFACOptimizer(model[0].parameters(), lr=0.01, model=model, refresh=Staggered())
+    optimizer = KFACOptimizer(model[0].parameters(), lr=0.01, model=model, refresh=Staggered(), factor_update_period=1)
     train(model, optimizer, 1)
     assert [each.phase for each in blocks(optimizer)] == [0]
     optimizer.add_param_group({"params": [p for layer in (model[2], model[4], model[6]) for p in layer.parameters()]})
@@ -200,7 +216,7 @@ STRUCTURED = {"structure": {"0": (Structure.DIAGONAL, Structure.DENSE), "2": (St
 
 def trajectory(refresh: Any, steps: int = 25, **options: Any) -> list[Any]:
     model = mlp(sizes=SIZES)
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, refresh=refresh, **options)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, refresh=refresh, **{**FREQUENT, **options})
     train(model, optimizer, steps)
     return [clones(model.parameters()), snapshot(optimizer), optimizer.metrics()]
 
@@ -338,6 +354,7 @@ def test_deterministic_lag_is_that_of_a_run_with_the_factors_of_k_steps_ago(
         kl_clip=None,
         inverse=inverse,
         refresh=Background(schedule, max_staleness=staleness, deterministic=True),
+        factor_update_period=1,
     )
     for number in range(30):
         damping = 0.1 + 0.05 * (number % 7)
@@ -392,7 +409,7 @@ def test_deterministic_results_are_not_taken_over_sooner_than_the_bound(gate: Ga
 def test_staggered_blocks_are_each_taken_over_in_their_turn() -> None:
     model = mlp(sizes=SIZES)
     refresh = Background(Staggered(), max_staleness=2, deterministic=True)
-    optimizer = KFACOptimizer(model, lr=0.01, inverse_update_period=6, refresh=refresh)
+    optimizer = KFACOptimizer(model, lr=0.01, inverse_update_period=6, refresh=refresh, factor_update_period=1)
     train(model, optimizer, 24)
     assert refreshed_at(model, optimizer, range(24, 42)) == {"0": [29, 35, 41], "2": [26, 32, 38]}
 
@@ -400,7 +417,7 @@ def test_staggered_blocks_are_each_taken_over_in_their_turn() -> None:
 def test_copies_are_made_in_the_same_place_each_time() -> None:
     model = mlp(sizes=SIZES)
     refresh = Background(max_staleness=1, deterministic=True)
-    optimizer = KFACOptimizer(model, lr=0.01, inverse_update_period=2, refresh=refresh)
+    optimizer = KFACOptimizer(model, lr=0.01, inverse_update_period=2, refresh=refresh, factor_update_period=1)
     found = set()
     for step in range(10):
         train(model, optimizer, 1, start=step)
@@ -422,7 +439,9 @@ class Recorded(Cholesky):
 
 def test_the_worker_has_no_grad_no_autocast_and_the_threads_of_the_step() -> None:
     recorded, model = Recorded(), mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, inverse=recorded, refresh=Background(max_staleness=1), inverse_update_period=1)
+    optimizer = KFACOptimizer(
+        model, inverse=recorded, refresh=Background(max_staleness=1), inverse_update_period=1, factor_update_period=1
+    )
     threads = torch.get_num_threads()
     try:
         for count in (threads, threads + 1):
@@ -454,7 +473,9 @@ def test_what_a_refresh_raises_is_raised_at_the_swap_with_the_layers_and_trainin
     faulty, model = Faulty(), mlp(sizes=(4, 5, 6, 3))
     inverse = {"0": Cholesky(), "*": faulty}
     background = Background(max_staleness=3, deterministic=True)
-    optimizer = KFACOptimizer(model, lr=0.1, inverse=inverse, inverse_update_period=5, refresh=background)
+    optimizer = KFACOptimizer(
+        model, lr=0.1, inverse=inverse, inverse_update_period=5, refresh=background, factor_update_period=1
+    )
     train(model, optimizer, 4)
     state = copy.deepcopy(optimizer.state_dict())
     assert not any("under_way" in held.get("kfac", ()) for held in state["state"].values())
@@ -479,7 +500,9 @@ def poison(optimizer: KFACOptimizer, name: str) -> None:
 def test_failed_refreshes_count_once_and_raise_at_the_swap_when_they_are_too_many(staleness: int) -> None:
     model = mlp(sizes=SIZES)
     refresh = Background(max_staleness=staleness, deterministic=True)
-    optimizer = KFACOptimizer(model, lr=0.01, inverse_update_period=5, refresh=refresh, nonfinite_limit=2)
+    optimizer = KFACOptimizer(
+        model, lr=0.01, inverse_update_period=5, refresh=refresh, nonfinite_limit=2, factor_update_period=1
+    )
     train(model, optimizer, 30)
     for _ in range(5):
         poison(optimizer, "2")
@@ -496,7 +519,12 @@ def test_failed_refreshes_count_once_and_raise_at_the_swap_when_they_are_too_man
 
 
 def test_steps_that_are_skipped_do_not_count_towards_the_staleness() -> None:
-    options = {"lr": 0.1, "refresh": Background(max_staleness=2, deterministic=True), "inverse_update_period": 3}
+    options = {
+        **FREQUENT,
+        "lr": 0.1,
+        "refresh": Background(max_staleness=2, deterministic=True),
+        "inverse_update_period": 3,
+    }
     model, twin = mlp(sizes=SIZES), mlp(sizes=SIZES)
     optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
     for i in range(10):
@@ -509,7 +537,7 @@ def test_steps_that_are_skipped_do_not_count_towards_the_staleness() -> None:
 
 
 def test_a_step_that_is_refused_leaves_what_is_under_way_alone() -> None:
-    options = {"lr": 0.1, "refresh": Background(max_staleness=3, deterministic=True)}
+    options = {**FREQUENT, "lr": 0.1, "refresh": Background(max_staleness=3, deterministic=True)}
     model, twin = mlp(sizes=SIZES), mlp(sizes=SIZES)
     optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
     train(model, optimizer, 3)
@@ -557,7 +585,7 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(
 ) -> None:
     def make() -> tuple[nn.Sequential, KFACOptimizer]:
         model = mlp(sizes=SIZES)
-        options = {"inverse": inverse, "inverse_update_period": 4, "refresh": refresh}
+        options = {**FREQUENT, "inverse": inverse, "inverse_update_period": 4, "refresh": refresh}
         return model, KFACOptimizer(model, lr=0.1, momentum=0.9, **options)
 
     (whole, uninterrupted), (first, saving), (second, resumed) = make(), make(), make()
@@ -583,7 +611,7 @@ def test_a_checkpoint_holds_what_is_under_way_finished(gate: Gate) -> None:
     old, new = (held["inverse"]["A_inverse"] for held in (state, state["under_way"]))
     assert not torch.equal(old, new)
     twin = mlp(sizes=SIZES)
-    synchronous = KFACOptimizer(twin, lr=0.1)
+    synchronous = KFACOptimizer(twin, lr=0.1, factor_update_period=1)
     train(twin, synchronous, 2)
     assert torch.equal(new, block(synchronous, "0").state.a_inverse)
 
@@ -592,7 +620,9 @@ def test_without_factors_the_checkpoint_holds_nothing_under_way_either(gate: Gat
     gate.open.set()
     model = mlp(sizes=SIZES)
     refresh = Background(max_staleness=5, deterministic=True)
-    optimizer = KFACOptimizer(model, lr=0.1, inverse=gate, refresh=refresh, include_factors=False)
+    optimizer = KFACOptimizer(
+        model, lr=0.1, inverse=gate, refresh=refresh, include_factors=False, factor_update_period=1
+    )
     train(model, optimizer, 2)
     state = optimizer.state_dict()
     assert state["state"][0]["kfac"].keys() == {"name", "clock", "opposed", "shared_input", "spread"}
@@ -603,7 +633,9 @@ def test_without_factors_the_checkpoint_holds_nothing_under_way_either(gate: Gat
 def test_a_checkpoint_in_mid_flight_loads_into_an_optimizer_without_background() -> None:
     """Its inverse is then the old one until the next refresh."""
     model, twin = mlp(sizes=SIZES), mlp(sizes=SIZES)
-    optimizer = KFACOptimizer(model, lr=0.1, refresh=Background(max_staleness=50, deterministic=True))
+    optimizer = KFACOptimizer(
+        model, lr=0.1, refresh=Background(max_staleness=50, deterministic=True), factor_update_period=1
+    )
     train(model, optimizer, 2)
     loaded = KFACOptimizer(twin, lr=0.1)
     loaded.load_state_dict(through_a_file(optimizer.state_dict()))
@@ -615,7 +647,9 @@ def test_a_checkpoint_in_mid_flight_loads_into_an_optimizer_without_background()
 
 def test_a_checkpoint_whose_parts_under_way_do_not_fit_is_refused_and_nothing_changes() -> None:
     model = mlp(sizes=SIZES)
-    optimizer = KFACOptimizer(model, lr=0.1, refresh=Background(max_staleness=50, deterministic=True))
+    optimizer = KFACOptimizer(
+        model, lr=0.1, refresh=Background(max_staleness=50, deterministic=True), factor_update_period=1
+    )
     train(model, optimizer, 2)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["kfac"]["under_way"]["inverse"]["A_inverse"] = torch.zeros(1, 2, 2)
@@ -636,7 +670,7 @@ def at_rest(gate: Gate, optimizer: KFACOptimizer) -> None:
 
 def test_loading_gives_up_what_is_under_way_without_waiting(gate: Gate) -> None:
     start = mlp(sizes=SIZES)
-    train(start, before := KFACOptimizer(start, lr=0.1), 1, start=20)
+    train(start, before := KFACOptimizer(start, lr=0.1, factor_update_period=1), 1, start=20)
     saved = copy.deepcopy(before.state_dict())
     saved["param_groups"][0]["inverse_update_period"] = 100
     model, optimizer = gated(gate, max_staleness=3, deterministic=True)
@@ -648,7 +682,7 @@ def test_loading_gives_up_what_is_under_way_without_waiting(gate: Gate) -> None:
     at_rest(gate, optimizer)
     train(model, optimizer, 6, start=2)
     twin = copy.deepcopy(start)
-    reference = KFACOptimizer(twin, refresh=Background(max_staleness=3, deterministic=True))
+    reference = KFACOptimizer(twin, refresh=Background(max_staleness=3, deterministic=True), factor_update_period=1)
     reference.load_state_dict(saved)
     train(twin, reference, 7, start=1)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
@@ -712,7 +746,7 @@ class Slow(Cholesky):
         super().refresh(states, dampings)
 
 model = torch.nn.Linear(4, 3)
-optimizer = KFACOptimizer(model, inverse=Slow(), refresh=Background(max_staleness=100))
+optimizer = KFACOptimizer(model, inverse=Slow(), refresh=Background(max_staleness=100), factor_update_period=1)
 for _ in range(3):
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
@@ -727,7 +761,7 @@ def test_two_optimizers_refresh_beside_each_other() -> None:
     def make() -> tuple[nn.Sequential, KFACOptimizer]:
         model = mlp(sizes=SIZES)
         refresh = Background(max_staleness=2, deterministic=True)
-        return model, KFACOptimizer(model, lr=0.1, inverse_update_period=3, refresh=refresh)
+        return model, KFACOptimizer(model, lr=0.1, inverse_update_period=3, refresh=refresh, factor_update_period=1)
 
     (one, first), (two, second) = make(), make()
     for step in range(12):
@@ -760,7 +794,9 @@ class Several(SingleDevice):
 def test_statistics_are_merged_when_a_refresh_begins_and_results_shared_when_it_ends(at_once: bool) -> None:
     executor = Several()
     model = mlp()
-    optimizer = KFACOptimizer(model, refresh=Background(max_staleness=0 if at_once else 2, deterministic=True))
+    optimizer = KFACOptimizer(
+        model, refresh=Background(max_staleness=0 if at_once else 2, deterministic=True), factor_update_period=1
+    )
     optimizer._executor = executor
     optimizer._refresher = BackgroundRefresher(executor, Background(max_staleness=0 if at_once else 2))
     asked = []

@@ -97,7 +97,10 @@ def test_a_layers_output_may_be_a_view_that_is_changed_in_place(case: Any, compi
 
 def test_a_compiled_step_is_the_eager_step() -> None:
     model, twin = mlp(), mlp()
-    optimizer, reference = KFACOptimizer(model, lr=0.1, momentum=0.9), KFACOptimizer(twin, lr=0.1, momentum=0.9)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_update_period=1),
+    )
     step = torch.compile(optimizer.step, backend=BACKEND)
     for i in range(3):
         optimizer.zero_grad()
@@ -148,7 +151,7 @@ def test_what_compiles_whole_without_the_optimizer_does_so_with_it(use: Callable
 
 def compiled_and_eager(between: Callable[[nn.Module, int], None], steps: int, dtypes: dict[int, torch.dtype]) -> Any:
     models = mlp(), mlp()
-    optimizers = [KFACOptimizer(model, lr=0.0, inverse_update_period=1) for model in models]
+    optimizers = [KFACOptimizer(model, lr=0.0, inverse_update_period=1, factor_update_period=1) for model in models]
     for model, optimizer, forward in zip(
         models, optimizers, (torch.compile(models[0], backend=BACKEND), models[1]), strict=True
     ):
@@ -181,7 +184,7 @@ def test_a_compiled_model_moved_to_another_dtype_is_measured_in_its_first_step_t
 def test_stated_terms_that_cannot_be_true_do_not_spoil_the_averages(terms: float) -> None:
     """A tensor's value is not waited for, so it cannot be refused when it is stated."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
     train(model, optimizer, 2)
     before = optimizer.factors()
     optimizer.zero_grad()
@@ -209,7 +212,7 @@ def test_the_terms_are_those_of_the_moment_they_were_stated() -> None:
 
 def test_a_scaled_step_that_was_refused_can_be_taken_again() -> None:
     model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     scaler.scale(square_loss(model(batch(100, dtype=torch.float32)))).backward()
     optimizer.param_groups[0]["damping"] = -1.0
@@ -223,7 +226,7 @@ def test_a_scaled_step_that_was_refused_can_be_taken_again() -> None:
 
 def test_a_copy_of_an_optimizer_whose_hooks_were_taken_off_has_none_either() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     train(model, optimizer, 2)
     optimizer.remove_hooks()
     twin, other = copy.deepcopy((model, optimizer))
@@ -265,7 +268,10 @@ def test_a_compiled_model_that_calls_itself_is_measured_to_its_end() -> None:
     torch.manual_seed(0)
     model = Recursive()
     twin = copy.deepcopy(model)
-    optimizer, reference = KFACOptimizer(model, lr=0.0), KFACOptimizer(twin, lr=0.0)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.0, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.0, factor_update_period=1),
+    )
     ids = torch.randint(5, (6,))
     for call, each in ((torch.compile(model, backend=BACKEND, fullgraph=True), optimizer), (twin, reference)):
         for _ in range(2):

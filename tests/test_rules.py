@@ -163,15 +163,17 @@ def test_a_run_is_that_with_the_choices_written_out() -> None:
     by_name = {"3": DoublyFactored(4), "*": Cholesky()}
     models = [conv_net() for _ in range(2)]
     for model, inverse in zip(models, (AutoInverse(), by_name), strict=True):
-        conv_train(model, KFACOptimizer(model, lr=0.1, inverse=inverse, max_factor_dim=20), 5)
+        conv_train(model, KFACOptimizer(model, lr=0.1, inverse=inverse, max_factor_dim=20, factor_update_period=1), 5)
     assert_identical(*(clones(model.parameters()) for model in models))
 
 
 def test_a_checkpoint_is_that_of_the_choices() -> None:
     model, twin = conv_net(), conv_net()
-    optimizer = KFACOptimizer(model, lr=0.1, inverse=AutoInverse(), max_factor_dim=20)
+    optimizer = KFACOptimizer(model, lr=0.1, inverse=AutoInverse(), max_factor_dim=20, factor_update_period=1)
     conv_train(model, optimizer, 3)
-    resumed = KFACOptimizer(twin, lr=0.1, inverse={"3": DoublyFactored(4), "0": Cholesky()}, max_factor_dim=20)
+    resumed = KFACOptimizer(
+        twin, lr=0.1, inverse={"3": DoublyFactored(4), "0": Cholesky()}, max_factor_dim=20, factor_update_period=1
+    )
     twin.load_state_dict(model.state_dict())
     resumed.load_state_dict(optimizer.state_dict())
     for each, run in ((model, optimizer), (twin, resumed)):
@@ -223,7 +225,7 @@ def test_inverses_of_other_choices_are_not(one: Inverse[Any], other: Inverse[Any
 def test_when_the_blocks_are_made_again_their_statistics_are_kept() -> None:
     model = mlp(sizes=(4, 4, 4))
     model[2].requires_grad_(False)
-    optimizer = KFACOptimizer(model, lr=0.1, inverse=AutoInverse())
+    optimizer = KFACOptimizer(model, lr=0.1, inverse=AutoInverse(), factor_update_period=1)
     train(model, optimizer, 2)
     kept = block(optimizer, "0")
     model[2].requires_grad_(True)

@@ -406,7 +406,7 @@ def test_calls_of_one_step_are_weighed_by_the_rows_they_stand_for() -> None:
 
 def test_other_rows_are_taken_in_every_step_and_for_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = KFACOptimizer(model, lr=0.0, subsample=Subsample(examples=3))
+    optimizer = KFACOptimizer(model, lr=0.0, subsample=Subsample(examples=3), factor_update_period=1)
     found: list[tuple[KFACBlock, LayerStatistics, LayerStatistics]] = []
     with watched(monkeypatch, found):
         for _ in range(3):
@@ -418,7 +418,7 @@ def test_other_rows_are_taken_in_every_step_and_for_every_layer(monkeypatch: pyt
 
 def test_the_random_numbers_of_training_stay_as_they_were() -> None:
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, subsample=Subsample(examples=2))
+    optimizer = KFACOptimizer(model, lr=0.1, subsample=Subsample(examples=2), factor_update_period=1)
     before = torch.get_rng_state()
     train(model, optimizer, 3)
     assert torch.equal(torch.get_rng_state(), before)
@@ -426,7 +426,11 @@ def test_the_random_numbers_of_training_stay_as_they_were() -> None:
 
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_resumed_run_takes_the_rows_of_the_uninterrupted_one(stop: int) -> None:
-    options: dict[str, Any] = {"lr": 0.1, "subsample": {"0": Subsample(examples=3), "*": Subsample(seed=5, examples=2)}}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "factor_update_period": 1,
+        "subsample": {"0": Subsample(examples=3), "*": Subsample(seed=5, examples=2)},
+    }
     model = mlp()
     optimizer = KFACOptimizer(model, **options)
     train(model, optimizer, stop)

@@ -78,7 +78,9 @@ def test_two_schedulers_of_different_numbers_do_not_meet() -> None:
 
 def test_a_scheduled_number_drives_the_run_like_edits_by_hand() -> None:
     model, twin = mlp(), mlp()
-    scheduled, edited = (KFACOptimizer(m, lr=0.1, damping=0.5, inverse_update_period=1) for m in (model, twin))
+    scheduled, edited = (
+        KFACOptimizer(m, lr=0.1, damping=0.5, inverse_update_period=1, factor_update_period=1) for m in (model, twin)
+    )
     scheduler = HyperparameterScheduler(scheduled, "damping", lambda step: 0.5**step)
     for step in range(4):
         train(model, scheduled, 1, start=step)

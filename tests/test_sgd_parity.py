@@ -163,7 +163,7 @@ def test_the_first_six_positional_arguments_are_those_of_sgd() -> None:
     }
     model = Mixed()
     twin = copy.deepcopy(model)
-    optimizer = KFACOptimizer(model, 0.05, 0.9, 0.0, 0.01, True, skip_layers=("*",))
+    optimizer = KFACOptimizer(model, 0.05, 0.9, 0.0, 0.01, True, skip_layers=("*",), factor_update_period=1)
     assert_same_run(optimizer, SGD(twin.parameters(), 0.05, 0.9, 0.0, 0.01, True), model, twin, steps=5)
 
 
@@ -279,7 +279,9 @@ def test_uncovered_parameters_of_a_mixed_model_take_the_same_step_as_sgd(
         "weight_decay": 0.01,
         **implementation,
     }
-    optimizer = KFACOptimizer(model, kl_clip=1e-5, skip_layers=("embedding", "norm", "second"), **options)
+    optimizer = KFACOptimizer(
+        model, kl_clip=1e-5, factor_update_period=1, skip_layers=("embedding", "norm", "second"), **options
+    )
     uncovered = [
         *model.embedding.parameters(),
         *model.norm.parameters(),

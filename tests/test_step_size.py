@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import assert_same
-from plain import batch, mlp, square_loss
+from plain import FREQUENT, batch, mlp, square_loss
 from torch import Tensor, nn
 
 from kfac_optim import (
@@ -43,7 +43,7 @@ def regression(layers: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def build(params: Any, step_size: StepSize | None = None, **options: Any) -> KFACOptimizer:
-    chosen = {"lr": 1.0, "momentum": 0.9, "damping": 0.1, "estimate": ExactGGN(SQUARES), **options}
+    chosen = {"lr": 1.0, "momentum": 0.9, "damping": 0.1, "estimate": ExactGGN(SQUARES), **FREQUENT, **options}
     return KFACOptimizer(params, step_size=step_size or QuadraticModel(), **chosen)
 
 
@@ -446,7 +446,14 @@ def test_after_momentum_the_whole_step_is_within_the_bound(options: dict[str, An
     groups = [{"params": [param], "lr": rates[name]} for name, param in model.named_parameters()]
     extra = {} if inverse is None else {"inverse": inverse}
     optimizer = KFACOptimizer(
-        groups, model=model, damping=1e-2, kl_clip=1e-3, step_size=TrustRegion(after_momentum=True), **options, **extra
+        groups,
+        model=model,
+        damping=1e-2,
+        kl_clip=1e-3,
+        step_size=TrustRegion(after_momentum=True),
+        **FREQUENT,
+        **options,
+        **extra,
     )
     scales = []
     for i in range(6):
@@ -469,7 +476,7 @@ def test_a_bound_that_does_not_bind_changes_nothing(options: dict[str, Any]) -> 
     ends = []
     for step_size, kl_clip in ((TrustRegion(after_momentum=True), 1e9), (TrustRegion(), None)):
         model = mlp()
-        optimizer = KFACOptimizer(model, lr=0.1, kl_clip=kl_clip, step_size=step_size, **options)
+        optimizer = KFACOptimizer(model, lr=0.1, kl_clip=kl_clip, step_size=step_size, **FREQUENT, **options)
         for i in range(4):
             optimizer.zero_grad()
             square_loss(model(batch(i))).backward()
@@ -487,6 +494,7 @@ def test_a_summed_loss_is_bounded_by_its_own_fisher() -> None:
         kl_clip=1e-3,
         loss_terms=LossTerms.SUM,
         step_size=TrustRegion(after_momentum=True),
+        factor_update_period=1,
     )
     for i in range(3):
         optimizer.zero_grad()

@@ -112,7 +112,13 @@ def train(case: Case, steps: int = STEPS, *, omit_model: bool = False, checkpoin
     model = case.make().train()
     if checkpointing:
         model.activation_checkpointing_enable()
-    optimizer = KFACOptimizer(model.parameters() if omit_model else model, lr=0.03, momentum=0.9)
+    optimizer = KFACOptimizer(
+        model.parameters() if omit_model else model,
+        lr=0.03,
+        momentum=0.9,
+        factor_update_period=1,
+        inverse_update_period=10,
+    )
     run = Run(model, [], optimizer.summary(), optimizer.summary(), {})
     for step in range(steps):
         optimizer.zero_grad()

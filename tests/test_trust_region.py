@@ -144,7 +144,7 @@ def test_momentum_of_earlier_steps_is_not_scaled() -> None:
         model = nn.Linear(3, 2)
         with torch.no_grad():
             model.weight.fill_(0.5), model.bias.zero_()
-        optimizer = KFACOptimizer(model, lr=1.0, momentum=momentum, kl_clip=1e-3)
+        optimizer = KFACOptimizer(model, lr=1.0, momentum=momentum, kl_clip=1e-3, factor_update_period=1)
         torch.manual_seed(3)
         features, mixed = torch.randn(4, 3), torch.randn(4, 2)
         moves = []

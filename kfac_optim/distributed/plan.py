@@ -48,8 +48,8 @@ class PlanOptions:
         ValueError: a number below 1, or a dtype that is no floating one with the range of float32.
     """
 
-    factor_update_period: int = 1
-    inverse_update_period: int = 10
+    factor_update_period: int = 10
+    inverse_update_period: int = 100
     bucket_bytes: int = 25 * 2**20
     parameter_dtype: torch.dtype = torch.float32
     factor_dtype: torch.dtype = torch.float32

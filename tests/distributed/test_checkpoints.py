@@ -72,6 +72,7 @@ class Training:
             inverse_update_period=run.period,
             include_factors=run.include_factors,
             distributed=DistributedConfig(strategy=run.strategy) if run.strategy is not None else False,
+            factor_update_period=1,
         )
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
 

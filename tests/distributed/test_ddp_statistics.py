@@ -93,7 +93,10 @@ def test_of_layers_that_only_some_ranks_run(two_ranks: Ranks) -> None:
 def of_steps(rank: int, net: str, flags: dict[str, Any]) -> None:
     """DDP rebuilds its buckets after the first backward, and keeps a static graph from then on."""
     model, plain = DistributedDataParallel(seeded(NETS[net]), **flags), seeded(NETS[net])
-    ours, theirs = KFACOptimizer(model, distributed=False), KFACOptimizer(plain, distributed=False)
+    ours, theirs = (
+        KFACOptimizer(model, distributed=False, factor_update_period=1),
+        KFACOptimizer(plain, distributed=False, factor_update_period=1),
+    )
     for number in range(4):
         found = []
         for each, optimizer in ((model, ours), (plain, theirs)):

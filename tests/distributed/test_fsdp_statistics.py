@@ -130,7 +130,7 @@ def of_frozen_layer(rank: int, shard: Shard) -> None:
     net = partial(freezing, mlp)
     model = seeded(net)
     shard(model, flat(2))
-    optimizer = KFACOptimizer(model, distributed=False)
+    optimizer = KFACOptimizer(model, distributed=False, factor_update_period=1)
     wrapped.once(model, optimizer, rank)
     assert_same(statistics(optimizer), plain_statistics(net, wrapped.once, rank))
     wrapped.evaluate(model, rank)

@@ -179,7 +179,14 @@ class Case:
     micro: int = 1
 
     def build(self, model: nn.Module, **more: Any) -> KFACOptimizer:
-        defaults = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "inverse_update_period": 3, "kl_clip": 1e-2}
+        defaults = {
+            "lr": 0.05,
+            "momentum": 0.9,
+            "damping": 0.1,
+            "factor_update_period": 1,
+            "inverse_update_period": 3,
+            "kl_clip": 1e-2,
+        }
         return KFACOptimizer(model, **(defaults | self.options | more))
 
     def batches(self, rank: int, step: int) -> Batches:

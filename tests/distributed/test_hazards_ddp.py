@@ -45,7 +45,14 @@ class Training:
         self.rank = rank
         self.bare = build(net)
         self.model = self.bare if rank is None else wrap(self.bare, flags)
-        self.options = {"lr": 0.05, "damping": 0.1, "momentum": 0.9, "inverse_update_period": 3, **options}
+        self.options = {
+            "lr": 0.05,
+            "damping": 0.1,
+            "momentum": 0.9,
+            "factor_update_period": 1,
+            "inverse_update_period": 3,
+            **options,
+        }
         if rank is not None:
             self.options["distributed"] = DistributedConfig(strategy=strategy or Replicated(), timeout=timeout)
         self.optimizer = KFACOptimizer(self.model, **self.options)

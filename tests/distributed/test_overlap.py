@@ -64,7 +64,9 @@ def traced(
     model = DistributedDataParallel(make(), bucket_cap_mb=1e-4, **flags)
     trace: list[Launch] = []
     config = DistributedConfig(strategy, overlap=overlap, bucket_bytes=100, observe=trace.append)
-    optimizer = KFACOptimizer(model, lr=1e-3, inverse_update_period=PERIOD, inverse=inverse, distributed=config)
+    optimizer = KFACOptimizer(
+        model, lr=1e-3, inverse_update_period=PERIOD, inverse=inverse, distributed=config, factor_update_period=1
+    )
     steps = []
     for number in range(STEPS + 2):
         generator = torch.Generator().manual_seed(10 * number + rank)

@@ -623,7 +623,7 @@ def other_layers(**changes: Any) -> list[Covered | Uncovered]:
     [
         ({"ranks": 2}, "ranks: 4 here, 2 there"),
         ({"strategy": Sharded(Placement.FACTORS)}, "strategy: "),
-        ({"options": PlanOptions(inverse_update_period=7)}, "inverse_update_period: 10 here, 7 there"),
+        ({"options": PlanOptions(inverse_update_period=7)}, "inverse_update_period: 100 here, 7 there"),
         ({"options": PlanOptions(bucket_bytes=100)}, "bucket_bytes: 26214400 here, 100 there"),
         ({"options": PlanOptions(sums_dtype=torch.bfloat16)}, "sums_dtype: None here, torch.bfloat16 there"),
         ({"model": other_layers(in_dim=5)}, "layer 'l1': weight 1×4×6, "),
@@ -662,7 +662,8 @@ def test_rates_count_only_where_they_change_what_is_done() -> None:
 
 def test_the_summary_shows_owners_bytes_and_seconds() -> None:
     model = [*equal_layers(2, 6, 4), Uncovered("scale", 3)]
-    text = str(small_plan(model, strategy=Replicated(0.5, Placement.FACTORS)).summary())
+    options = PlanOptions(inverse_update_period=10)
+    text = str(small_plan(model, strategy=Replicated(0.5, Placement.FACTORS), options=options).summary())
     lines = text.splitlines()
     assert lines[0].split() == ["layer", "rank", "workers", "gradient", "sums", "inverses", "refresh"]
     assert lines[2].split()[:4] == ["l0", "A:0", "G:1", "0-1"]
@@ -768,6 +769,12 @@ def test_bad_plans_are_refused(arguments: dict[str, Any], error: type[Exception]
 def test_bad_values_are_refused(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=rf"^kfac_optim: {message}"):
         make()
+
+
+def test_a_plan_without_options_has_the_periods_of_an_optimizer_without_any() -> None:
+    (group,) = KFACOptimizer(nn.Linear(2, 2)).param_groups
+    for name in ("factor_update_period", "inverse_update_period"):
+        assert getattr(PlanOptions(), name) == group[name]
 
 
 @pytest.mark.parametrize("inverse", [DoublyFactored(3), *INVERSES], ids=lambda inverse: type(inverse).__name__)

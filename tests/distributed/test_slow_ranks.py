@@ -30,7 +30,9 @@ class SlowRefresh(Cholesky):
 def slow_on_rank_1(rank: int, in_backward: bool) -> str:
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     config = DistributedConfig(strategy=Sharded(), timeout=timedelta(seconds=2.0))
-    optimizer = KFACOptimizer(net, lr=0.1, inverse=SlowRefresh(), inverse_update_period=1, distributed=config)
+    optimizer = KFACOptimizer(
+        net, lr=0.1, inverse=SlowRefresh(), inverse_update_period=1, distributed=config, factor_update_period=1
+    )
     for step in range(3):
         optimizer.zero_grad()
         loss = net(torch.ones(2, 3)).square().mean()

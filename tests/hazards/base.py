@@ -19,6 +19,7 @@ OPTIONS: dict[str, Any] = {
     "weight_decay": 0.01,
     "damping": 0.1,
     "factor_decay": 0.8,
+    "factor_update_period": 1,
     "inverse_update_period": 3,
     "kl_clip": 1e-4,
 }

@@ -70,7 +70,9 @@ class Run:
     ) -> None:
         torch.manual_seed(0)
         self.model = make()
-        self.optimizer = KFACOptimizer(self.model, lr=0.0, inverse=inverse, structure=structure, factor_decay=0.5)
+        self.optimizer = KFACOptimizer(
+            self.model, lr=0.0, inverse=inverse, structure=structure, factor_decay=0.5, factor_update_period=1
+        )
         self.blocks: list[KFACBlock] = self.optimizer._binding.coverage.blocks
         for number in folds:
             self.fold(number)

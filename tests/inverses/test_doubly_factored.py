@@ -123,7 +123,7 @@ def test_it_is_exact_for_maps_of_rank_one_of_equal_norms_that_share_a_side(
 
 def test_the_factors_are_averages_weighed_by_examples() -> None:
     layer = nn.Linear(6, 2)
-    optimizer = KFACOptimizer(layer, lr=0.0, inverse=DoublyFactored(2), factor_decay=0.5)
+    optimizer = KFACOptimizer(layer, lr=0.0, inverse=DoublyFactored(2), factor_decay=0.5, factor_update_period=1)
     batches = [torch.randn(3, 6), torch.randn(8, 6)]
     for rows in batches:
         layer.zero_grad()
@@ -168,7 +168,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_in_which_the_device_finds_no_example_leaves_the_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_an_accelerator(monkeypatch)
     layer = nn.Linear(6, 2)
-    optimizer = KFACOptimizer(layer, lr=0.0, inverse=DoublyFactored(2))
+    optimizer = KFACOptimizer(layer, lr=0.0, inverse=DoublyFactored(2), factor_update_period=1)
     averages = []
     for factor in (1.0, 0.0):
         layer.zero_grad()
@@ -232,7 +232,7 @@ BY_LAYER = {"4": DoublyFactored(3), "1": Cholesky()}
 def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.dtype) -> None:
     def make() -> tuple[nn.Module, KFACOptimizer]:
         model = conv_net(dtype)
-        return model, KFACOptimizer(model, lr=0.1, inverse=BY_LAYER, inverse_update_period=4)
+        return model, KFACOptimizer(model, lr=0.1, inverse=BY_LAYER, inverse_update_period=4, factor_update_period=1)
 
     assert_resumes_bitwise(make, steps=9, saved=6)  # between refreshes
 
@@ -251,7 +251,9 @@ def test_a_checkpoint_of_other_channels_or_another_representation_is_refused() -
 def test_a_grad_scaler_drives_the_run_without_it() -> None:
     model, twin = conv_net(), conv_net()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    optimizer, reference = (KFACOptimizer(m, lr=0.1, momentum=0.9, inverse=BY_LAYER) for m in (model, twin))
+    optimizer, reference = (
+        KFACOptimizer(m, lr=0.1, momentum=0.9, inverse=BY_LAYER, factor_update_period=1) for m in (model, twin)
+    )
     for i in range(4):
         optimizer.zero_grad()
         scaler.scale(square_loss(model(batch(100 + i)))).backward()
@@ -264,7 +266,7 @@ def test_a_grad_scaler_drives_the_run_without_it() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e200])
 def test_statistics_that_are_not_finite_are_refused(value: float) -> None:
     layer = nn.Linear(4, 3)
-    optimizer = KFACOptimizer(layer, lr=0.1, inverse=DoublyFactored(2), inverse_update_period=1)
+    optimizer = KFACOptimizer(layer, lr=0.1, inverse=DoublyFactored(2), inverse_update_period=1, factor_update_period=1)
     train(layer, optimizer, 2)
     before = optimizer.factors()[""]
     rows = batch()
@@ -296,7 +298,9 @@ def test_an_impossible_number_of_loss_terms_is_refused_like_sums_that_are_not_fi
 
 def test_a_model_moved_to_another_dtype_takes_its_statistics_along() -> None:
     layer = nn.Linear(4, 3)
-    optimizer = KFACOptimizer(layer, lr=0.1, inverse=DoublyFactored(2), inverse_update_period=100)
+    optimizer = KFACOptimizer(
+        layer, lr=0.1, inverse=DoublyFactored(2), inverse_update_period=100, factor_update_period=1
+    )
     train(layer, optimizer, 2)
     before = optimizer.factors()[""]
     layer.float()
@@ -562,7 +566,13 @@ def test_the_summary_shows_the_factors_that_there_are() -> None:
 
 def test_a_model_trains_with_it_beside_others() -> None:
     model = mlp(sizes=(4, 6, 3))
-    optimizer = KFACOptimizer(model, lr=0.5, inverse={"2": DoublyFactored(3), "*": Cholesky()})
+    optimizer = KFACOptimizer(
+        model,
+        lr=0.5,
+        inverse={"2": DoublyFactored(3), "*": Cholesky()},
+        factor_update_period=1,
+        inverse_update_period=10,
+    )
     before = float(square_loss(model(batch())).detach())
     train(model, optimizer, 20)
     assert float(square_loss(model(batch())).detach()) < 0.5 * before

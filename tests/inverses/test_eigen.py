@@ -92,7 +92,9 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
     def make() -> tuple[nn.Module, KFACOptimizer]:
         model = mlp(dtype=dtype)
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE)}
-        return model, KFACOptimizer(model, lr=0.1, inverse=Eigen(), structure=structure, inverse_update_period=4)
+        return model, KFACOptimizer(
+            model, lr=0.1, inverse=Eigen(), structure=structure, inverse_update_period=4, factor_update_period=1
+        )
 
     assert_resumes_bitwise(make, steps=9, saved=6)  # between refreshes
 

@@ -119,7 +119,7 @@ def watched(
     module: nn.Module, first: Tensor, inverse: EKFAC | None = None, **options: object
 ) -> tuple[KFACOptimizer, EKFACState]:
     """An optimizer that has the basis of one batch, and the state of its only block."""
-    optimizer = KFACOptimizer(module, lr=0.0, inverse=inverse or EKFAC(), **options)
+    optimizer = KFACOptimizer(module, lr=0.0, inverse=inverse or EKFAC(), **{"factor_update_period": 1, **options})
     any_loss(module(first)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -221,7 +221,7 @@ def test_groups_that_share_one_input_have_their_own() -> None:
     def run(tensor: Tensor) -> Tensor:
         return module(tensor, tensor, tensor, need_weights=False)[0]
 
-    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC())
+    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC(), factor_update_period=1)
     any_loss(run(torch.randn(5, 3, 4))).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -370,7 +370,9 @@ def test_an_embedding_of_fifty_thousand_tokens_trains(
     """No row is built, and what is has the size of the weight; one-hot rows would have 600 MB."""
     monkeypatch.setattr(RowStatistics, "rows", lambda _: pytest.fail("the rows were built"))
     module = nn.Embedding(50_000, 4, dtype=torch.float32)
-    optimizer = KFACOptimizer(module, lr=0.1, inverse=EKFAC(per_example), weight_sharing=sharing)
+    optimizer = KFACOptimizer(
+        module, lr=0.1, inverse=EKFAC(per_example), weight_sharing=sharing, factor_update_period=1
+    )
     before = module.weight.detach().clone()
     for _ in range(2):
         optimizer.zero_grad()
@@ -390,7 +392,7 @@ def test_an_output_layer_tied_to_an_embedding_keeps_the_second_moments_of_both(f
         parts = {"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)}
         parts["head"].weight = parts["embedding"].weight
         model = nn.ModuleDict({first: parts.pop(first), **parts})
-        optimizer = KFACOptimizer(model, lr=0.0, inverse=EKFAC(), loss_terms=LossTerms.SUM)
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=EKFAC(), loss_terms=LossTerms.SUM, factor_update_period=1)
         with pytest.MonkeyPatch.context() as patch:
             if one_hot:
                 patch.setattr(EmbeddingStatistics, "squared_gradients", LayerStatistics.squared_gradients)
@@ -428,7 +430,7 @@ def test_it_is_at_least_as_near_to_the_fisher_as_the_factors(
     module = case.module()
     x = case.input()
     loss = Loss(module(x).shape, case.examples)
-    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC(), structure=structure)
+    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC(), structure=structure, factor_update_period=1)
     loss(module(x)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -450,7 +452,7 @@ def test_it_is_at_least_as_near_to_the_fisher_as_the_factors(
 
 def test_where_inputs_and_gradients_depend_on_each_other_it_is_far_nearer() -> None:
     module = nn.Linear(3, 2, bias=False)
-    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC())
+    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC(), factor_update_period=1)
     # Either kind of example has an input and an output of its own: the Fisher has rank 2, the product rank 4.
     x = torch.tensor([[1.0, 0, 0], [0, 1, 0]]).repeat(4, 1)
     weights = torch.tensor([[2.0, 0], [0, 1]]).repeat(4, 1)
@@ -907,7 +909,9 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
     def make() -> tuple[nn.Module, KFACOptimizer]:
         model = mlp(dtype=dtype, sizes=(4, 5, 5, 3))
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE), "4": (IDENTITY, DENSE)}
-        return model, KFACOptimizer(model, lr=0.1, inverse=EKFAC(), structure=structure, inverse_update_period=4)
+        return model, KFACOptimizer(
+            model, lr=0.1, inverse=EKFAC(), structure=structure, inverse_update_period=4, factor_update_period=1
+        )
 
     assert_resumes_bitwise(make, steps=9, saved=6)  # between refreshes
 
@@ -921,7 +925,7 @@ def test_a_checkpoint_of_another_representation_is_refused() -> None:
 def test_under_a_grad_scaler_the_trajectory_is_the_same() -> None:
     def run(scaler: GradScaler) -> list[Tensor]:
         model = mlp()
-        optimizer = KFACOptimizer(model, lr=0.1, inverse=EKFAC(), inverse_update_period=4)
+        optimizer = KFACOptimizer(model, lr=0.1, inverse=EKFAC(), inverse_update_period=4, factor_update_period=1)
         for i in range(8):
             optimizer.zero_grad()
             scaler.scale(square_loss(model(batch(100 + i)))).backward()
@@ -938,7 +942,13 @@ def test_representations_are_chosen_layer_by_layer() -> None:
     model.add_module("conv", nn.Conv2d(1, 4, 3))
     model.add_module("flat", nn.Flatten())
     model.add_module("head", nn.Linear(16, 3))
-    optimizer = KFACOptimizer(model, lr=0.1, inverse={"head": EKFAC(), nn.Conv2d: OnlineEigen()})
+    optimizer = KFACOptimizer(
+        model,
+        lr=0.1,
+        inverse={"head": EKFAC(), nn.Conv2d: OnlineEigen()},
+        factor_update_period=1,
+        inverse_update_period=10,
+    )
     x, y = torch.randn(8, 1, 4, 4), torch.randint(3, (8,))
     losses = []
     for _ in range(15):
@@ -970,7 +980,7 @@ def test_every_layer_of_a_model_solves_its_own_system() -> None:
 
 def test_narrow_factors_have_second_moments_in_float32() -> None:
     module = nn.Linear(3, 2, dtype=torch.float32)
-    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC(), factor_dtype=torch.bfloat16)
+    optimizer = KFACOptimizer(module, lr=0.0, inverse=EKFAC(), factor_dtype=torch.bfloat16, factor_update_period=1)
     for _ in range(3):
         optimizer.zero_grad()
         any_loss(module(torch.randn(5, 3, dtype=torch.float32))).backward()

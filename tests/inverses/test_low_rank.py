@@ -263,7 +263,7 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     def make() -> tuple[nn.Module, KFACOptimizer]:
         torch.manual_seed(0)
         model = mlp()
-        return model, KFACOptimizer(model, lr=0.1, inverse=LowRank(1), inverse_update_period=3)
+        return model, KFACOptimizer(model, lr=0.1, inverse=LowRank(1), inverse_update_period=3, factor_update_period=1)
 
     assert_resumes_bitwise(make, steps=8, saved=5)
 

@@ -69,9 +69,22 @@ def test_every_layer_of_a_model_solves_its_own_system(structure: tuple[Structure
 
 def test_a_run_is_that_with_cholesky_and_seldom_falls_back() -> None:
     ours, theirs = mlp(), mlp()
-    optimizer = KFACOptimizer(ours, lr=0.1, momentum=0.9, inverse=NewtonSchulz(tolerance=1e-6))
+    optimizer = KFACOptimizer(
+        ours,
+        lr=0.1,
+        momentum=0.9,
+        inverse=NewtonSchulz(tolerance=1e-6),
+        factor_update_period=1,
+        inverse_update_period=10,
+    )
     train(ours, optimizer, 15)
-    train(theirs, KFACOptimizer(theirs, lr=0.1, momentum=0.9, inverse=Cholesky()), 15)
+    train(
+        theirs,
+        KFACOptimizer(
+            theirs, lr=0.1, momentum=0.9, inverse=Cholesky(), factor_update_period=1, inverse_update_period=10
+        ),
+        15,
+    )
     for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert_same(left, right, rtol=1e-5)
     assert optimizer.metrics()["fallback_inverses"] <= 4  # of 4 factors at 6 refreshes
@@ -82,7 +95,14 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
     def make() -> tuple[nn.Module, KFACOptimizer]:
         model = mlp(dtype=dtype)
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE)}
-        return model, KFACOptimizer(model, lr=0.1, inverse=NewtonSchulz(4, 1e-4), structure=structure)
+        return model, KFACOptimizer(
+            model,
+            lr=0.1,
+            inverse=NewtonSchulz(4, 1e-4),
+            structure=structure,
+            factor_update_period=1,
+            inverse_update_period=10,
+        )
 
     # saved between refreshes, and before one that is warm
     metrics = assert_resumes_bitwise(make, steps=12, saved=7)
@@ -98,7 +118,9 @@ def test_a_checkpoint_of_cholesky_is_refused() -> None:
 def test_a_grad_scaler_drives_the_run_without_it() -> None:
     model, twin = mlp(), mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    optimizer, reference = (KFACOptimizer(m, lr=0.1, momentum=0.9, inverse=NewtonSchulz()) for m in (model, twin))
+    optimizer, reference = (
+        KFACOptimizer(m, lr=0.1, momentum=0.9, inverse=NewtonSchulz(), factor_update_period=1) for m in (model, twin)
+    )
     for i in range(4):
         optimizer.zero_grad()
         scaler.scale(square_loss(model(batch(100 + i)))).backward()
@@ -110,7 +132,7 @@ def test_a_grad_scaler_drives_the_run_without_it() -> None:
 
 def test_statistics_that_are_not_finite_are_refused() -> None:
     model = mlp(sizes=(4, 3))
-    optimizer = KFACOptimizer(model, lr=0.1, inverse=NewtonSchulz(), inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.1, inverse=NewtonSchulz(), inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 2)
     before = optimizer.factors()["0"]
     huge = batch()

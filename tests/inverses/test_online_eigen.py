@@ -246,7 +246,7 @@ def test_a_full_refresh_is_that_of_eigen_and_the_next_one_is_near() -> None:
 def test_always_full_is_eigen_to_the_bit() -> None:
     def run(inverse: Eigen | OnlineEigen) -> list[Tensor]:
         model = mlp()
-        train(model, KFACOptimizer(model, lr=0.1, inverse=inverse, inverse_update_period=2), 6)
+        train(model, KFACOptimizer(model, lr=0.1, inverse=inverse, inverse_update_period=2, factor_update_period=1), 6)
         return clones(model.parameters())
 
     assert_identical(run(OnlineEigen(1)), run(Eigen()))
@@ -306,7 +306,7 @@ def test_the_step_solves_the_system_in_the_basis_that_it_has(
 
 def test_every_layer_of_a_model_follows_its_own_factors() -> None:
     model = look_alikes()
-    optimizer = KFACOptimizer(model, lr=0.0, inverse=OnlineEigen(100))
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=OnlineEigen(100), factor_update_period=1, inverse_update_period=10)
     for _ in range(60):
         optimizer.zero_grad()
         torch.manual_seed(3)  # the same batch and loss: factors stay as they are
@@ -324,7 +324,9 @@ def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(dtype: torch.
     def make() -> tuple[nn.Module, KFACOptimizer]:
         model = mlp(dtype=dtype)
         structure = {"0": (DENSE, DIAGONAL), "2": (DENSE, DENSE)}
-        return model, KFACOptimizer(model, lr=0.1, inverse=OnlineEigen(3), structure=structure, inverse_update_period=2)
+        return model, KFACOptimizer(
+            model, lr=0.1, inverse=OnlineEigen(3), structure=structure, inverse_update_period=2, factor_update_period=1
+        )
 
     model, optimizer = make()
     train(model, optimizer, 7)

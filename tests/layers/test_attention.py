@@ -320,7 +320,7 @@ def test_a_checkpoint_says_whether_the_inputs_are_shared(loaded: str) -> None:
     def build() -> tuple[nn.MultiheadAttention, KFACOptimizer]:
         torch.manual_seed(0)
         attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        return attention, KFACOptimizer(attention, lr=0.1, momentum=0.9)
+        return attention, KFACOptimizer(attention, lr=0.1, momentum=0.9, factor_update_period=1)
 
     def train(attention: nn.MultiheadAttention, optimizer: KFACOptimizer, seeds: range) -> None:
         for seed in seeds:

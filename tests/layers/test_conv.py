@@ -231,7 +231,7 @@ def test_a_subclass_is_measured_like_its_base() -> None:
 @pytest.mark.parametrize("sharing", WeightSharing)
 def test_an_empty_batch_counts_nothing(sharing: WeightSharing) -> None:
     model = nn.Conv1d(2, 3, 2)
-    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing)
+    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing, factor_update_period=1)
     for features in (torch.randn(4, 2, 5), torch.randn(0, 2, 5)):
         before = optimizer.factors()[""]
         any_loss(model(features)).backward()
@@ -277,7 +277,9 @@ def test_channels_last_weights_take_the_same_steps_as_contiguous_ones(ndim: int,
     permuted.to(memory_format=layout)
     assert not permuted.weight.is_contiguous()
     optimizers = [
-        KFACOptimizer(model, lr=0.5, momentum=0.9, weight_decay=0.1, inverse_update_period=1, **options)
+        KFACOptimizer(
+            model, lr=0.5, momentum=0.9, weight_decay=0.1, factor_update_period=1, inverse_update_period=1, **options
+        )
         for model in (plain, permuted)
     ]
     for seed in range(3):

@@ -317,7 +317,7 @@ def test_channels_last_weights_take_the_same_steps_as_contiguous_ones() -> None:
     permuted.to(memory_format=torch.channels_last)
     assert not permuted.weight.is_contiguous()
     for layer in (plain, permuted):
-        optimizer = KFACOptimizer(layer, lr=0.5, momentum=0.9, inverse_update_period=1)
+        optimizer = KFACOptimizer(layer, lr=0.5, momentum=0.9, inverse_update_period=1, factor_update_period=1)
         for seed in range(3):
             optimizer.zero_grad()
             torch.manual_seed(seed)
@@ -337,7 +337,7 @@ def test_a_transposed_convolution_is_not_tied_to_a_convolution_of_the_same_weigh
 @pytest.mark.parametrize("sharing", WeightSharing)
 def test_an_empty_batch_counts_nothing(sharing: WeightSharing) -> None:
     model = nn.ConvTranspose1d(2, 3, 2, stride=2)
-    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing)
+    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing, factor_update_period=1)
     for features in (torch.randn(4, 2, 5), torch.randn(0, 2, 5)):
         before = optimizer.factors()[""]
         any_loss(model(features)).backward()

@@ -178,7 +178,7 @@ def test_several_backwards_through_one_forward_count_as_one_of_their_sum(
 @pytest.mark.parametrize("shape", [(0, 3), (0,)])
 def test_an_empty_batch_counts_nothing(shape: tuple[int, ...], padding_idx: int | None, sharing: WeightSharing) -> None:
     module = nn.Embedding(TOKENS, 3, padding_idx=padding_idx)
-    optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing)
+    optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing, factor_update_period=1)
     for ids in (torch.tensor([[0, 1, 2]]), torch.zeros(shape, dtype=torch.int64)):
         before = optimizer.factors()[""]
         any_loss(module(ids)).backward()
@@ -189,7 +189,7 @@ def test_an_empty_batch_counts_nothing(shape: tuple[int, ...], padding_idx: int 
 @pytest.mark.parametrize("sharing", WeightSharing)
 def test_a_batch_of_padding_leaves_the_counts_as_they_are(sharing: WeightSharing) -> None:
     module = nn.Embedding(TOKENS, 3, padding_idx=2)
-    optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing)
+    optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing, factor_update_period=1)
     for ids in (torch.tensor([[0, 1, 2]]), torch.full((2, 3), 2)):
         before = optimizer.factors()[""][0]
         any_loss(module(ids)).backward()
@@ -210,7 +210,15 @@ def test_counts_do_not_saturate_in_narrow_factors(dtype: torch.dtype) -> None:
 
 def test_a_model_of_tokens_trains_in_each_shape_of_batch() -> None:
     model = nn.Sequential(nn.Embedding(TOKENS, 4, padding_idx=0, max_norm=1.0), nn.Tanh(), nn.Linear(4, TOKENS))
-    optimizer = KFACOptimizer(model, lr=0.5, damping=0.1, kl_clip=0.1, loss_terms=LossTerms.POSITIONS)
+    optimizer = KFACOptimizer(
+        model,
+        lr=0.5,
+        damping=0.1,
+        kl_clip=0.1,
+        loss_terms=LossTerms.POSITIONS,
+        factor_update_period=1,
+        inverse_update_period=10,
+    )
     losses = []
     for step in range(30):
         ids = torch.tensor([[1, 2, 3, 4], [3, 4, 0, 0]])[:, : 2 + step % 3]
@@ -231,7 +239,7 @@ def test_a_part_of_a_tensor_of_tokens_is_as_good_as_a_copy() -> None:
     for ids in (part, part.contiguous()):
         torch.manual_seed(0)
         model = nn.Embedding(TOKENS, 4)
-        optimizer = KFACOptimizer(model, lr=0.1, inverse=EKFAC())
+        optimizer = KFACOptimizer(model, lr=0.1, inverse=EKFAC(), factor_update_period=1)
         for _ in range(2):
             optimizer.zero_grad()
             (model(ids).square().sum() / 2).backward()

@@ -99,7 +99,7 @@ def test_reduce_and_expand_agree_without_shared_positions() -> None:
 @pytest.mark.parametrize("shape", [(0, 3), (0, 4, 3)])
 def test_an_empty_batch_counts_nothing(shape: tuple[int, ...], sharing: WeightSharing) -> None:
     model = nn.Linear(3, 2)
-    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing)
+    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing, factor_update_period=1)
     any_loss(model(torch.randn(5, 4, 3))).backward()
     optimizer.step()
     before = optimizer.factors()[""]

@@ -305,7 +305,7 @@ def test_an_input_far_from_zero_is_standardised_before_it_is_rounded_to_the_dtyp
 @pytest.mark.parametrize("sharing", WeightSharing)
 def test_an_empty_batch_counts_nothing(sharing: WeightSharing) -> None:
     module = nn.LayerNorm(3)
-    optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing)
+    optimizer = KFACOptimizer(module, lr=0.0, weight_sharing=sharing, factor_update_period=1)
     for features in (torch.randn(4, 2, 3), torch.randn(0, 2, 3)):
         before = optimizer.factors()[""]
         any_loss(module(features)).backward()
@@ -360,7 +360,10 @@ def test_buffers_are_those_of_plain_sgd(build: Callable[..., nn.Module], mode: s
     ours = build(3, track_running_stats=mode != "tracking nothing").train(mode != "eval")
     theirs = copy.deepcopy(ours)
     batches = torch.randn(4, 5, 3, 6)
-    for module, optimizer in ((ours, KFACOptimizer(ours, lr=0.1)), (theirs, torch.optim.SGD(theirs.parameters(), 0.1))):
+    for module, optimizer in (
+        (ours, KFACOptimizer(ours, lr=0.1, factor_update_period=1)),
+        (theirs, torch.optim.SGD(theirs.parameters(), 0.1)),
+    ):
         for features in batches:
             optimizer.zero_grad()
             any_loss(module(features)).backward()
@@ -399,7 +402,9 @@ def test_a_network_of_norms_trains() -> None:
         nn.Linear(24, 3),
     )
     images, targets = torch.randn(12, 1, 5, 5), torch.randint(3, (12,))
-    optimizer = KFACOptimizer(model, lr=0.3, momentum=0.9, damping=0.03, kl_clip=0.1)
+    optimizer = KFACOptimizer(
+        model, lr=0.3, momentum=0.9, damping=0.03, kl_clip=0.1, factor_update_period=1, inverse_update_period=10
+    )
     losses = []
     for _ in range(25):
         optimizer.zero_grad()

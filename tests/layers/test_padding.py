@@ -421,7 +421,7 @@ def test_on_an_accelerator_the_rows_of_the_first_backward_count(sharing: WeightS
 @pytest.mark.parametrize("sharing", WeightSharing)
 def test_a_batch_of_padding_leaves_the_factors_as_they_are(name: str, sharing: WeightSharing, place: str) -> None:
     model, x = build(name), torch.randn(3, 4, 4)
-    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing, inverse_update_period=1)
+    optimizer = KFACOptimizer(model, lr=0.0, weight_sharing=sharing, inverse_update_period=1, factor_update_period=1)
     real = torch.ones(3, 4, dtype=torch.bool)
     held = []
     for scale in (1.0, 0.0):

@@ -39,7 +39,7 @@ TERMS = 5
 
 
 def kfac(model: nn.Module, **options: Any) -> KFACOptimizer:
-    return KFACOptimizer(model, adapters=ADAPTERS, **{"lr": 0.0, **options})
+    return KFACOptimizer(model, adapters=ADAPTERS, **{"lr": 0.0, "factor_update_period": 1, **options})
 
 
 # -- oracle ------------------------------------------------------------------------------------------------------
