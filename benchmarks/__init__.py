@@ -3,7 +3,6 @@
     python -m benchmarks compare            which optimizer gets to the same quality in the fewest steps and seconds?
     python -m benchmarks batch-size         how many steps does it take at each batch size, with SGD and with K-FAC?
     python -m benchmarks quickstart         does K-FAC beat a tuned SGD on real data?
-    python -m benchmarks language           does it train a transformer and an LSTM, beside AdamW and SGD?
     python -m benchmarks autoencoders       which estimate, inverse and damping train deep autoencoders?
     python -m benchmarks step-cost          what does a step cost, and how far is that from the arithmetic floor?
     python -m benchmarks preconditioning    does it precondition at all, and is the cold start safe?

@@ -6,6 +6,7 @@ hub's layout (``train-*.parquet`` and ``test-*.parquet``), of text as ``input.tx
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 from collections.abc import Iterable, Iterator
@@ -154,6 +155,7 @@ def mirror_and_shift(images: Tensor, reach: int, generator: torch.Generator) -> 
     return padded[which, channel, rows, columns]
 
 
+@functools.lru_cache(maxsize=1)  # of problems that follow each other on the same images, one decodes them
 def _load(key: str, data_dir: Path | None) -> ImageData:
     source = _HUB_DATASETS[key]
     if data_dir is None:

@@ -16,20 +16,12 @@ from matplotlib.figure import Figure
 def plot_training(report: Mapping[str, Any], path: Path) -> None:
     """Training loss of the best run of each optimizer against steps and against seconds; writes a PNG."""
     title = f"{report['dataset']}: {report['model']}, batch {report['batch_size']}"
-    figure, axes = _plot_runs(_by_optimizer(report["best"], "checkpoints"), "train_loss", title)
+    runs = {f"{run['optimizer']}, lr {run['lr']:g}": run["checkpoints"] for run in report["best"]}
+    figure, axes = _plot_runs(runs, "train_loss", title)
     for each in axes:
         each.axhline(report["target"], color="grey", linestyle="--", label="SGD's best loss")
         each.set_yscale("log")
     axes[0].set_ylabel("loss on the training data")
-    axes[0].legend()
-    figure.savefig(path, dpi=150)
-
-
-def plot_validation(report: Mapping[str, Any], path: Path) -> None:
-    """Bits per character of the best run of each optimizer against steps and against seconds; writes a PNG."""
-    title = f"{report['model']}, {report['tokens']} characters"
-    figure, axes = _plot_runs(_by_optimizer(report["best"], "readings"), "bits", title)
-    axes[0].set_ylabel("bits per character, validation")
     axes[0].legend()
     figure.savefig(path, dpi=150)
 
@@ -170,10 +162,6 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
 
 def _draw_readings(axes: Axes, run: Mapping[str, Any], quantity: str, measure: str, **style: Any) -> None:
     axes.plot(run["readings"][quantity], run["readings"][measure], **style)
-
-
-def _by_optimizer(best: Sequence[Mapping[str, Any]], points: str) -> dict[str, Sequence[Mapping[str, Any]]]:
-    return {f"{run['optimizer']}, lr {run['lr']:g}": run[points] for run in best}
 
 
 def _plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], value: str, title: str) -> tuple[Figure, list[Axes]]:

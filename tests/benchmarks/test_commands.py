@@ -6,13 +6,12 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import autoencoders, language, quickstart, refresh, shapes, step_cost
+from benchmarks import autoencoders, quickstart, refresh, shapes, step_cost
 from benchmarks.__main__ import main
 from benchmarks.curves import curves
 from benchmarks.models import Autoencoder, ResNet50, Transformer
@@ -49,10 +48,9 @@ def test_quickstart_leaves_a_table_a_plot_and_figures(tmp_path: Path, capsys: py
     assert [point["steps"] for point in sgd] == [point["steps"] for point in kfac]
 
 
-@pytest.mark.parametrize("benchmark", [quickstart, language])
-def test_kfac_takes_the_setting_and_sgd_does_not(benchmark: ModuleType) -> None:
+def test_kfac_takes_the_setting_and_sgd_does_not() -> None:
     model = nn.Linear(3, 2)
-    sgd, kfac = (benchmark.make_optimizer(name, model, 0.1, SETTINGS["fast"](32)) for name in ("SGD", "KFAC"))
+    sgd, kfac = (quickstart.make_optimizer(name, model, 0.1, SETTINGS["fast"](32)) for name in ("SGD", "KFAC"))
     assert type(sgd) is torch.optim.SGD
     assert [block.inverse for block in kfac._binding.coverage.blocks] == [LowRank()]
 
@@ -124,21 +122,6 @@ def test_a_tied_transformer_of_gpt2s_size_has_its_number_of_parameters() -> None
     with torch.device("meta"):
         model = Transformer(vocabulary=50257, context=1024, width=768, hidden=3072, heads=12, layers=12, tied=True)
     assert sum(param.numel() for param in model.parameters()) == 124_439_808
-
-
-@pytest.mark.parametrize("model", ["transformer", "lstm"])
-def test_language_leaves_a_table_a_plot_and_figures(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(language, "_VALIDATION_BATCHES", 2)
-    (tmp_path / "input.txt").write_text("so much depends upon a red wheel barrow\n" * 50)
-    run("language", "--quick", "--model", model, "--data-dir", tmp_path, "--out", tmp_path)
-    assert "lowest bits per character" in capsys.readouterr().out
-    assert (tmp_path / f"{model}.png").read_bytes().startswith(b"\x89PNG")
-    report = json.loads((tmp_path / f"{model}.json").read_text())
-    assert [best["optimizer"] for best in report["best"]] == ["SGD", "AdamW", "KFAC"]
-    kfac = report["best"][2]["readings"]
-    assert kfac[-1]["bits"] < kfac[0]["bits"] < math.log2(20), "it learns a text of few characters"
 
 
 def test_preconditioning_reads_the_cosine_and_the_rise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
