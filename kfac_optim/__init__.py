@@ -9,10 +9,11 @@ to that of a folder around it):
     dynamo                      L0  what torch.compile makes of functions of ours
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
     loss_scale                  L0  what a GradScaler multiplied the loss by
-    skipped                     L0  steps that are not taken, counted by the host or the device
+    notices                     L0  warnings of what a user may not expect
     random_state                L0  torch's generators, put back to where they stood
     memory                      L0  tensors that give up their memory and get it back
     shards                      L0  parameters kept in shards, and what stands for them in use
+    skipped                     L1  steps that are not taken, counted by the host or the device
     hooks                       L1  forward hooks and torch function modes, put on and taken off
     compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has

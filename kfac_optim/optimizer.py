@@ -1,6 +1,5 @@
 """`KFACOptimizer`: param groups, checkpoints, hooks. No arithmetic."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, overload
@@ -18,6 +17,7 @@ from kfac_optim.binding import ModelBinding
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.diagnostics import Summary
+from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.plan import Plan
@@ -31,6 +31,7 @@ from kfac_optim.layers.base import Adapters
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, read_loss_scale, spread_overflow, unscale
 from kfac_optim.loss_terms import LossCount
+from kfac_optim.notices import Notices
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, finite_on_device, without_autocast
 from kfac_optim.random_state import random_state
@@ -39,10 +40,9 @@ from kfac_optim.replay import ForwardRecorder, Objective
 from kfac_optim.sampling import Subsample
 from kfac_optim.selection import Pattern
 from kfac_optim.shards import is_sharded, local
-from kfac_optim.skipped import SkippedSteps
+from kfac_optim.skipped import SkippedSteps, fused_kernels_look
 from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
 from kfac_optim.step_size import StepSize, TrustRegion
-from kfac_optim.text import without_addresses
 from kfac_optim.trial import Judge, Trial
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
 
@@ -253,13 +253,14 @@ class KFACOptimizer(Optimizer):
         self._step_size = step_size
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
-        self._executor = self._choose_executor(distributed, estimate, sharded=_shows_shards(params))
+        config = choice.chosen_config(distributed, sharded=_shows_shards(params))
+        self._executor = self._choose_executor(config, estimate)
         self._window.worker = self._executor.worker
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
         self._record: engine.StepRecord | None = None
-        self._warned = False
+        self._notices = Notices()
         self._missed: list[str] = []
         self._binding = ModelBinding(
             given, options, self._window, self._executor.emitted, several=self._executor.several
@@ -289,7 +290,7 @@ class KFACOptimizer(Optimizer):
         self._executor.attach(self._binding.model)
         self._executor.check(self._binding.coverage.blocks, self._params())
         if given is not None:
-            self._warn_of_nothing_to_do(stacklevel=2)
+            self._note_coverage(stacklevel=2)
 
     def __del__(self) -> None:
         # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
@@ -589,15 +590,15 @@ class KFACOptimizer(Optimizer):
         """Take the step, which may be `judged` afterwards; whether it was taken."""
         if self._binding.settle():
             self._executor.attach(self._binding.model)
-            self._warn_of_nothing_to_do(stacklevel=6)
+            self._note_coverage(stacklevel=6)
         for reason in self._binding.exclude_unmeasured():
-            warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=6)
+            self._notices.unmeasured(reason, stacklevel=6)
         self._executor.check(self._binding.coverage.blocks, self._params())
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
         if self._record is None or not gradients:
             self._binding.refuse_replaced()
         if self._executor.several and self._binding.model is None and not gradients:
-            self._warn_of_no_gradients(stacklevel=6)
+            self._notices.no_gradients(stacklevel=6)
         # What is refused is left as it was.
         if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
             self._objective.check(gradients)
@@ -614,7 +615,7 @@ class KFACOptimizer(Optimizer):
         self._window.drop_stale()
         self._window.scaled |= scale.factor != 1
         deferred = None
-        if not handed and scale.factor == 1 and self._leaves_finiteness_to_the_device(gradients):
+        if not handed and scale.factor == 1 and self._may_defer(gradients):
             deferred = finite_on_device(list(gradients.values()))
         else:
             self._skipped.look()
@@ -629,7 +630,9 @@ class KFACOptimizer(Optimizer):
         if not agreement.finite:
             if handed and self._grad_scaler is not None:
                 spread_overflow(self._grad_scaler, self)
-            self._skip(gradients)
+            self._window.abandon()
+            self._skipped.skip()
+            self._skipped.check_limit(self._nonfinite_limit, gradients, self._names)
             return False
         if deferred is None:
             self._skipped.take()
@@ -651,26 +654,13 @@ class KFACOptimizer(Optimizer):
             finite=deferred,
         )
         self._binding.end_step()
-        self._warn_of_unseen_layers(self._record.unpreconditioned)
-        self._warn_of_few_examples()
+        self._notices.unseen_layers(self._record.unpreconditioned, stacklevel=6)
+        if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
+            self._notices.few_examples(self._judges, stacklevel=6)
         return True
 
-    def _choose_executor(
-        self, distributed: DistributedConfig | bool | None, estimate: Estimate, *, sharded: bool
-    ) -> Executor:
-        if distributed is not None and distributed is not False and not isinstance(distributed, DistributedConfig):
-            raise TypeError(
-                f"kfac_optim: distributed must be None, False or a DistributedConfig(...), got {distributed!r}."
-            )
-        running = dist.is_available() and dist.is_initialized()
-        if isinstance(distributed, DistributedConfig) and not running:
-            raise RuntimeError(
-                "kfac_optim: a DistributedConfig was passed, but there is no process group. Call "
-                "torch.distributed.init_process_group(), or kfac_optim.distributed.initialize(), before the optimizer "
-                "is built."
-            )
-        config = distributed if isinstance(distributed, DistributedConfig) else DistributedConfig()
-        if distributed is False or not running or (dist.get_world_size(config.group) == 1 and not sharded):
+    def _choose_executor(self, config: DistributedConfig | None, estimate: Estimate) -> Executor:
+        if config is None:
             return SingleDevice()
         window, optimizer = self._window, weakref.ref(self)
 
@@ -682,11 +672,11 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return {} if known is None else known.state
 
-        choices = _described(self._choices)
+        choices = choice.described(self._choices)
 
         def arguments() -> Mapping[str, str]:
             known = optimizer()
-            return choices if known is None else choices | _numbers(known.param_groups)
+            return choices if known is None else choices | choice.numbers(known.param_groups)
 
         return DistributedExecutor(config, terms, arguments, state, self._step_size.scalars, self._step_size.totals)
 
@@ -700,94 +690,26 @@ class KFACOptimizer(Optimizer):
                 block.phase = phase
             self._scheduled = specs
 
-    def _leaves_finiteness_to_the_device(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+    def _may_defer(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
         """Whether this step need not wait for an accelerator to say that the gradients are finite.
 
-        That is where all that the step changes is parameters and momentum, and torch's fused kernels are to change
-        them, which look themselves. Too many such steps in a row would put off the error that `nonfinite_limit` asks
-        for.
+        That is where all that the step changes is parameters and momentum, and torch's fused kernels change them, which
+        look themselves. Too many such steps in a row would put off the error that `nonfinite_limit` asks for.
         """
         limit = self._nonfinite_limit
-        if (
-            self._executor.several
-            or self._objective is not None
-            or not gradients
-            or not all(group["fused"] for group in self.param_groups)
-            or (limit is not None and self._skipped.deferred >= limit)
-        ):
-            return False
-        (device, *others) = {gradient.device for gradient in gradients.values()}
-        if others or device.type in ("cpu", "meta") or any(g.layout is not torch.strided for g in gradients.values()):
-            return False
-        if any(block.has_pending() for block in self._binding.coverage.blocks):
-            return False
-        return all(
-            param.grad is None or group["momentum"] == 0 or self.state.get(param, {}).get("momentum_buffer") is not None
-            for group in self.param_groups
-            for param in group["params"]
+        return (
+            not self._executor.several
+            and self._objective is None
+            and (limit is None or self._skipped.deferred < limit)
+            and fused_kernels_look(self.param_groups, gradients, self.state)
+            and not any(block.has_pending() for block in self._binding.coverage.blocks)
         )
 
-    def _skip(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Take no step, forget the statistics of these gradients, and raise where that has become a habit."""
-        self._window.abandon()
-        self._skipped.skip()
-        if self._nonfinite_limit is None or self._skipped.in_a_row < self._nonfinite_limit:
-            return
-        names = self._names()
-        guilty = [names.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([local(grad)])]
-        raise RuntimeError(
-            f"kfac_optim: {self._skipped.in_a_row} steps in a row were skipped because gradients are not finite "
-            f"(nonfinite_limit={self._nonfinite_limit}), now those of "
-            f"{', '.join(map(repr, guilty[:4])) or 'a parameter that were changed since'}"
-            f"{f' and {len(guilty) - 4} more' if len(guilty) > 4 else ''}. Look at the loss and the data; "
-            "lower lr, raise damping, or lower the loss scale."
-        )
-
-    def _warn_of_nothing_to_do(self, stacklevel: int) -> None:
+    def _note_coverage(self, stacklevel: int) -> None:
         if self._binding.model is None:
-            warnings.warn(
-                "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
-                "module that holds the parameters was seen since the optimizer was built, as when a model has already "
-                "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
-                stacklevel=stacklevel + 1,
-            )
+            self._notices.no_model(stacklevel + 1)
         elif self._binding.does_nothing():
-            warnings.warn(
-                "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
-                "optimizer.summary() lists the reasons.",
-                stacklevel=stacklevel + 1,
-            )
-
-    def _warn_of_no_gradients(self, stacklevel: int) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "kfac_optim: no parameter has a gradient, and no module that holds them was called since the optimizer "
-                "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards.",
-                stacklevel=stacklevel + 1,
-            )
-
-    def _warn_of_unseen_layers(self, names: Sequence[str]) -> None:
-        if names and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"kfac_optim: {len(names)} layers have gradients but no statistics and take the plain SGD step, the "
-                f"first of them {names[0]!r}. Either no finite statistics came yet, or the layer was parametrized "
-                "since, or its forward or backward is out of sight: torch.func, gradients from autograd.grad, a "
-                "forward of its own that multiplies by something else than its weight, or, with an estimate that names "
-                "the loss, torch.compile or an output that is not found. Later such steps are counted in "
-                "metrics()['unpreconditioned_blocks'].",
-                stacklevel=7,
-            )
-
-    def _warn_of_few_examples(self) -> None:
-        if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
-            warnings.warn(
-                f"kfac_optim: the examples by which {' and '.join(map(repr, self._judges))} will judge steps are few, "
-                "and others at each step: steps will fit them, not the data. Use batches of thousands, or "
-                "TrustRegion() and a fixed damping.",
-                stacklevel=7,
-            )
+            self._notices.nothing_preconditioned(stacklevel + 1)
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -821,25 +743,6 @@ class KFACOptimizer(Optimizer):
             for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
                 names.setdefault(param, name)
         return names
-
-
-def _described(choices: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments of an optimizer, by name, in words that are the same in every process that has the same."""
-    return {
-        f"argument {name}": without_addresses(repr(value))
-        for name, value in choices.items()
-        if name not in ("distributed", "grad_scaler")  # the one is agreed upon with the plan, the other an object
-    }
-
-
-def _numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Numbers of param groups, likewise; tensors are not looked at, which would synchronise."""
-    return {
-        f"{name} of param group {number}": repr(value)
-        for number, group in enumerate(groups)
-        for name, value in group.items()
-        if name not in ("params", "param_names") and not isinstance(value, Tensor)
-    }
 
 
 def _as_given(group: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ Imports within this folder go only to a lower storey of its own:
     wire                        L4  its layouts as collectives take them
     planner                     L5  its making
     config                      L5  the user's choices, as one value
+    choice                      L6  whether several processes train together, and the words they compare
     refusals                    L6  choices that do not go together on several processes
     voting                      L5  what all ranks know of a step before they take it
     transfer                    L5  tensors of one rank copied to others outside of steps

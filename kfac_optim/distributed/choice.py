@@ -1,0 +1,57 @@
+"""Whether several processes train together, as the user or the process group says, and what they compare to be sure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kfac_optim.distributed.config import DistributedConfig
+from kfac_optim.text import without_addresses
+
+
+def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | None:
+    """How the processes train together; None where this one trains alone.
+
+    Args:
+        distributed: the argument of `KFACOptimizer`.
+        sharded: whether parameters are, by FSDP2, which a single rank may do as well.
+
+    Raises:
+        TypeError: it is none of those that the argument may be.
+        RuntimeError: a `DistributedConfig` without a process group.
+    """
+    if distributed is not None and distributed is not False and not isinstance(distributed, DistributedConfig):
+        raise TypeError(
+            f"kfac_optim: distributed must be None, False or a DistributedConfig(...), got {distributed!r}."
+        )
+    running = dist.is_available() and dist.is_initialized()
+    if isinstance(distributed, DistributedConfig) and not running:
+        raise RuntimeError(
+            "kfac_optim: a DistributedConfig was passed, but there is no process group. Call "
+            "torch.distributed.init_process_group(), or kfac_optim.distributed.initialize(), before the optimizer "
+            "is built."
+        )
+    if distributed is False or not running:
+        return None
+    config = distributed if isinstance(distributed, DistributedConfig) else DistributedConfig()
+    return config if sharded or dist.get_world_size(config.group) > 1 else None
+
+
+def described(choices: Mapping[str, Any]) -> dict[str, str]:
+    """Arguments of an optimizer, by name, in words that are the same in every process that has the same."""
+    return {
+        f"argument {name}": without_addresses(repr(value))
+        for name, value in choices.items()
+        if name not in ("distributed", "grad_scaler")  # the one is agreed upon with the plan, the other an object
+    }
+
+
+def numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Numbers of param groups, likewise; tensors are not looked at, which would synchronise."""
+    return {
+        f"{name} of param group {number}": repr(value)
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names") and not isinstance(value, Tensor)
+    }
