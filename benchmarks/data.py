@@ -155,15 +155,20 @@ def mirror_and_shift(images: Tensor, reach: int, generator: torch.Generator) -> 
     return padded[which, channel, rows, columns]
 
 
-@functools.lru_cache(maxsize=1)  # of problems that follow each other on the same images, one decodes them
 def _load(key: str, data_dir: Path | None) -> ImageData:
+    train, test = (Split(pixels.float() / 255.0, labels) for pixels, labels in _decoded(key, data_dir))
+    return ImageData(train, test, _CLASSES)
+
+
+@functools.lru_cache(maxsize=1)  # of problems that follow each other on the same images, one decodes them
+def _decoded(key: str, data_dir: Path | None) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Pixels ``[examples, channels, height, width]`` uint8 and labels, for training and for validation."""
     source = _HUB_DATASETS[key]
     if data_dir is None:
         loaded = _from_hub(source.name, "its train-*.parquet and test-*.parquet files")
     else:
         loaded = datasets.load_dataset("parquet", data_files=_parquet_files(data_dir))
-    train, test = (_decode(loaded[name], source, data_dir) for name in ("train", "test"))
-    return ImageData(train, test, _CLASSES)
+    return tuple(_decode(loaded[name], source, data_dir) for name in ("train", "test"))
 
 
 def _from_hub(name: str, files: str, revision: str | None = None) -> Any:
@@ -190,7 +195,7 @@ def _parquet_files(data_dir: Path) -> dict[str, list[str]]:
     return files
 
 
-def _decode(rows: datasets.Dataset, source: _HubDataset, data_dir: Path | None) -> Split:
+def _decode(rows: datasets.Dataset, source: _HubDataset, data_dir: Path | None) -> tuple[Tensor, Tensor]:
     if not {source.image_column, "label"} <= set(rows.column_names):
         raise DataError(
             f"{data_dir or source.name}: expected the columns {source.image_column!r} and 'label' of {source.name}, "
@@ -205,7 +210,7 @@ def _decode(rows: datasets.Dataset, source: _HubDataset, data_dir: Path | None) 
             for image in table[source.image_column].to_pylist()
         ]
     )
-    pixels = torch.from_numpy(images).float() / 255.0
+    pixels = torch.from_numpy(images)
     # [examples, height, width] or [examples, height, width, channels] → [examples, channels, height, width]
     pixels = pixels.unsqueeze(1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
-    return Split(pixels, torch.from_numpy(table["label"].to_numpy().copy()).long())
+    return pixels, torch.from_numpy(table["label"].to_numpy().copy()).long()

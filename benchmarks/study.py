@@ -193,8 +193,16 @@ class Study:
             "steps": steps,
             "period": period,
             "examples": self.examples.count,
+            "numbers of the optimizer": self._numbers(optimizer, setting),
             "machine": describe_machine(torch.device("cpu")),
         }
+
+    def _numbers(self, optimizer: str, setting: Setting) -> dict[str, Any]:
+        """Its own and those that are the same in all trials, as its first param group holds them, fit for JSON."""
+        model = self.problem.small_model(self.examples.outputs)
+        group = self.contestants[optimizer].optimizer(model, self.problem, setting).param_groups[0]
+        numbers = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        return json.loads(json.dumps(numbers, default=float))  # type: ignore[no-any-return]
 
     def _carry_out(self, what: str, wanted: Sequence[tuple[str, int, int]], console: Console) -> Runs:
         found = {key: self.folder.find(self.name, *key, self._terms(*key[:2])) for key in wanted}

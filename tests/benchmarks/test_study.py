@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,22 @@ def test_runs_of_another_study_are_refused(change: Callable[[Problem], Problem],
     study(tmp_path, problem, examples, {"SGD": CONTESTANTS["SGD"]}, trials=1).tune(QUIET)
     with pytest.raises(UsageError, match=f"argument --out: .*{message}"):
         study(tmp_path, change(problem), examples, {"SGD": CONTESTANTS["SGD"]}, trials=1).tune(QUIET)
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_runs_of_an_optimizer_with_other_numbers_are_refused(name: str, tmp_path: Path) -> None:
+    """Of those too that no study searches, as where the defaults of an optimizer have changed."""
+    problem, examples = small_digits()
+    contestant = CONTESTANTS[name]
+
+    def changed(*arguments: Any) -> torch.optim.Optimizer:
+        optimizer = contestant.make(*arguments)
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        return optimizer
+
+    study(tmp_path, problem, examples, {name: contestant}, trials=1).tune(QUIET)
+    with pytest.raises(UsageError, match="was made with numbers of the optimizer"):
+        study(tmp_path, problem, examples, {name: replace(contestant, make=changed)}, trials=1).tune(QUIET)
 
 
 def test_seconds_of_two_machines_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
