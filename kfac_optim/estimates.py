@@ -11,7 +11,7 @@ nothing. The others name the loss once, `estimate=MonteCarlo(nn.CrossEntropyLoss
 | `ExactGGN` | none | one per output element | for a few outputs, and to test the others by |
 
 The passes are made on statistics steps alone: with a larger `factor_update_period` they cost little. Steps taken by
-`MonteCarlo` and by `Empirical` are equally good on classifiers and on text; on deep autoencoders (`python -m benchmarks
+`MonteCarlo` and by `Empirical` are about equally good on classifiers; on deep autoencoders (`python -m benchmarks
 autoencoders`) `MonteCarlo` is far ahead.
 """
 

@@ -35,7 +35,8 @@ def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | 
     if distributed is False or not running:
         return None
     config = distributed if isinstance(distributed, DistributedConfig) else DistributedConfig()
-    return config if sharded or dist.get_world_size(config.group) > 1 else None
+    # -1 on ranks that are not of the group, which the executor tells by name.
+    return config if sharded or dist.get_world_size(config.group) != 1 else None
 
 
 def described(choices: Mapping[str, Any]) -> dict[str, str]:

@@ -171,7 +171,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
 
     On several processes each samples `S` of its own examples, and what divides the gradient is the `S` of all as of
     the last refresh, where one process takes it anew at every step with statistics: the two are equal where the periods
-    are. So there `inverse_update_period` should not be large.
+    are. So there pass an `inverse_update_period` below the default.
 
     Args:
         per_example: whether the positions of an example are taken together, as above. False makes each an example of
