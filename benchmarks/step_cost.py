@@ -3,9 +3,9 @@
 A training step is zero_grad, forward, backward and optimizer step, on synthetic data. All variants run interleaved,
 in blocks of whole inverse periods, so that statistics and refreshes count with their true frequency; ratios are
 medians over rounds. The floor is the arithmetic of K-FAC's plain formulas at the rate of a large matrix product
-timed in the same run; the gap is measured overhead over floor overhead. ``exact`` is KFACOptimizer at its defaults;
-``fast`` keeps 32 eigenpairs of wide factors and takes statistics of a quarter of the examples, of no more than 8,192
-rows, all in float32.
+timed in the same run; the gap is measured overhead over floor overhead. ``exact`` is KFACOptimizer at its defaults
+but for the periods; ``fast`` keeps 32 eigenpairs of wide factors and takes statistics of a quarter of the examples,
+of no more than 8,192 rows, all in float32.
 """
 
 from __future__ import annotations
