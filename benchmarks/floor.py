@@ -32,10 +32,6 @@ class LayerWork:
     groups: int = 1
 
     @property
-    def forward_backward(self) -> int:
-        return self.groups * 6 * self.rows * self.in_dim * self.out_dim
-
-    @property
     def statistics(self) -> int:
         return self.groups * self.rows * (self.in_dim**2 + self.out_dim**2)
 

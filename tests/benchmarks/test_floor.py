@@ -12,7 +12,6 @@ from benchmarks.models import Autoencoder, PlainCNN, ResNet20, Transformer, init
 
 def test_the_operations_of_a_layer_are_those_of_the_formulas() -> None:
     layer = LayerWork(rows=8, in_dim=3, out_dim=2)
-    assert layer.forward_backward == 6 * 8 * 3 * 2
     assert layer.statistics == 8 * (9 + 4)
     assert layer.application == 2 * 3 * 2 * (3 + 2)
     assert layer.refresh == 27 + 8
