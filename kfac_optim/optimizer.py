@@ -126,7 +126,7 @@ class KFACOptimizer(Optimizer):
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: a number out of range, a pattern that matches no module, or choices that do not go together.
-        RuntimeError: a `DistributedConfig` without a process group.
+        RuntimeError: a `DistributedConfig` without a process group, or of a group that this process is not in.
     """
 
     # GradScaler then hands the scale over, which the output gradients behind G carry.

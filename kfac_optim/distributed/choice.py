@@ -19,7 +19,7 @@ def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | 
 
     Raises:
         TypeError: it is none of those that the argument may be.
-        RuntimeError: a `DistributedConfig` without a process group.
+        RuntimeError: a `DistributedConfig` without a process group, or of a group that this process is not in.
     """
     if distributed is not None and distributed is not False and not isinstance(distributed, DistributedConfig):
         raise TypeError(
@@ -35,8 +35,13 @@ def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | 
     if distributed is False or not running:
         return None
     config = distributed if isinstance(distributed, DistributedConfig) else DistributedConfig()
-    # -1 on ranks that are not of the group, which the executor tells by name.
-    return config if sharded or dist.get_world_size(config.group) != 1 else None
+    ranks = dist.get_world_size(config.group)
+    if ranks < 1:  # torch's way to say that this process is not one of them
+        raise RuntimeError(
+            f"kfac_optim: rank {dist.get_rank()} is not in the group of its DistributedConfig. Pass it the group that "
+            "it is in; or distributed=False, where it trains a model of its own."
+        )
+    return config if sharded or ranks > 1 else None
 
 
 def described(choices: Mapping[str, Any]) -> dict[str, str]:

@@ -49,6 +49,16 @@ def test_mnist_is_read_from_a_folder_in_the_hubs_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(images.validation.inputs[:, 0, 3, 4], torch.tensor([0.4]))
 
 
+def test_images_are_decoded_once_and_no_change_of_theirs_reaches_the_next_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train", "test"):
+        write_parquet(tmp_path, name, [255])
+    data.mnist(tmp_path).train.inputs.zero_()
+    monkeypatch.setattr(data, "_decode", lambda *_: pytest.fail("decoded again"))
+    assert data.mnist(tmp_path).train.inputs.max() == 1
+
+
 def test_cifar10_is_read_in_colour_with_channels_first(tmp_path: Path) -> None:
     for name in ("train", "test"):
         rows = {"img": [encoded((255, 51, 0))], "label": [7]}

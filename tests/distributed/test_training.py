@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RankError, Ranks
+from torch import nn
 from training import EMPTY, EVEN, NETS, UNEVEN, Case, Split, build, check, on_rank, wrap
 
 from kfac_optim import (
@@ -16,6 +18,7 @@ from kfac_optim import (
     Cholesky,
     DoublyFactored,
     Eigen,
+    KFACOptimizer,
     LossTerms,
     LowRank,
     NewtonSchulz,
@@ -25,7 +28,7 @@ from kfac_optim import (
     TrustRegion,
     WeightSharing,
 )
-from kfac_optim.distributed import Auto, Placement, Replicated, Sharded
+from kfac_optim.distributed import Auto, DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.strategies import Strategy
 
 FACTORS = Placement.FACTORS
@@ -186,6 +189,21 @@ def test_choices_that_ranks_cannot_follow_alike_are_refused(two_ranks: Ranks, wo
     for message in two_ranks.run(refusal, REFUSED[words]):
         assert message.startswith("kfac_optim: ")
         assert words in message
+
+
+def outside(rank: int) -> str:  # noqa: ARG001
+    config = DistributedConfig(group=dist.new_group([0]))
+    try:
+        KFACOptimizer(nn.Linear(2, 2), distributed=config)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_outside_the_group_is_told_so_when_its_optimizer_is_built(two_ranks: Ranks) -> None:
+    inside, message = two_ranks.run(outside)
+    assert inside == ""
+    assert message.startswith("kfac_optim: rank 1 is not in the group of its DistributedConfig.")
 
 
 def test_a_scaler_that_is_not_named_is_refused_where_ranks_see_other_gradients(two_ranks: Ranks) -> None:
