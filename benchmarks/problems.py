@@ -31,7 +31,7 @@ from benchmarks.models import (
 )
 from benchmarks.training import LossFunction
 from benchmarks.workloads import next_character_loss, reconstruction_loss
-from kfac_optim import Estimate, LossTerms, MonteCarlo
+from kfac_optim import LossTerms
 
 _READ = 5000  # examples on which a measure is read off
 _PASSAGES = 1024  # the same for text
@@ -130,7 +130,6 @@ class Problem:
         loss: trained on, and the training measure; ``terms`` terms for each example and position are summed in it.
         score: the validation measure.
         units: of the two measures, in words, ``(training, validation)``.
-        estimate: K-FAC's estimate that names the loss.
         loss_terms: what the loss's mean runs over.
         batch: examples in each step.
         steps: of a run.
@@ -151,7 +150,6 @@ class Problem:
     loss: LossFunction
     score: LossFunction
     units: tuple[str, str]
-    estimate: Estimate
     batch: FixedBatch | GrowingBatch
     steps: int
     period: int
@@ -262,9 +260,6 @@ def _sparse_autoencoder(
     return make
 
 
-_CROSS_ENTROPY = MonteCarlo(nn.CrossEntropyLoss())
-_PIXELS = MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES)
-_CHARACTERS = MonteCarlo(nn.CrossEntropyLoss(), class_dim=-1)
 _NATS = ("nats", "nats")
 _ERRORS = ("nats", "error rate")
 _L2 = 1e-5  # Martens & Grosse (2015), section 13
@@ -278,7 +273,6 @@ _MNIST_A = Problem(
     loss=reconstruction_loss,
     score=reconstruction_loss,
     units=_NATS,
-    estimate=_PIXELS,
     batch=FixedBatch(1000),
     steps=600,
     period=10,
@@ -296,7 +290,6 @@ _RESNET = Problem(
     loss=F.cross_entropy,
     score=error_rate,
     units=_ERRORS,
-    estimate=_CROSS_ENTROPY,
     batch=FixedBatch(128),
     steps=1560,  # 4 epochs
     period=30,
@@ -314,7 +307,6 @@ _TRANSFORMER = Problem(
     loss=next_character_loss,
     score=bits_per_character,
     units=("nats", "bits per character"),
-    estimate=_CHARACTERS,
     loss_terms=LossTerms.POSITIONS,
     batch=FixedBatch(32),
     steps=1000,
@@ -331,7 +323,6 @@ _DIGITS = Problem(
     loss=F.cross_entropy,
     score=error_rate,
     units=_ERRORS,
-    estimate=_CROSS_ENTROPY,
     batch=FixedBatch(128),
     steps=550,  # 50 epochs
     period=5,

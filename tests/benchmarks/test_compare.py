@@ -23,7 +23,7 @@ def run(*arguments: object) -> None:
 def test_compare_leaves_a_table_a_plot_and_figures_and_goes_on_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("compare", "--quick", "--optimizers", "SGD", "L-BFGS", "KFAC", "--out", tmp_path)
+    arguments = ("compare", "--quick", "--optimizers", "SGD", "L-BFGS", "KFAC-default", "--out", tmp_path)
     run(*arguments)
     assert "The best trial of each" in capsys.readouterr().out
     report = json.loads((tmp_path / "digits.json").read_text())
@@ -32,7 +32,7 @@ def test_compare_leaves_a_table_a_plot_and_figures_and_goes_on_where_it_stopped(
     assert [[run["seed"] for run in each["runs"]] for each in (sgd, lbfgs, kfac)] == [[1, 2]] * 3
     setters = {target["setter"]: target["value"] for target in report["targets"]}
     assert setters["SGD"] == sgd["lowest"]["high"], "of two seeds the higher"
-    assert "KFAC" not in setters
+    assert "KFAC-default" not in setters
     assert sgd["arrivals"][0]["reached"] == 2
     assert kfac["runs"][0]["readings"]["steps"] == [0, 5, 10, 15, 20]
     assert lbfgs["runs"][0]["readings"]["steps"][-1] == 4
@@ -63,7 +63,7 @@ def test_targets_are_that_of_sgd_and_that_of_the_best_baseline(
 ) -> None:
     repeated = {
         name: [Run(name, 0, 1, {}, Ending.FINISHED, (Reading(0, 0.0, lowest, 0.0),))]
-        for name, lowest in {**baselines, "KFAC": 0.5}.items()
+        for name, lowest in {**baselines, "KFAC-fast": 0.5}.items()
     }
     assert compare.set_targets(repeated, list(baselines), Aim.TRAINING, 0.0) == expected
 
@@ -103,7 +103,7 @@ def test_list_shows_problems_and_spaces_and_runs_nothing(
     [
         (["compare", "imagenet"], "PROBLEM: expected one of digits, mnist-a.*got 'imagenet'"),
         (["compare", "--optimizers", "Newton"], "--optimizers: invalid choice: 'Newton'"),
-        (["compare", "--optimizers", "KFAC"], "--optimizers: digits has no baseline among KFAC"),
+        (["compare", "--optimizers", "KFAC-fast"], "--optimizers: digits has no baseline among KFAC-fast"),
         (["compare", "--optimizers", "SOAP"], "--optimizers: SOAP comes with .*run: pip install pytorch_optimizer"),
         (["compare", "mnist-b", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere/mnist'"),
         (["compare", "--trials", "0"], "--trials: expected a whole number of at least 1, got '0'"),

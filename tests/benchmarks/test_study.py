@@ -97,7 +97,7 @@ def test_trials_of_all_optimizers_are_kept_and_a_study_that_was_stopped_ends_as_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, examples = small_digits()
-    chosen = {name: CONTESTANTS[name] for name in ("SGD", "L-BFGS", "KFAC")}
+    chosen = {name: CONTESTANTS[name] for name in ("SGD", "L-BFGS", "KFAC-fast")}
     whole = study(tmp_path / "whole", problem, examples, chosen).tune(QUIET)
     assert {name: [run.trial for run in runs] for name, runs in whole.items()} == {name: [0, 1] for name in chosen}
 
