@@ -23,6 +23,8 @@ from kfac_optim.specs import Cost, LayerSpec
 
 # The averages change fastest while they are young: an inverse is out of date once they have grown by this factor.
 _GROWTH_BEFORE_REFRESH = 1.5
+# And once λ is so many times as large as at the refresh, or so small a part of it: each factor has a share of √λ.
+_DAMPING_BEFORE_REFRESH = 2.0
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Clock:
     folded_at: int = -1
     refreshed_at: int = -1
     folds_at_refresh: int = 0
+    damping: float = 0.0
+    """`λ` of the last refresh."""
     outdated: bool = False
     """Whether a refresh is due whatever the periods."""
     summed_terms: float = 1
@@ -216,7 +220,7 @@ class KFACBlock:
         return ahead
 
     def refresh_due(self, *, ahead: bool = False) -> bool:
-        """By period; at the first step with statistics; and at folds 1, 2, 3, 5, 8, … while the averages are young.
+        """By period; where λ has left the inverse behind; and at folds 1, 2, 3, 5, 8, … while the averages are young.
 
         Args:
             ahead: whether the statistics of this step are still to be folded.
@@ -226,7 +230,7 @@ class KFACBlock:
             clock = replace(clock, folds=clock.folds + 1, folded_at=clock.step)
         if clock.folds == 0:
             return False
-        if clock.outdated:
+        if clock.outdated or self._outruns_inverse():
             return True
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
@@ -238,13 +242,21 @@ class KFACBlock:
         """Note the refresh."""
         self.clock.refreshed_at = self.clock.step
         self.clock.folds_at_refresh = self.clock.folds
+        self.clock.damping = self.damping
         self.clock.outdated = False
+
+    def _outruns_inverse(self) -> bool:
+        """Whether λ, adapted, scheduled or set, is far from that of an inverse that was damped by its refresh."""
+        if self.inverse.damps_jointly or not self.is_ready:
+            return False
+        then = self.clock.damping
+        return not then / _DAMPING_BEFORE_REFRESH <= self.damping <= then * _DAMPING_BEFORE_REFRESH
 
     def shadow(self, spare: "KFACBlock | None" = None) -> "KFACBlock":
         """A copy of state, clock and numbers of the groups as they are now, made in `spare` where that fits."""
         fits = spare is not None and (spare.spec, spare._home) == (self.spec, self._home)
         copy = spare if spare is not None and fits else replace(self)
-        copy.clock = replace(self.clock)
+        copy.clock = replace(self.clock, damping=self.damping)
         copy.groups = tuple(dict(group) for group in self.groups)
         copy.inverse.load(copy.state, self.inverse.tensors(self.state))
         return copy
@@ -255,6 +267,7 @@ class KFACBlock:
         self.under_way = None
         self.clock.refreshed_at = shadow.clock.step
         self.clock.folds_at_refresh = shadow.clock.folds
+        self.clock.damping = shadow.clock.damping
 
     @property
     def has_gradient(self) -> bool:

@@ -23,8 +23,8 @@ class LevenbergMarquardt:
 
     `λ` is divided by `decay ** interval` where `ρ < 1/4` or is not finite, and multiplied by it where `ρ > 3/4`. It
     stays where `ρ` says nothing: the loss fell though a rise was predicted, or the prediction is lost in rounding. The
-    inverses take the new `λ` with their next refresh (`Eigen` and its kin with the next step): let
-    `inverse_update_period` be a few times `interval`, not the default, or `λ` runs ahead of them.
+    inverses take the new `λ` with their next refresh, which comes whatever the period once `λ` has doubled or halved
+    since the last (`Eigen` and its kin with the next step).
 
     When to use: on large batches and deterministic objectives, above all for deep autoencoders, where no fixed damping
     is right from start to end. On small batches `ρ` tells how far the step overfits its batch, and `λ` grows. Networks

@@ -209,6 +209,65 @@ def test_blocks_that_come_later_are_spread_with_the_others() -> None:
     assert len({each.phase for each in blocks(optimizer)}) == 4
 
 
+# -- λ that moves --------------------------------------------------------------------------------------------------
+
+_RISES_AND_FALLS = (1.0, 1.9, 2.1, 3.9, 4.3, 2.2, 2.0, 1.0)
+_LEAVES_THE_LAST_BEHIND = [2, 4, 6]
+
+
+def refreshed_as_damping_moves(optimizer: KFACOptimizer, model: nn.Module, dampings: Sequence[float]) -> list[int]:
+    """Steps at which all blocks were refreshed; some only is an error."""
+    found = []
+    for step, damping in enumerate(dampings, start=blocks(optimizer)[0].clock.step):
+        for group in optimizer.param_groups:
+            group["damping"] = 0.1 * damping
+        steps = refreshed_at(model, optimizer, range(step, step + 1)).values()
+        assert len({bool(each) for each in steps}) == 1
+        found += [step] if all(steps) else []
+    return found
+
+
+def rarely(model: nn.Module, **options: Any) -> KFACOptimizer:
+    """After its first step no period brings a refresh."""
+    return KFACOptimizer(model, lr=0.01, factor_update_period=1000, inverse_update_period=1000, **options)
+
+
+@pytest.mark.parametrize("refresh", [Together(), Staggered(), Background(max_staleness=0)], ids=repr)
+@each_inverse
+def test_a_damping_that_doubled_or_halved_brings_a_refresh(inverse: Inverse[Any], refresh: Any) -> None:
+    """Of inverses that have it from the refresh: those in an eigenbasis take it as it is at each step."""
+    model = mlp(sizes=SIZES)
+    optimizer = rarely(model, inverse=inverse, refresh=refresh)
+    expected = [] if isinstance(inverse, Eigen | EKFAC | OnlineEigen) else _LEAVES_THE_LAST_BEHIND
+    assert refreshed_as_damping_moves(optimizer, model, _RISES_AND_FALLS) == [0, *expected]
+
+
+def test_a_preconditioner_with_a_damping_of_its_own_is_not_left_behind() -> None:
+    model = mlp(sizes=SIZES)
+    optimizer = rarely(model, preconditioner_damping=0.1)
+    assert refreshed_as_damping_moves(optimizer, model, _RISES_AND_FALLS) == [0]
+
+
+@pytest.mark.parametrize("stop", range(1, len(_RISES_AND_FALLS)))
+def test_a_checkpoint_knows_the_damping_of_its_inverses(stop: int) -> None:
+    model = mlp(sizes=SIZES)
+    optimizer = rarely(model)
+    before = refreshed_as_damping_moves(optimizer, model, _RISES_AND_FALLS[:stop])
+    resumed = rarely(model)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert before + refreshed_as_damping_moves(resumed, model, _RISES_AND_FALLS[stop:]) == [0, *_LEAVES_THE_LAST_BEHIND]
+
+
+def test_an_inverse_from_the_background_has_the_damping_it_was_begun_with() -> None:
+    model = mlp(sizes=SIZES)
+    optimizer = rarely(model, refresh=Background(max_staleness=2, deterministic=True))
+    train(model, optimizer, 1)
+    for damping, known in ((2.1, 1.0), (3.0, 1.0), (4.0, 2.1)):
+        optimizer.param_groups[0]["damping"] = damping * 1e-3
+        train(model, optimizer, 1)
+        assert [each.clock.damping for each in blocks(optimizer)] == pytest.approx([known * 1e-3] * 2)
+
+
 # -- without staleness all are the same ----------------------------------------------------------------------------
 
 STRUCTURED = {"structure": {"0": (Structure.DIAGONAL, Structure.DENSE), "2": (Structure.DENSE, Structure.IDENTITY)}}

@@ -39,6 +39,11 @@ class Inverse(ABC, Generic[S]):
         """Whether it squares sums over the positions of an example, which must then all be there."""
         return False
 
+    @property
+    def damps_jointly(self) -> bool:
+        """Whether `apply` damps, by the λ it is given, and not `refresh`, which then solves for each factor alone."""
+        return False
+
     def factor_dims(self, spec: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sizes of the matrices whose Kronecker product stands for a dense `A`, and for a dense `G`.
 
@@ -101,7 +106,7 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def apply(self, state: S, grad: Tensor, damping: float) -> Tensor:
-        """Precondition `[groups, out, in]`; `damping` is for representations that can change it without a refresh.
+        """Precondition `[groups, out, in]`; `damping` is where that is its work (`damps_jointly`).
 
         The result is a new tensor, in at least float32; but in `applied_dtype` where `grad` is.
         """
@@ -329,11 +334,6 @@ class PairInverse(Inverse[P]):
             "condition_A": state.condition[0],
             "condition_G": state.condition[1],
         }
-
-    @property
-    def damps_jointly(self) -> bool:
-        """Whether a factor is solved for without a look at the other: λ is not shared among them."""
-        return False
 
     @abstractmethod
     def result(self, factor: FactorShape) -> tuple[int, int]:
