@@ -359,7 +359,9 @@ class PlainKFAC:
         if "pending" in held and held["pending"]["step"] == number - self.staleness:
             self.take(held, held.pop("pending"))
         _, folds_behind = held["behind"]
-        if number % self.PERIOD == offset or held["folds"] >= 1.5 * folds_behind:
+        then = held["used"]["damping"] if "used" in held and not self.ekfac else damping
+        moved = not then / 2 <= damping <= then * 2
+        if number % self.PERIOD == offset or held["folds"] >= 1.5 * folds_behind or moved:
             factors = {name: held[name].clone() for name in "AG"}
             pending = {"step": number, "folds": held["folds"], "damping": damping, **factors}
             if held["behind"] == (-1, 0):
