@@ -39,6 +39,8 @@ AFTER = {"momentum": 0.9, "step_size": TrustRegion(after_momentum=True), "invers
 EACH = {"factor_update_period": 1, "inverse_update_period": 1}
 RARE = {"factor_update_period": 2, "inverse_update_period": 4}
 GROUPS = {"bias": {"lr": 0.02, "weight_decay": 0.1}, "hidden": {"damping": 0.3, "inverse_update_period": 4}}
+SELDOM = {"factor_update_period": 1, "inverse_update_period": 50}
+MOVING = (0.1, 0.15, 0.25, 0.4, 0.6, 0.3, 0.2)  # the inverses follow at each doubling and halving
 UNUSED = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
 STATIC = {"static_graph": True}
@@ -90,6 +92,8 @@ ON_TWO = {
     "background": Case("mixed", Replicated(0.5), background(2), split=UNEVEN),
     "background, at once": Case("pictures", Sharded(), background(0), split=UNEVEN),
     "background, factors": Case("tokens", Sharded(FACTORS), background(1, Staggered()), split=EMPTY),
+    "damping that moves": Case("mixed", Replicated(), SELDOM, split=UNEVEN, dampings=MOVING),
+    "damping that moves, sharded": Case("tokens", Sharded(FACTORS), SELDOM, split=EMPTY, dampings=MOVING),
     "unused": Case("tied", Sharded(), split=EMPTY, wrapped=UNUSED),
     "static graph": Case("mixed", Sharded(), split=UNEVEN, wrapped=STATIC),
 }

@@ -160,6 +160,7 @@ class Case:
         micro: backwards in a step.
         scaler: how a GradScaler is used: not, handed over, or named and asked to unscale first.
         stated: whether the terms of the loss are stated.
+        dampings: λ of the steps, in turn, known only when backward is over; none leaves it alone.
         steps: of the training.
     """
 
@@ -172,6 +173,7 @@ class Case:
     micro: int = 1
     scaler: str | None = None
     stated: bool = False
+    dampings: tuple[float, ...] = ()
     steps: int = 20
 
     @property
@@ -191,6 +193,11 @@ class Case:
             for prefix, numbers in {"": {}, **self.by_layer}.items()
         ]
         return KFACOptimizer(groups, model=model, **options)
+
+    def set_damping(self, optimizer: KFACOptimizer, step: int) -> None:
+        """That of step number `step`."""
+        for group in optimizer.param_groups if self.dampings else ():
+            group["damping"] = self.dampings[step % len(self.dampings)]
 
     def distributed(self) -> dict[str, Any]:
         return {"distributed": DistributedConfig(strategy=self.strategy, timeout=TIMEOUT)}
@@ -228,6 +235,7 @@ def one_process(case: Case, ranks: int) -> Iterator[tuple[nn.Module, KFACOptimiz
             if param.grad is not None:
                 assert other.grad is not None
                 param.grad.copy_(other.grad)
+        case.set_damping(optimizer, step)
         optimizer.step()
         yield model, optimizer
 
@@ -268,6 +276,7 @@ def on_rank(rank: int, case: Case) -> tuple[list[Tensor], dict[str, Any]]:
                 (loss if scaler is None else scaler.scale(loss)).backward()
         if by_hand:
             average_gradients(bare)
+        case.set_damping(optimizer, step)
         if scaler is None:
             optimizer.step()
         else:
@@ -310,6 +319,7 @@ def check(case: Case, answers: Sequence[tuple[list[Tensor], dict[str, Any]]], *,
             if other.grad is not None:
                 param.grad = other.grad.clone()
         if case.micro == 1:
+            case.set_damping(taken, step)
             taken.step()
             for (name, param), ours in zip(model.named_parameters(), resumed.parameters(), strict=True):
                 close(ours.detach(), param.detach(), f"{name} after resuming at step {step}", rtol)
