@@ -41,7 +41,8 @@ class Staggered(Schedule):
 
     The first refresh of a block comes at its first statistics, whatever the schedule, and those while the averages are
     young come by their number: these are the same for all blocks, so that the first two or three periods of a run still
-    have steps in which all are refreshed. Where a forward shows further blocks all are laid out anew.
+    have steps in which all are refreshed, as have those in which
+    the damping has moved far. Where a forward shows further blocks all are laid out anew.
     """
 
     def phases(self, costs: Sequence[float]) -> list[Fraction]:
