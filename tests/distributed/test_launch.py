@@ -195,7 +195,7 @@ def finish(processes: Sequence[subprocess.Popen[str]], folder: Path) -> list[lis
         printed = [process.communicate(timeout=90)[0] for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            process.terminate()  # not kill: torchrun passes it on to its workers
     assert all(process.returncode == 0 for process in processes), "\n".join(printed)
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
