@@ -1,8 +1,8 @@
 """How many steps does it take at each batch size, with SGD and with K-FAC?
 
 At every batch size both optimizers are tuned anew, with the same number of trials, once for the training and once for
-the validation measure, and the best trial is repeated with other seeds. Runs of a batch size see the same number of
-examples, --examples of them, or as many as --steps steps take where those are more. The target of each measure is what
+the validation measure, and the best trial is repeated with other seeds. A run sees --examples of them at least, and has
+--steps steps at least; where rates decay, a trial's horizon shortens it. The target of each measure is what
 SGD reaches at half of the batch sizes: the median, over batch sizes, of its lowest measure in the median over seeds.
 (After Figure 6 of Ba, Grosse & Martens 2017, and Shallue et al. 2019.)
 """
@@ -10,6 +10,7 @@ SGD reaches at half of the batch sizes: the median, over batch sizes, of its low
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +38,7 @@ _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _QUICK_SIZES = (16, 64)
 _EXAMPLES = 600_000
 _QUICK_EXAMPLES = 640
-_READINGS = 80  # of a run, at most
+_READINGS = 80  # of a long run, at most
 
 Repeats = Mapping[tuple[int, Aim], Runs]
 """By batch size and by the measure the trial was chosen for."""
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--examples",
         type=arguments.positive_int,
         metavar="N",
-        help=f"that a run sees at least (default: {_EXAMPLES})",
+        help=f"that a run sees at least (default: {_EXAMPLES}, none with --steps)",
     )
     add_study_arguments(parser, trials=8, seeds=3, out="batch-size-results")
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     studies = {
         size: Study(
             f"{args.problem}-{size}",
-            of_size(problem, size, args.examples or (_QUICK_EXAMPLES if args.quick else _EXAMPLES)),
+            of_size(problem, size, at_least(args)),
             examples,
             {name: CONTESTANTS[name] for name in _OPTIMIZERS},
             trials(args),
@@ -107,10 +108,20 @@ def run(args: argparse.Namespace) -> None:
     console.print(f"Plot: {plot_path}. Figures: {json_path}")
 
 
+def at_least(args: argparse.Namespace) -> int:
+    """Examples that a run is to see."""
+    if args.examples is not None:
+        return int(args.examples)
+    if args.steps is not None:
+        return 0
+    return _QUICK_EXAMPLES if args.quick else _EXAMPLES
+
+
 def of_size(problem: Problem, size: int, examples: int) -> Problem:
-    """With batches of ``size``, as long as it takes to see ``examples``, but not shorter."""
-    steps = max(problem.steps, examples // size)
-    return replace(problem, batch=FixedBatch(size), steps=steps, period=max(problem.period, steps // _READINGS))
+    """With batches of ``size``, and as many whole periods as it takes to see ``examples``; not shorter than it is."""
+    steps = max(problem.steps, math.ceil(examples / size))
+    period = max(problem.period, math.ceil(steps / _READINGS))
+    return replace(problem, batch=FixedBatch(size), steps=math.ceil(steps / period) * period, period=period)
 
 
 def repeat_best(studies: Mapping[int, Study], seeds: int, console: Console) -> dict[tuple[int, Aim], Runs]:

@@ -149,7 +149,7 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
         above.set_title(f"{measure['aim']}, {measure['units']}", fontsize="medium")
         above.legend()
         starts = [each["runs"][0]["readings"][measure["aim"]][0] for point in points for each in point["optimizers"]]
-        below.set_xscale("log")
+        below.set_xscale("log", nonpositive="mask")
         below.set_yscale("log")
         below.set_ylim(top=1.1 * max(starts))
         below.set_xlabel("steps; one seed")

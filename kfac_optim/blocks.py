@@ -39,7 +39,7 @@ class Clock:
     refreshed_at: int = -1
     folds_at_refresh: int = 0
     damping: float = 0.0
-    """`λ` of the last refresh."""
+    """`λ` of the last refresh, also one that failed."""
     outdated: bool = False
     """Whether a refresh is due whatever the periods."""
     summed_terms: float = 1
@@ -230,7 +230,8 @@ class KFACBlock:
             clock = replace(clock, folds=clock.folds + 1, folded_at=clock.step)
         if clock.folds == 0:
             return False
-        if clock.outdated or self._outruns_inverse():
+        # λ may still be set after backward, where others of several processes look ahead later.
+        if clock.outdated or (not ahead and self._outruns_inverse()):
             return True
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
@@ -247,10 +248,10 @@ class KFACBlock:
 
     def _outruns_inverse(self) -> bool:
         """Whether λ, adapted, scheduled or set, is far from that of an inverse that was damped by its refresh."""
-        if self.inverse.damps_jointly or not self.is_ready:
+        if self.inverse.follows_damping or not self.is_ready:
             return False
         then = self.clock.damping
-        return not then / _DAMPING_BEFORE_REFRESH <= self.damping <= then * _DAMPING_BEFORE_REFRESH
+        return not then / _DAMPING_BEFORE_REFRESH < self.damping < then * _DAMPING_BEFORE_REFRESH
 
     def shadow(self, spare: "KFACBlock | None" = None) -> "KFACBlock":
         """A copy of state, clock and numbers of the groups as they are now, made in `spare` where that fits."""

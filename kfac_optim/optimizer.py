@@ -80,7 +80,7 @@ class KFACOptimizer(Optimizer):
         factor_update_period: optimizer steps between statistics (group), at least 1.
         inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
             refresh comes at the first step with statistics, more of them while the averages are young (at the 2nd,
-            3rd, 5th, 8th, … statistics), and wherever `λ` has more than doubled or halved since the last, if the
+            3rd, 5th, 8th, … statistics), and wherever `λ` has doubled or halved since the last, if the
             inverse does not take it as it is at each step.
         refresh: when the inverses are refreshed: `Together()`, all blocks at the same steps; `Staggered()`, spread over
             the period; or `Background(...)`, beside the training on a thread of their own.

@@ -39,10 +39,9 @@ class Staggered(Schedule):
     `max(max c, 2 Σ c / period)` fall on one step, of which no other order can have less than half. As it does not
     depend on the period, periods may differ and be changed; each block is refreshed once in every period.
 
-    The first refresh of a block comes at its first statistics, whatever the schedule, and those while the averages are
-    young come by their number: these are the same for all blocks, so that the first two or three periods of a run still
-    have steps in which all are refreshed, as have those in which
-    the damping has moved far. Where a forward shows further blocks all are laid out anew.
+    Refreshes that come by no period are for all blocks at once: the first, at the first statistics; those while the
+    averages are young, so in the first two or three periods of a run; and those that a damping which has doubled or
+    halved brings. Where a forward shows further blocks all are laid out anew.
     """
 
     def phases(self, costs: Sequence[float]) -> list[Fraction]:

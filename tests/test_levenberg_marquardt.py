@@ -166,6 +166,20 @@ def test_damping_is_adapted_once_in_an_interval() -> None:
     assert seen[5] == seen[6] == pytest.approx(0.5 * 0.95**6)
 
 
+def test_with_the_default_periods_the_inverses_keep_up() -> None:
+    """0.95⁴⁰ is 0.13: λ is halved twice between steps 20 and 60, where by the periods one refresh is due."""
+    model = network()
+    optimizer = KFACOptimizer(
+        model, lr=0.3, damping=0.5, estimate=ExactGGN(nn.MSELoss()), adapt_damping=LevenbergMarquardt(interval=1)
+    )
+    for _ in range(60):
+        step(model, optimizer)
+        applied = [block.clock.damping for block in optimizer._binding.coverage.blocks]
+        judged = optimizer.param_groups[0]["damping"] / 0.95
+        assert applied == pytest.approx([judged] * len(applied), rel=1.0 + 1e-9)
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(0.5 * 0.95**60)
+
+
 def test_each_param_group_keeps_its_share_and_the_preconditioner_its_own_damping() -> None:
     model = network()
     first, last = model[0], model[-1]

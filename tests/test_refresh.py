@@ -212,7 +212,7 @@ def test_blocks_that_come_later_are_spread_with_the_others() -> None:
 # -- λ that moves --------------------------------------------------------------------------------------------------
 
 _RISES_AND_FALLS = (1.0, 1.9, 2.1, 3.9, 4.3, 2.2, 2.0, 1.0)
-_LEAVES_THE_LAST_BEHIND = [2, 4, 6]
+_LEAVES_THE_LAST_BEHIND = [2, 4, 6, 7]
 
 
 def refreshed_as_damping_moves(optimizer: KFACOptimizer, model: nn.Module, dampings: Sequence[float]) -> list[int]:
@@ -256,6 +256,26 @@ def test_a_checkpoint_knows_the_damping_of_its_inverses(stop: int) -> None:
     resumed = rarely(model)
     resumed.load_state_dict(optimizer.state_dict())
     assert before + refreshed_as_damping_moves(resumed, model, _RISES_AND_FALLS[stop:]) == [0, *_LEAVES_THE_LAST_BEHIND]
+
+
+def test_weight_decay_in_the_curvature_counts() -> None:
+    """A damping of 0.1, 0.19, … beside 0.9 never doubles what the inverse is damped by."""
+    model = mlp(sizes=SIZES)
+    optimizer = rarely(model, weight_decay=0.9, l2_in_curvature=True)
+    assert refreshed_as_damping_moves(optimizer, model, _RISES_AND_FALLS) == [0]
+
+
+def test_a_checkpoint_knows_the_damping_of_what_is_under_way() -> None:
+    model = mlp(sizes=SIZES)
+    optimizer = rarely(model, refresh=Background(max_staleness=3, deterministic=True))
+    train(model, optimizer, 1)
+    for damping in (2.1e-3, 3e-3):  # begun at the first
+        optimizer.param_groups[0]["damping"] = damping
+        train(model, optimizer, 1)
+    resumed = rarely(model, refresh=Background(max_staleness=3, deterministic=True))
+    resumed.load_state_dict(optimizer.state_dict())
+    train(model, resumed, 2)
+    assert [each.clock.damping for each in blocks(resumed)] == pytest.approx([2.1e-3] * 2)
 
 
 def test_an_inverse_from_the_background_has_the_damping_it_was_begun_with() -> None:
@@ -360,7 +380,7 @@ class PlainKFAC:
             self.take(held, held.pop("pending"))
         _, folds_behind = held["behind"]
         then = held["used"]["damping"] if "used" in held and not self.ekfac else damping
-        moved = not then / 2 <= damping <= then * 2
+        moved = not then / 2 < damping < then * 2
         if number % self.PERIOD == offset or held["folds"] >= 1.5 * folds_behind or moved:
             factors = {name: held[name].clone() for name in "AG"}
             pending = {"step": number, "folds": held["folds"], "damping": damping, **factors}

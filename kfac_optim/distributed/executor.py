@@ -279,8 +279,8 @@ class DistributedExecutor(SingleDevice):
         self._model, self._params = _layout(blocks, params, names())
         if self._lost is not None:
             told = [self._lost[block].clock if block in self._lost else block.clock for block in blocks]
-            clocks = sorted({(clock.step, clock.refreshed_at, clock.folds) for clock in told})
-            self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics) {clocks}"
+            clocks = sorted({(clock.step, clock.refreshed_at, clock.folds, clock.damping) for clock in told})
+            self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics, damping) {clocks}"
         config = replace(self.config, group=None)
         self._number = _hash([repr(config), self._loaded, *map(repr, self._model)])
 

@@ -33,7 +33,7 @@ class PlanOptions:
 
     Args:
         factor_update_period: steps between statistics.
-        inverse_update_period: steps between refreshes.
+        inverse_update_period: steps between refreshes, once the averages are no longer young, with a constant damping.
         bucket_bytes: the most that is sent together, except that a tensor is never cut; DDP's default.
         parameter_dtype: of parameters and gradients, in which they are sent.
         factor_dtype: of the running averages; inverses are kept and sent in it, and in float32 at least.

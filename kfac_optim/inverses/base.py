@@ -40,8 +40,8 @@ class Inverse(ABC, Generic[S]):
         return False
 
     @property
-    def damps_jointly(self) -> bool:
-        """Whether `apply` damps, by the λ it is given, and not `refresh`, which then solves for each factor alone."""
+    def follows_damping(self) -> bool:
+        """Whether `apply` damps by the λ it is given, so that a λ which moves needs no refresh."""
         return False
 
     def factor_dims(self, spec: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,7 +106,7 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def apply(self, state: S, grad: Tensor, damping: float) -> Tensor:
-        """Precondition `[groups, out, in]`; `damping` is where that is its work (`damps_jointly`).
+        """Precondition `[groups, out, in]`; `damping` is where that is its work (`follows_damping`).
 
         The result is a new tensor, in at least float32; but in `applied_dtype` where `grad` is.
         """
@@ -334,6 +334,11 @@ class PairInverse(Inverse[P]):
             "condition_A": state.condition[0],
             "condition_G": state.condition[1],
         }
+
+    @property
+    def damps_jointly(self) -> bool:
+        """Whether a factor is solved for without a look at the other: λ is not shared among them."""
+        return False
 
     @abstractmethod
     def result(self, factor: FactorShape) -> tuple[int, int]:

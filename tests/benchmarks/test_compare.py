@@ -1,12 +1,13 @@
 """The commands compare and batch-size run whole, and draw from their JSON alone."""
 
+import argparse
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import compare, contestants
+from benchmarks import batch_size, compare, contestants
 from benchmarks.__main__ import main
 from benchmarks.plots import plot_batch_sizes, plot_comparison
 from benchmarks.problems import PROBLEMS, Aim
@@ -85,6 +86,45 @@ def test_batch_size_leaves_tables_a_plot_and_figures(tmp_path: Path, capsys: pyt
     plot_batch_sizes(report, tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "digits.png").read_bytes()
     assert (tmp_path / "digits.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("size", "examples", "steps", "period"),
+    [(64, 600_000, 9440, 118), (8192, 600_000, 468, 6), (512, 600_000, 1185, 15), (64, 0, 468, 6), (64, 640, 468, 6)],
+)
+def test_a_run_of_batch_size_sees_the_examples_and_has_the_steps(
+    size: int, examples: int, steps: int, period: int
+) -> None:
+    problem = batch_size.of_size(PROBLEMS["mnist-mlp"], size, examples)
+    assert (problem.steps, problem.period, problem.batch.first) == (steps, period, size)
+    assert problem.steps % problem.period == 0
+    assert problem.steps * size >= examples
+
+
+@pytest.mark.parametrize(
+    ("lowest", "target"), [((3.0, 1.0, 2.0), 2.0), ((4.0, 1.0, 3.0, 2.0), 3.0), ((1.0, 2.0), 2.0), ((0.1,), 0.5)]
+)
+def test_the_target_of_batch_sizes_is_met_by_sgd_at_half_of_them(lowest: tuple[float, ...], target: float) -> None:
+    """Its runs for the other measure do not count, nor does K-FAC; there is a floor."""
+    repeats = {
+        (size, aim): {
+            "SGD": [Run("SGD", 0, 1, {}, Ending.FINISHED, (Reading(0, 0.0, each, each),))],
+            "KFAC-default": [Run("KFAC-default", 0, 1, {}, Ending.FINISHED, (Reading(0, 0.0, 0.0, 0.0),))],
+        }
+        for size, number in enumerate(lowest, 1)
+        for aim, each in ((Aim.TRAINING, number), (Aim.VALIDATION, 0.0))
+    }
+    assert batch_size.set_target(repeats, Aim.TRAINING, 0.5) == Target("SGD", target)
+
+
+@pytest.mark.parametrize(
+    ("words", "examples"),
+    [((), 600_000), (("--steps", "20"), 0), (("--steps", "20", "--examples", "5"), 5), (("--quick",), 640)],
+)
+def test_steps_alone_are_the_steps_of_every_batch_size(words: tuple[str, ...], examples: int) -> None:
+    parser = argparse.ArgumentParser()
+    batch_size.add_arguments(parser)
+    assert batch_size.at_least(parser.parse_args(words)) == examples
 
 
 def test_list_shows_problems_and_spaces_and_runs_nothing(

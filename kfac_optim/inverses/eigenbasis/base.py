@@ -90,6 +90,10 @@ class EigenbasisInverse(PairInverse[E]):
         return values + (state.solved.to(values.dtype) * damping)[:, None, None]
 
     @property
+    def follows_damping(self) -> bool:
+        return True
+
+    @property
     def damps_jointly(self) -> bool:
         return True
 
