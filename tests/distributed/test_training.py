@@ -94,7 +94,7 @@ ON_TWO = {
     "background, factors": Case("tokens", Sharded(FACTORS), background(1, Staggered()), split=EMPTY),
     "damping that moves": Case("mixed", Replicated(), SELDOM, split=UNEVEN, dampings=MOVING),
     "damping that moves, sharded": Case("tokens", Sharded(FACTORS), SELDOM, split=EMPTY, dampings=MOVING),
-    "damping that moves, by layer": Case("tied", by_layer=GROUPS, split=EMPTY, dampings=MOVING),
+    "damping that moves, by layer": Case("mixed", by_layer=GROUPS, split=EMPTY, dampings=MOVING),
     "damping that moves, staggered": Case(
         "mixed", Replicated(0.5), {"refresh": Staggered()}, split=EMPTY, dampings=MOVING
     ),
