@@ -266,8 +266,8 @@ def arrival_in_words(arrival: Arrival, runs: int, setter: Arrival) -> tuple[str,
 
 
 def of_setter(spread: Spread, setter: Spread) -> str:
-    # The setter may have reached its target before the first step: then there is nothing to compare.
-    return f"×{spread.median / setter.median:.2f}  " if setter.median > 0 else ""
+    # It may have reached the target before the first step, or at another batch size only: there is nothing to compare.
+    return f"×{spread.median / setter.median:.2f}  " if 0 < setter.median < math.inf else ""
 
 
 def problem_table() -> Table:

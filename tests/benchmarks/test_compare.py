@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from benchmarks import batch_size, compare, contestants
 from benchmarks.__main__ import main
 from benchmarks.plots import plot_batch_sizes, plot_comparison
 from benchmarks.problems import PROBLEMS, Aim
-from benchmarks.scores import Target
+from benchmarks.scores import Arrival, Spread, Target
 from benchmarks.study import Ending, Reading, Run
 
 PNG = b"\x89PNG"
@@ -86,6 +87,17 @@ def test_batch_size_leaves_tables_a_plot_and_figures(tmp_path: Path, capsys: pyt
     plot_batch_sizes(report, tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "digits.png").read_bytes()
     assert (tmp_path / "digits.png").read_bytes().startswith(PNG)
+
+
+def test_where_the_setter_misses_there_are_no_multiples() -> None:
+    reached, missed, at_start = (Spread(each, each, each) for each in (10.0, math.inf, 0.0))
+    words = {
+        setter: compare.arrival_in_words(Arrival(reached, reached, 1), 1, Arrival(setter, setter, 1))
+        for setter in (reached, missed, at_start)
+    }
+    assert words[reached][0] == f"×1.00  {words[missed][0]}"
+    assert words[missed] == words[at_start]
+    assert "×" not in "".join(words[missed])
 
 
 @pytest.mark.parametrize(
