@@ -1,9 +1,10 @@
 """How many steps does it take at each batch size, with SGD and with K-FAC?
 
 At every batch size both optimizers are tuned anew, with the same number of trials, once for the training and once for
-the validation measure, and the best trial is repeated with other seeds. A run sees --examples of them at least, and has
---steps steps at least; where rates decay, a trial's horizon shortens it. The target of each measure is what
-SGD reaches at half of the batch sizes: the median, over batch sizes, of its lowest measure in the median over seeds.
+the validation measure, and the best trial is repeated with other seeds. A run has --steps steps, or as many
+more as it takes to see --examples examples; where rates decay, a trial's horizon shortens it. The target of each
+measure is what SGD reaches at half of the batch sizes: the median, over them, of its lowest measure, itself in the
+median over seeds.
 (After Figure 6 of Ba, Grosse & Martens 2017, and Shallue et al. 2019.)
 """
 

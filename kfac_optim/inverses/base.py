@@ -106,7 +106,7 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def apply(self, state: S, grad: Tensor, damping: float) -> Tensor:
-        """Precondition `[groups, out, in]`; `damping` is where that is its work (`follows_damping`).
+        """Precondition `[groups, out, in]`; `damping` is for those that follow it (`follows_damping`).
 
         The result is a new tensor, in at least float32; but in `applied_dtype` where `grad` is.
         """
