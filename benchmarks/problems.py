@@ -35,6 +35,7 @@ from kfac_optim import LossTerms
 
 _READ = 5000  # examples on which a measure is read off
 _PASSAGES = 1024  # the same for text
+_PHOTOGRAPHS = 1000, 2000  # for training and validation: with 5000 each, reading takes as long as training
 _QUICK_READ = 128
 _CONTEXT = 64  # characters
 
@@ -215,19 +216,28 @@ def read_pixels(train: Tensor, validation: Tensor) -> Examples:
 
 
 def read_photographs(images: ImageData) -> Examples:
-    """CIFAR-10 as He et al. (2016, section 4.2) have it: normalised, in training mirrored and shifted at random."""
+    """CIFAR-10 as He et al. (2016, section 4.2) have it: normalised, in training mirrored and shifted at random.
+
+    Images are channels last, and so are all feature maps after them: convolutions are a quarter faster so on a CPU.
+    """
     mean = images.train.inputs.mean(dim=(0, 2, 3), keepdim=True)
     deviation = images.train.inputs.std(dim=(0, 2, 3), keepdim=True)
     train, validation = (
-        Split((split.inputs - mean) / deviation, split.targets) for split in (images.train, images.validation)
+        Split(_channels_last((split.inputs - mean) / deviation), split.targets)
+        for split in (images.train, images.validation)
     )
 
     def draw(sizes: Iterator[int], seed: int) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(seed)
         for inputs, targets in data.draw(train, sizes, seed):
-            yield data.mirror_and_shift(inputs, 4, generator), targets
+            yield _channels_last(data.mirror_and_shift(inputs, 4, generator)), targets
 
-    return Examples(draw, len(train), train.first(_READ), validation.first(_READ), images.classes)
+    training, validated = _PHOTOGRAPHS
+    return Examples(draw, len(train), train.first(training), validation.first(validated), images.classes)
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def read_text(text: TextData) -> Examples:
