@@ -1,10 +1,15 @@
 """Optimizers are made as their settings say, with spaces in the units of a problem's loss."""
 
+from unittest.mock import Mock
+
+import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import contestants
 from benchmarks.contestants import CONTESTANTS, MuonWithAdamW
 from benchmarks.problems import PROBLEMS
+from benchmarks.settings import fast
 
 
 def test_spaces_go_with_the_number_of_summed_terms() -> None:
@@ -71,3 +76,21 @@ def test_sgd_decays_what_the_setting_or_else_the_problem_says() -> None:
     assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.1, 0.75, True, 1e-4)
     (group,) = CONTESTANTS["SGD"].optimizer(model, problem, {**setting, "weight_decay": 0.3}).param_groups
     assert group["weight_decay"] == 0.3
+
+
+def test_kfac_is_told_its_rate_and_facts_or_three_numbers_and_cheaper_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, problem = nn.Linear(2, 2), PROBLEMS["lstm"]
+    told = Mock()
+    monkeypatch.setattr(contestants, "KFACOptimizer", told)
+    for_all = {
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": problem.weight_decay,
+        "loss_terms": problem.loss_terms,
+    }
+    CONTESTANTS["KFAC-default"].optimizer(model, problem, {"lr": 0.1})
+    told.assert_called_once_with(model, 0.1, **for_all)
+    told.reset_mock()
+    numbers = {"damping": 0.02, "kl_clip": 0.03}
+    CONTESTANTS["KFAC-fast"].optimizer(model, problem, {"lr": 0.1, **numbers})
+    told.assert_called_once_with(model, 0.1, **numbers, **fast(problem.batch.first), **for_all)

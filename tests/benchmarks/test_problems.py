@@ -2,7 +2,10 @@
 
 import itertools
 
-from benchmarks.problems import PROBLEMS, Aim, GrowingBatch
+import torch
+
+from benchmarks.data import ImageData, Split
+from benchmarks.problems import PROBLEMS, Aim, FixedBatch, GrowingBatch, read_photographs
 
 
 def test_growing_batches_end_with_all_examples() -> None:
@@ -22,3 +25,14 @@ def test_validation_is_aimed_at_where_a_problem_says_so() -> None:
         "transformer",
         "lstm",
     }
+
+
+def test_photographs_are_normalised_and_channels_last_where_drawn_and_where_read() -> None:
+    split = Split(torch.rand(4, 3, 8, 8) + 3, torch.arange(4))
+    examples = read_photographs(ImageData(split, split, classes=4))
+    drawn, _ = next(examples.draw(FixedBatch(2).sizes(4), 0))
+    for images in (drawn, examples.training.inputs, examples.validation.inputs):
+        assert images.is_contiguous(memory_format=torch.channels_last)
+    read = examples.training.inputs
+    torch.testing.assert_close(read.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(read.std(dim=(0, 2, 3)), torch.ones(3))
