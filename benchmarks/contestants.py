@@ -1,8 +1,10 @@
 """The optimizers that are compared, and what of each is searched: log-uniform ranges, the same for all problems.
 
 A loss that sums several terms for an example, as over the pixels of an image, is so many times the loss of other
-problems: learning rates of optimizers that follow the gradient's scale are divided, K-FAC's damping and trust region
-(in units of the loss) are multiplied by the number of those terms. ``one_minus_momentum`` is 1 minus the momentum, or
+problems: K-FAC's damping and trust region (in units of the loss) are multiplied by the number of those terms, learning
+rates of optimizers that follow the gradient's scale are divided by its root. (Gradients of the terms add up to
+something between its root, where they have nothing to do with each other, and itself, where they agree. On the deep
+autoencoders the root is right: rates a few times the middle of the range diverge.) ``one_minus_momentum`` is 1 minus the momentum, or
 minus Adam's β₁. Weight decay is searched where a problem says so and is each optimizer's own: added to the gradient, or
 decoupled from it. Where the learning rate decays, so is the length of the run, ``horizon``, as part of the problem's
 steps. All else is at each optimizer's defaults, unless stated here.
@@ -55,7 +57,7 @@ class Contestant:
 
     make: Callable[[nn.Module, Problem, Setting], Optimizer]
     space: Box
-    term_powers: Mapping[str, int] = field(default_factory=dict)
+    term_powers: Mapping[str, float] = field(default_factory=dict)
     weight_decay: Range | None = None
     baseline: bool = True
     full_batch: bool = False
@@ -220,7 +222,9 @@ _ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
 _PACKAGE = "pytorch_optimizer"
 
 CONTESTANTS = {
-    "SGD": Contestant(_sgd, {"lr": Range(0.01, 5), "one_minus_momentum": _MOMENTUM}, {"lr": -1}, weight_decay=_ADDED),
+    "SGD": Contestant(
+        _sgd, {"lr": Range(0.01, 1), "one_minus_momentum": _MOMENTUM}, {"lr": -0.5}, weight_decay=_ADDED
+    ),
     "AdamW": Contestant(_adam_like(optim.AdamW), _ADAM_SPACE, weight_decay=_DECOUPLED),
     "Muon": Contestant(_muon, _ADAM_SPACE, weight_decay=_DECOUPLED),
     "L-BFGS": Contestant(_lbfgs, {"lr": Range(0.1, 1), "history_size": Range(5, 100)}, full_batch=True),
@@ -243,8 +247,8 @@ CONTESTANTS = {
     "SOAP": Contestant(_soap, _ADAM_SPACE, weight_decay=_DECOUPLED, package=_PACKAGE),
     "DistributedShampoo": Contestant(
         _distributed_shampoo,
-        {"lr": Range(0.01, 5), "one_minus_momentum": _MOMENTUM},
-        {"lr": -1},  # its layers' steps are as long as SGD's
+        {"lr": Range(0.01, 1), "one_minus_momentum": _MOMENTUM},
+        {"lr": -0.5},  # its layers' steps are as long as SGD's
         weight_decay=_ADDED,
         package=_PACKAGE,
     ),

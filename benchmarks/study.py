@@ -4,8 +4,9 @@ One seed gives all optimizers the same initial weights and batches. The trials h
 on: what was chosen on seed 0 is not judged by it. Trials and seeds are taken in turn by all optimizers, so that a
 machine that slows down does so for all. Every run is kept as a file of its own, and what is there is not run again.
 
-A run ends early, whatever the optimizer, when a loss is not finite, or when the training measure, after a quarter of
-the steps or later, is above what it was before the first step; and where the optimizer itself gives up.
+A run ends early, whatever the optimizer, when a loss is not finite, and where the optimizer itself gives up; a trial
+also when its training measure, after a quarter of the steps or later, is twice what it was before the first step. (Not
+sooner: where training begins on a plateau, a good run may be a little above its start for a long time.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from benchmarks.search import Setting, points
 from benchmarks.training import History, mean_over, train
 
 TUNING_SEED = 0
-_HOPE = 0.25  # part of the steps after which training must be below its start
+_HOPE = 0.25  # part of the steps after which a trial ends whose training measure has grown by
+_HOPELESS = 2.0  # or more
 
 
 class Ending(Enum):
@@ -255,7 +257,8 @@ def run_once(
         if not all(map(math.isfinite, measures)):
             return Ending.DIVERGED
         readings.append(Reading(steps, seconds, *measures))
-        hopeless = steps >= _HOPE * length and readings[-1].training > readings[0].training
+        worse = readings[-1].training >= _HOPELESS * readings[0].training
+        hopeless = seed == TUNING_SEED and steps >= _HOPE * length and worse
         return Ending.HOPELESS if hopeless else None
 
     ending = read(0, 0.0)

@@ -19,7 +19,7 @@ def test_spaces_go_with_the_number_of_summed_terms() -> None:
     assert summed["kl_clip"] == plain["kl_clip"].scaled(784)
     assert summed["lr"] == plain["lr"]
     rates = [CONTESTANTS["SGD"].box(PROBLEMS[name])["lr"] for name in ("mnist-b", "digits")]
-    assert rates[0] == rates[1].scaled(1 / 784)
+    assert rates[0] == rates[1].scaled(1 / 28)
 
 
 class Small(nn.Module):
