@@ -1,10 +1,9 @@
 """How many steps does it take at each batch size, with SGD and with K-FAC?
 
-At every batch size both optimizers are tuned anew, with the same number of trials, once for the training and once for
-the validation measure, and the best trial is repeated with other seeds. A run has --steps steps, or as many
-more as it takes to see --examples examples; where rates decay, a trial's horizon shortens it. The target of each
-measure is what SGD reaches at half of the batch sizes: the median, over them, of its lowest measure, itself in the
-median over seeds.
+At every batch size both optimizers are tried with the same number of settings. A run has --steps steps, or as many more
+as it takes to see --examples examples; where rates decay, a trial's horizon shortens it. The target of each measure,
+training and validation, is one for all batch sizes: what SGD's best trials reach at half of them (the median over batch
+sizes of the lowest measure). At each batch size the trial with the fewest steps to it is repeated with other seeds.
 (After Figure 6 of Ba, Grosse & Martens 2017, and Shallue et al. 2019.)
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +27,8 @@ from benchmarks.contestants import CONTESTANTS
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_batch_sizes
 from benchmarks.problems import PROBLEMS, Aim, FixedBatch, Problem
-from benchmarks.scores import Arrival, Target, best_trials, target_of
-from benchmarks.study import RunFolder, Runs, Study
+from benchmarks.scores import Arrival, Target, best_trials, tuning_target
+from benchmarks.study import Run, RunFolder, Runs, Study
 
 HELP = "how many steps does it take at each batch size, with SGD and with K-FAC?"
 
@@ -39,7 +38,7 @@ _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _QUICK_SIZES = (16, 64)
 _EXAMPLES = 600_000
 _QUICK_EXAMPLES = 640
-_READINGS = 80  # of a long run, at most
+_POINTS = 80  # of a curve in the JSON, at most
 
 Repeats = Mapping[tuple[int, Aim], Runs]
 """By batch size and by the measure the trial was chosen for."""
@@ -83,8 +82,13 @@ def run(args: argparse.Namespace) -> None:
         )
         for size in sizes
     }
-    repeats = repeat_best(studies, seeds(args), console)
-    targets = {aim: set_target(repeats, aim, floor(problem, aim)) for aim in Aim}
+    tuned = {size: study.tune(console) for size, study in studies.items()}
+    targets = {aim: set_target(tuned.values(), aim, floor(problem, aim)) for aim in Aim}
+    repeats = {
+        (size, aim): study.repeat(best_trials(tuned[size], aim, target.value), seeds(args), console)
+        for size, study in studies.items()
+        for aim, target in targets.items()
+    }
     console.print(*(result_table(repeats, aim, target) for aim, target in targets.items()))
     report = {
         "benchmark": "batch-size",
@@ -121,29 +125,13 @@ def at_least(args: argparse.Namespace) -> int:
 def of_size(problem: Problem, size: int, examples: int) -> Problem:
     """With batches of ``size``, and as many whole periods as it takes to see ``examples``; not shorter than it is."""
     steps = max(problem.steps, math.ceil(examples / size))
-    period = max(problem.period, math.ceil(steps / _READINGS))
-    return replace(problem, batch=FixedBatch(size), steps=math.ceil(steps / period) * period, period=period)
+    steps = math.ceil(steps / problem.period) * problem.period
+    return replace(problem, batch=FixedBatch(size), steps=steps)
 
 
-def repeat_best(studies: Mapping[int, Study], seeds: int, console: Console) -> dict[tuple[int, Aim], Runs]:
-    """For each batch size and measure the repeats of the best trials; the target they are chosen by is SGD's there."""
-    repeats = {}
-    for size, study in studies.items():
-        tuned = study.tune(console)
-        for aim in Aim:
-            repeats[size, aim] = study.repeat(
-                best_trials(tuned, [_BASELINE], aim, floor(study.problem, aim)), seeds, console
-            )
-    return repeats
-
-
-def set_target(repeats: Repeats, aim: Aim, floor: float) -> Target:
-    """What the baseline reaches at half of the batch sizes, at least."""
-    of_sizes = [
-        target_of(_BASELINE, runs[_BASELINE], aim, floor).value
-        for (_, chosen_for), runs in repeats.items()
-        if chosen_for is aim
-    ]
+def set_target(tuned: Iterable[Runs], aim: Aim, floor: float) -> Target:
+    """What trials of the baseline reach at half of the batch sizes, at least."""
+    of_sizes = [tuning_target(runs, [_BASELINE], aim, floor) for runs in tuned]
     return Target(_BASELINE, statistics.median_high(of_sizes))
 
 
@@ -160,11 +148,16 @@ def size_report(size: int, runs: Runs, aim: Aim, target: Target) -> dict[str, An
                 "name": name,
                 "setting": repeats[0].setting,
                 "arrival": Arrival.of(repeats, aim, target).as_json(),
-                "runs": [curve(run) for run in repeats],
+                "runs": [curve(thinned(run)) for run in repeats],
             }
             for name, repeats in runs.items()
         ],
     }
+
+
+def thinned(run: Run) -> Run:
+    """With few of its readings, evenly spread."""
+    return replace(run, readings=run.readings[:: math.ceil(len(run.readings) / _POINTS)])
 
 
 def result_table(repeats: Repeats, aim: Aim, target: Target) -> Table:

@@ -31,7 +31,7 @@ from benchmarks.contestants import CONTESTANTS, Contestant
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_comparison
 from benchmarks.problems import PROBLEMS, Aim, Examples, Problem
-from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, target_of
+from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, target_of, tuning_target
 from benchmarks.study import Reading, Run, RunFolder, Runs, Study
 
 HELP = "which optimizer gets to the same quality in the fewest steps and seconds, all tuned alike?"
@@ -155,10 +155,11 @@ def compare(study: Study, seeds: int, out: Path, console: Console) -> None:
     aim = study.problem.aim
     baselines = [name for name, contestant in study.contestants.items() if contestant.baseline]
     tuned = study.tune(console)
-    repeated = study.repeat(best_trials(tuned, baselines, aim, study.problem.floor), seeds, console)
+    tuned_for = tuning_target(tuned, baselines, aim, study.problem.floor)
+    repeated = study.repeat(best_trials(tuned, aim, tuned_for), seeds, console)
     targets = set_targets(repeated, baselines, aim, study.problem.floor)
     console.print(setting_table(repeated), result_table(study, repeated, targets))
-    report = make_report(study, tuned, repeated, targets)
+    report = make_report(study, tuned, tuned_for, repeated, targets)
     json_path, plot_path = (out / f"{study.name}.{suffix}" for suffix in ("json", "png"))
     write_json(json_path, report, torch.device("cpu"))
     plot_comparison(report, plot_path)
@@ -172,7 +173,9 @@ def set_targets(repeated: Runs, baselines: Sequence[str], aim: Aim, floor: float
     return sgd if best in sgd else [*sgd, best]
 
 
-def make_report(study: Study, tuned: Runs, repeated: Runs, targets: Sequence[Target]) -> dict[str, Any]:
+def make_report(
+    study: Study, tuned: Runs, tuned_for: float, repeated: Runs, targets: Sequence[Target]
+) -> dict[str, Any]:
     problem = study.problem
     return {
         "benchmark": "compare",
@@ -185,13 +188,14 @@ def make_report(study: Study, tuned: Runs, repeated: Runs, targets: Sequence[Tar
         "floor": problem.floor,
         "trials": study.trials,
         "search_seed": study.search_seed,
+        "tuning_target": tuned_for,
         "targets": [asdict(target) for target in targets],
         "optimizers": [
             {
                 "name": name,
                 "baseline": contestant.baseline,
                 "space": {each: [span.low, span.high] for each, span in contestant.box(problem).items()},
-                "trials": [summary(run, problem.aim) for run in tuned[name]],
+                "trials": [summary(run, problem.aim, tuned_for) for run in tuned[name]],
                 "trial": repeated[name][0].trial,
                 "setting": repeated[name][0].setting,
                 "lowest": Spread.of([run.lowest(problem.aim) for run in repeated[name]]).as_json(),
@@ -209,9 +213,11 @@ def curve(run: Run) -> dict[str, Any]:
     return {"seed": run.seed, "ending": run.ending.value, "readings": readings}
 
 
-def summary(run: Run, aim: Aim) -> dict[str, Any]:
-    """A trial without its readings; no seconds, which are not what it is chosen by."""
-    return {"setting": run.setting, "ending": run.ending.value, "lowest": run.lowest(aim)}
+def summary(run: Run, aim: Aim, target: float) -> dict[str, Any]:
+    """A trial with what it is chosen by: steps to ``target``, None for a miss, and the lowest measure."""
+    steps = run.steps_to(aim, target)
+    chosen_by = {"steps": steps if math.isfinite(steps) else None, "lowest": run.lowest(aim)}
+    return {"setting": run.setting, "ending": run.ending.value, **chosen_by}
 
 
 def measure_name(problem: Problem) -> str:

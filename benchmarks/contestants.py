@@ -2,11 +2,11 @@
 
 A loss that sums several terms for an example, as over the pixels of an image, is so many times the loss of other
 problems: K-FAC's damping and trust region (in units of the loss) are multiplied by the number of those terms, learning
-rates of optimizers that follow the gradient's scale are divided by its root. (Gradients of the terms add up to
-something between its root, where they have nothing to do with each other, and itself, where they agree. On the deep
-autoencoders the root is right: rates a few times the middle of the range diverge.) ``one_minus_momentum`` is 1 minus the momentum, or
-minus Adam's β₁. Weight decay is searched where a problem says so and is each optimizer's own: added to the gradient, or
-decoupled from it. Where the learning rate decays, so is the length of the run, ``horizon``, as part of the problem's
+rates of optimizers that follow the gradient's scale are divided by its root. (Gradients of n terms add up to √n of them
+where they have nothing to do with each other, to n where they agree. On the deep autoencoders √n puts the highest rates
+that train, 0.003 to 0.01, at the middle of the range.) ``one_minus_momentum`` is 1 minus the momentum, or minus Adam's
+β₁. Weight decay is searched where a problem says so and is each optimizer's own: added to the gradient, or decoupled
+from it. Where the learning rate decays, so is the length of the run, ``horizon``, as part of the problem's
 steps. All else is at each optimizer's defaults, unless stated here.
 """
 
@@ -222,9 +222,7 @@ _ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
 _PACKAGE = "pytorch_optimizer"
 
 CONTESTANTS = {
-    "SGD": Contestant(
-        _sgd, {"lr": Range(0.01, 1), "one_minus_momentum": _MOMENTUM}, {"lr": -0.5}, weight_decay=_ADDED
-    ),
+    "SGD": Contestant(_sgd, {"lr": Range(0.01, 1), "one_minus_momentum": _MOMENTUM}, {"lr": -0.5}, weight_decay=_ADDED),
     "AdamW": Contestant(_adam_like(optim.AdamW), _ADAM_SPACE, weight_decay=_DECOUPLED),
     "Muon": Contestant(_muon, _ADAM_SPACE, weight_decay=_DECOUPLED),
     "L-BFGS": Contestant(_lbfgs, {"lr": Range(0.1, 1), "history_size": Range(5, 100)}, full_batch=True),

@@ -89,7 +89,7 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Part of the problems on which each optimizer is within a factor of the fastest; writes a PNG.
+    """Part of its problems on which each optimizer is within a factor of the fastest; writes a PNG.
 
     Args:
         slowdowns: by optimizer, its seconds over the fastest's, a number for each problem; infinite for a miss.
@@ -107,14 +107,14 @@ def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
             [1, *within, end],
             [*parts, parts[-1]],
             where="post",
-            label=name,
+            label=f"{name} ({len(factors)})",
             color=colormaps["tab20"](number % 20),
             linewidth=2.5 if name.startswith("KFAC") else 1,
         )
     axes.set_xscale("log")
     axes.set_xlim(1, end)
     axes.set_xlabel("seconds to the best baseline's target, over those of the fastest optimizer")
-    axes.set_ylabel("part of the problems")
+    axes.set_ylabel("part of the problems it was run on (how many)")
     axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=150)

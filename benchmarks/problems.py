@@ -1,7 +1,8 @@
 """What optimizers are compared on: data, model, loss, batches, steps, and the measure that they race for.
 
 All is fixed here, but for what an optimizer's search space names. Training measures are read off on the first 5,000
-training examples (text: 1,024 fixed passages), validation measures on as many of the validation split.
+training examples, validation measures on as many of the validation split; of text on 1,024 fixed passages each, of
+CIFAR-10 on 1,000 and 2,000 images.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Reads the JSON that `compare` left: a table in Markdown, with K-FAC's steps and seconds to each target as multiples (×)
 of what the baseline needs that set it; and, of the targets set by the best baselines, the performance profile of every
-optimizer: on how many problems it is within a factor of the fastest (Dolan & Moré 2002, "Benchmarking optimization
-software with performance profiles").
+optimizer: on what part of the problems that it was run on it is within a factor of the fastest (Dolan & Moré 2002,
+"Benchmarking optimization software with performance profiles").
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def _multiples(optimizer: Mapping[str, Any], target: int, setter: Mapping[str, A
 
 
 def slowdowns(reports: Sequence[Report]) -> dict[str, list[float]]:
-    """By optimizer, for each problem its seconds to the best baseline's target over those of the fastest.
+    """By optimizer, for each problem that it was run on its seconds to the best baseline's target over the fastest's.
 
-    Infinite where it missed the target, or did not take part.
+    Infinite where it missed the target.
     """
     found: dict[str, list[float]] = {name: [] for name in _names(_optimizers(reports))}
     for report in reports:
@@ -109,8 +109,8 @@ def slowdowns(reports: Sequence[Report]) -> dict[str, list[float]]:
             optimizer["name"]: optimizer["arrivals"][-1]["seconds"]["median"] for optimizer in report["optimizers"]
         }
         fastest = min(each for each in seconds.values() if each is not None)
-        for name, factors in found.items():
-            factors.append(_slowdown(seconds.get(name), fastest))
+        for name, own in seconds.items():
+            found[name].append(_slowdown(own, fastest))
     return found
 
 

@@ -87,10 +87,11 @@ def best_trial(runs: Sequence[Run], aim: Aim, target: float) -> Run:
     return min(runs, key=lambda run: (run.steps_to(aim, target), run.lowest(aim)))
 
 
-def best_trials(tuned: Runs, baselines: Sequence[str], aim: Aim, floor: float) -> dict[str, int]:
-    """By optimizer, the number of its best trial.
+def tuning_target(tuned: Runs, baselines: Iterable[str], aim: Aim, floor: float) -> float:
+    """That trials are chosen by: the lowest measure of all of all baselines, but not below ``floor``."""
+    return max(floor, min(run.lowest(aim) for name in baselines for run in tuned[name]))
 
-    The target is the lowest measure of all trials of all baselines, but not below ``floor``.
-    """
-    target = max(floor, min(run.lowest(aim) for name in baselines for run in tuned[name]))
+
+def best_trials(tuned: Runs, aim: Aim, target: float) -> dict[str, int]:
+    """By optimizer, the number of its best trial."""
     return {name: best_trial(runs, aim, target).trial for name, runs in tuned.items()}

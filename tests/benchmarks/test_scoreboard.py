@@ -85,12 +85,12 @@ def test_a_target_that_is_met_before_the_first_step_has_no_multiples(
     assert slowdowns([at_start]) == {"SGD": [1.0], "KFAC": [math.inf]}
 
 
-def test_slowdowns_are_over_the_fastest_to_the_best_baselines_target() -> None:
+def test_slowdowns_are_over_the_fastest_to_the_best_baselines_target_where_it_was_run() -> None:
     assert slowdowns(REPORTS) == {
         "SGD": [math.inf, 1.0],
-        "Muon": [16 / 12, math.inf],
+        "Muon": [16 / 12],
         "KFAC": [1.0, 1.5],
-        "KFAC-fast": [math.inf, math.inf],
+        "KFAC-fast": [math.inf],
     }
 
 

@@ -182,7 +182,7 @@ def test_repeats_have_other_weights_and_batches_than_the_trials_and_each_other(t
 
 
 def fixed_rate(lr: float) -> Contestant:
-    """SGD with one setting."""
+    """SGD with one setting, uphill below a rate of 1."""
 
     def make(model: nn.Module, _: Problem, __: Setting) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr, maximize=lr < 1)
@@ -191,14 +191,23 @@ def fixed_rate(lr: float) -> Contestant:
 
 
 @pytest.mark.parametrize(
-    ("lr", "ending", "steps"), [(1e-3, Ending.HOPELESS, 25), (1e38, Ending.DIVERGED, 0)], ids=["rises", "overflows"]
+    ("lr", "seed", "ending", "steps"),
+    [
+        pytest.param(1e-3, 0, Ending.FINISHED, 100, id="rises a little"),
+        pytest.param(0.9, 0, Ending.HOPELESS, 25, id="doubles"),
+        pytest.param(0.9, 1, Ending.FINISHED, 100, id="doubles in a repeat"),
+        pytest.param(1e38, 0, Ending.DIVERGED, 0, id="overflows"),
+    ],
 )
-def test_hopeless_and_diverging_runs_end_early(lr: float, ending: Ending, steps: int, tmp_path: Path) -> None:
+def test_hopeless_trials_and_diverging_runs_end_early(
+    lr: float, seed: int, ending: Ending, steps: int, tmp_path: Path
+) -> None:
     problem, examples = small_digits()
     made = study(tmp_path, problem.lasting(100), examples, {"SGD": fixed_rate(lr)})
-    run = made.run("SGD", 0, 0)
+    run = made.run("SGD", 0, seed)
     assert run.ending is ending
     assert run.readings[-1].steps == steps
+    assert steps == 0 or run.readings[-1].training > run.readings[0].training
     assert all(math.isfinite(reading.training) for reading in run.readings)
 
 
