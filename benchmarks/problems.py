@@ -32,7 +32,7 @@ from benchmarks.models import (
 )
 from benchmarks.training import LossFunction
 from benchmarks.workloads import next_character_loss, reconstruction_loss
-from kfac_optim import LossTerms
+from kfac_optim import Estimate, LossTerms, MonteCarlo
 
 _READ = 5000  # examples on which a measure is read off
 _PASSAGES = 1024  # the same for text
@@ -133,6 +133,7 @@ class Problem:
         score: the validation measure.
         units: of the two measures, in words, ``(training, validation)``.
         loss_terms: what the loss's mean runs over.
+        named_loss: K-FAC's estimate that knows which loss it is.
         batch: examples in each step.
         steps: of a run.
         period: steps between two readings.
@@ -152,6 +153,7 @@ class Problem:
     loss: LossFunction
     score: LossFunction
     units: tuple[str, str]
+    named_loss: Estimate
     batch: FixedBatch | GrowingBatch
     steps: int
     period: int
@@ -271,6 +273,9 @@ def _sparse_autoencoder(
     return make
 
 
+_CROSS_ENTROPY = MonteCarlo(nn.CrossEntropyLoss())
+_PIXELS = MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES)
+_CHARACTERS = MonteCarlo(nn.CrossEntropyLoss(), class_dim=-1)
 _NATS = ("nats", "nats")
 _ERRORS = ("nats", "error rate")
 _L2 = 1e-5  # Martens & Grosse (2015), section 13
@@ -284,6 +289,7 @@ _MNIST_A = Problem(
     loss=reconstruction_loss,
     score=reconstruction_loss,
     units=_NATS,
+    named_loss=_PIXELS,
     batch=FixedBatch(1000),
     steps=600,
     period=10,
@@ -301,6 +307,7 @@ _RESNET = Problem(
     loss=F.cross_entropy,
     score=error_rate,
     units=_ERRORS,
+    named_loss=_CROSS_ENTROPY,
     batch=FixedBatch(128),
     steps=1560,  # 4 epochs
     period=30,
@@ -318,6 +325,7 @@ _TRANSFORMER = Problem(
     loss=next_character_loss,
     score=bits_per_character,
     units=("nats", "bits per character"),
+    named_loss=_CHARACTERS,
     loss_terms=LossTerms.POSITIONS,
     batch=FixedBatch(32),
     steps=1000,
@@ -334,6 +342,7 @@ _DIGITS = Problem(
     loss=F.cross_entropy,
     score=error_rate,
     units=_ERRORS,
+    named_loss=_CROSS_ENTROPY,
     batch=FixedBatch(128),
     steps=550,  # 50 epochs
     period=5,

@@ -78,7 +78,7 @@ def test_sgd_decays_what_the_setting_or_else_the_problem_says() -> None:
     assert group["weight_decay"] == 0.3
 
 
-def test_kfac_is_told_its_rate_and_facts_or_three_numbers_and_cheaper_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kfac_is_told_its_rate_or_three_numbers_the_loss_and_cheaper_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, problem = nn.Linear(2, 2), PROBLEMS["lstm"]
     told = Mock()
     monkeypatch.setattr(contestants, "KFACOptimizer", told)
@@ -86,11 +86,11 @@ def test_kfac_is_told_its_rate_and_facts_or_three_numbers_and_cheaper_steps(monk
         "momentum": 0.9,
         "nesterov": True,
         "weight_decay": problem.weight_decay,
-        "loss_terms": problem.loss_terms,
     }
     CONTESTANTS["KFAC-default"].optimizer(model, problem, {"lr": 0.1})
-    told.assert_called_once_with(model, 0.1, **for_all)
+    told.assert_called_once_with(model, 0.1, loss_terms=problem.loss_terms, **for_all)
     told.reset_mock()
     numbers = {"damping": 0.02, "kl_clip": 0.03}
     CONTESTANTS["KFAC-fast"].optimizer(model, problem, {"lr": 0.1, **numbers})
-    told.assert_called_once_with(model, 0.1, **numbers, **fast(problem.batch.first), **for_all)
+    cheaper = fast(problem.batch.first)
+    told.assert_called_once_with(model, 0.1, estimate=problem.named_loss, **numbers, **cheaper, **for_all)
