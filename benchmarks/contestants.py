@@ -6,8 +6,8 @@ rates of optimizers that follow the gradient's scale are divided by its root. (G
 where they have nothing to do with each other, to n where they agree. On the deep autoencoders √n puts the highest rates
 that train, 0.003 to 0.01, at the middle of the range.) ``one_minus_momentum`` is 1 minus the momentum, or minus Adam's
 β₁. Weight decay is searched where a problem says so and is each optimizer's own: added to the gradient, or decoupled
-from it. Where the learning rate decays, so is the length of the run, ``horizon``, as part of the problem's
-steps. All else is at each optimizer's defaults, unless stated here.
+from it. Where the learning rate decays, so is the length of the run, ``horizon``, as part of the problem's steps. All
+else is at each optimizer's defaults, unless stated here.
 """
 
 from __future__ import annotations

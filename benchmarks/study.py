@@ -35,8 +35,8 @@ from benchmarks.search import Setting, points
 from benchmarks.training import History, mean_over, train
 
 TUNING_SEED = 0
-_HOPE = 0.25  # part of the steps after which a trial ends whose training measure has grown by
-_HOPELESS = 2.0  # or more
+_HOPE = 0.25  # part of the steps before which no trial is given up
+_HOPELESS = 2.0  # a trial is at so many times its first training measure
 
 
 class Ending(Enum):

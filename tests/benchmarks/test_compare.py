@@ -13,7 +13,7 @@ from benchmarks import batch_size, compare, contestants
 from benchmarks.__main__ import main
 from benchmarks.plots import plot_batch_sizes, plot_comparison
 from benchmarks.problems import PROBLEMS, Aim
-from benchmarks.scores import Arrival, Spread, Target
+from benchmarks.scores import Arrival, Spread, Target, best_trial
 from benchmarks.study import Ending, Reading, Run
 
 PNG = b"\x89PNG"
@@ -36,6 +36,10 @@ def test_compare_leaves_a_table_a_plot_and_figures_and_goes_on_where_it_stopped(
     setters = {target["setter"]: target["value"] for target in report["targets"]}
     assert setters["SGD"] == sgd["lowest"]["high"], "of two seeds the higher"
     assert "KFAC-default" not in setters
+    trials = [trial for each in (sgd, lbfgs) for trial in each["trials"]]
+    assert report["tuning_target"] == min(trial["lowest"] for trial in trials)
+    reached = [trial["steps"] is not None for trial in trials]
+    assert reached == [trial["lowest"] <= report["tuning_target"] for trial in trials]
     assert sgd["arrivals"][0]["reached"] == 2
     assert kfac["runs"][0]["readings"]["steps"] == [0, 5, 10, 15, 20]
     assert lbfgs["runs"][0]["readings"]["steps"][-1] == 4
@@ -71,9 +75,9 @@ def test_targets_are_that_of_sgd_and_that_of_the_best_baseline(
     assert compare.set_targets(repeated, list(baselines), Aim.TRAINING, 0.0) == expected
 
 
-def lowest_of_trials(folder: Path, measure: str) -> float:
-    runs = [json.loads(path.read_text())["run"] for path in folder.glob("SGD-*-0.json")]
-    return min(reading[measure] for run in runs for reading in run["readings"])
+def kept_trials(folder: Path, optimizer: str) -> list[Run]:
+    found = [json.loads(path.read_text())["run"] for path in sorted(folder.glob(f"{optimizer}-*-0.json"))]
+    return [Run(**{**run, "readings": tuple(Reading(**each) for each in run["readings"])}) for run in found]
 
 
 def test_batch_size_leaves_tables_a_plot_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,8 +90,15 @@ def test_batch_size_leaves_tables_a_plot_and_figures(tmp_path: Path, capsys: pyt
     assert [measure["aim"] for measure in report["measures"]] == ["training", "validation"]
     for measure in report["measures"]:
         assert [point["batch_size"] for point in measure["batch_sizes"]] == [8, 16, 64]
-        lowest = sorted(lowest_of_trials(tmp_path / "runs" / f"digits-{size}", measure["aim"]) for size in (8, 16, 64))
+        aim = Aim(measure["aim"])
+        folders = {size: tmp_path / "runs" / f"digits-{size}" for size in (8, 16, 64)}
+        lowest = sorted(min(run.lowest(aim) for run in kept_trials(each, "SGD")) for each in folders.values())
         assert measure["target"] == lowest[1]
+        for point in measure["batch_sizes"]:
+            for optimizer in point["optimizers"]:
+                trials = kept_trials(folders[point["batch_size"]], optimizer["name"])
+                best = best_trial(trials, aim, measure["target"])
+                assert optimizer["setting"] == best.setting, "chosen by steps to the target of all batch sizes"
     plot_batch_sizes(report, tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "digits.png").read_bytes()
     assert (tmp_path / "digits.png").read_bytes().startswith(PNG)

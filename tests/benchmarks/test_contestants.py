@@ -82,11 +82,7 @@ def test_kfac_is_told_its_rate_or_three_numbers_the_loss_and_cheaper_steps(monke
     model, problem = nn.Linear(2, 2), PROBLEMS["lstm"]
     told = Mock()
     monkeypatch.setattr(contestants, "KFACOptimizer", told)
-    for_all = {
-        "momentum": 0.9,
-        "nesterov": True,
-        "weight_decay": problem.weight_decay,
-    }
+    for_all = {"momentum": 0.9, "nesterov": True, "weight_decay": problem.weight_decay}
     CONTESTANTS["KFAC-default"].optimizer(model, problem, {"lr": 0.1})
     told.assert_called_once_with(model, 0.1, loss_terms=problem.loss_terms, **for_all)
     told.reset_mock()
