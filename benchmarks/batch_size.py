@@ -26,7 +26,8 @@ from benchmarks.compare import add_study_arguments, arrival_in_words, curve, loa
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_batch_sizes
-from benchmarks.problems import PROBLEMS, Aim, FixedBatch, Problem
+from benchmarks.problem import Aim, FixedBatch, Problem
+from benchmarks.problems import PROBLEMS
 from benchmarks.scores import Arrival, Target, best_trials, tuning_target
 from benchmarks.study import Run, RunFolder, Runs, Study
 

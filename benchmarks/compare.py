@@ -28,9 +28,11 @@ from rich.table import Table
 
 from benchmarks import arguments
 from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.examples import Examples
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_comparison
-from benchmarks.problems import PROBLEMS, Aim, Examples, Problem
+from benchmarks.problem import Aim, Problem
+from benchmarks.problems import PROBLEMS
 from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, target_of, tuning_target
 from benchmarks.study import Reading, Run, RunFolder, Runs, Study
 

@@ -20,7 +20,7 @@ import torch_optimizer
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from benchmarks.problems import Decay, Problem
+from benchmarks.problem import Decay, Problem
 from benchmarks.search import Box, Range, Setting
 from benchmarks.settings import fast
 from kfac_optim import KFACOptimizer

@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 
 def plot_training(report: Mapping[str, Any], path: Path) -> None:
@@ -79,7 +80,7 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
         each.set_xlabel(quantity)
         each.set_yscale("log")
         each.grid(alpha=0.3)
-    axes[1].set_xscale("log")  # optimizers differ much in what a step costs
+    _logarithmic_seconds(axes[1])  # optimizers differ much in what a step costs
     starts = [run["readings"][aim][0] for optimizer in report["optimizers"] for run in optimizer["runs"]]
     axes[0].set_ylim(top=1.1 * max(starts))
     axes[0].set_ylabel(report["measure"])
@@ -111,7 +112,7 @@ def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
             color=colormaps["tab20"](number % 20),
             linewidth=2.5 if name.startswith("KFAC") else 1,
         )
-    axes.set_xscale("log")
+    _logarithmic_seconds(axes)
     axes.set_xlim(1, end)
     axes.set_xlabel("seconds to the best baseline's target, over those of the fastest optimizer")
     axes.set_ylabel("part of the problems it was run on (how many)")
@@ -159,6 +160,14 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
             each.grid(alpha=0.3)
     figure.suptitle(report["title"])
     figure.savefig(path, dpi=150)
+
+
+def _logarithmic_seconds(axes: Axes) -> None:
+    """A logarithmic x-axis with plain numbers at 1, 2, 5, 10, …: matplotlib's own labels overlap within one decade."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_readings(axes: Axes, run: Mapping[str, Any], quantity: str, measure: str, **style: Any) -> None:

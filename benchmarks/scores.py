@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.problems import Aim
+from benchmarks.problem import Aim
 from benchmarks.study import Run, Runs
 
 

@@ -29,8 +29,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.arguments import UsageError
 from benchmarks.contestants import Contestant
+from benchmarks.examples import Batch, Examples
 from benchmarks.harness import describe_machine
-from benchmarks.problems import Aim, Batch, Examples, FixedBatch, Problem
+from benchmarks.problem import Aim, FixedBatch, Problem
 from benchmarks.search import Setting, points
 from benchmarks.training import History, mean_over, train
 

@@ -12,7 +12,8 @@ import pytest
 from benchmarks import batch_size, compare, contestants
 from benchmarks.__main__ import main
 from benchmarks.plots import plot_batch_sizes, plot_comparison
-from benchmarks.problems import PROBLEMS, Aim
+from benchmarks.problem import Aim
+from benchmarks.problems import PROBLEMS
 from benchmarks.scores import Arrival, Spread, Target
 from benchmarks.study import Ending, Reading, Run, Runs, Study
 

@@ -5,7 +5,9 @@ import itertools
 import torch
 
 from benchmarks.data import ImageData, Split
-from benchmarks.problems import PROBLEMS, Aim, FixedBatch, GrowingBatch, read_photographs
+from benchmarks.examples import read_photographs
+from benchmarks.problem import Aim, FixedBatch, GrowingBatch
+from benchmarks.problems import PROBLEMS
 
 
 def test_growing_batches_end_with_all_examples() -> None:

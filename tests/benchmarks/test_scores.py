@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.problems import Aim
+from benchmarks.problem import Aim
 from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, tuning_target, typical_lowest
 from benchmarks.study import Ending, Reading, Run
 

@@ -17,7 +17,9 @@ from benchmarks import data, problems
 from benchmarks.arguments import UsageError
 from benchmarks.contestants import CONTESTANTS, Contestant
 from benchmarks.data import ImageData, Split, TextData
-from benchmarks.problems import PROBLEMS, Decay, Examples, FixedBatch, Problem, read_images
+from benchmarks.examples import Examples, read_images
+from benchmarks.problem import Decay, FixedBatch, Problem
+from benchmarks.problems import PROBLEMS
 from benchmarks.search import Range, Setting
 from benchmarks.study import Ending, Run, RunFolder, Study
 from benchmarks.training import mean_over, train
@@ -36,7 +38,7 @@ def load_small(name: str, monkeypatch: pytest.MonkeyPatch) -> Examples:
     monkeypatch.setattr(data, "mnist", lambda _: images(1, 28, 28))
     monkeypatch.setattr(data, "cifar10", lambda _: images(3, 16, 16))
     monkeypatch.setattr(problems, "curves", lambda *_, **__: Split(torch.rand(40, 1, 28, 28), torch.zeros(40)))
-    monkeypatch.setattr(problems, "_PASSAGES", 10)
+    monkeypatch.setattr("benchmarks.examples._PASSAGES", 10)
     text = torch.randint(11, (300,))
     monkeypatch.setattr(data, "tinyshakespeare", lambda _: TextData(text, text[:200], 11))
     return PROBLEMS[name].load(None)
