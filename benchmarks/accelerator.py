@@ -2,13 +2,14 @@
 
 A GPT-2-small-sized transformer (12 layers, width 768, 16 × 1024 tokens of 50257, output layer tied to the embedding)
 and a ResNet-50 (256 images of 224 × 224, channels last), in autocast to bfloat16 with float32 weights, on synthetic
-data. K-FAC has its defaults but for what a row says: so the tied matrix keeps a dense factor on its narrow side and a
-diagonal one on that of the vocabulary (max_factor_dim), and norm layers are preconditioned too.
+data. K-FAC has its defaults but for `loss_terms`, `fused=True` where a row says nothing else, and what a row says: so
+the tied matrix keeps a dense factor on its narrow side and a diagonal one on that of the vocabulary (max_factor_dim),
+and norm layers are preconditioned too.
 
 All variants of a model run interleaved, in blocks of whole inverse periods, each with weights of its own. The ratio is
-to SGD with fused kernels in the same round. Then, of a model each: what a refresh takes by each representation on the
-widths that are met; how often the host waits for the device in a step; and a profile of one step with statistics and a
-refresh.
+to SGD with fused kernels in the same round, that of compiled rows to SGD compiled. Then, of a model each: what a
+refresh takes by each representation on the widths that are met; how often the host waits for the device in a step; and
+a profile of one step with statistics and a refresh.
 
 On a CPU nothing of this is of interest; --quick --device cpu shows that it runs.
 """

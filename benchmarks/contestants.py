@@ -46,18 +46,20 @@ class Contestant:
     """An optimizer.
 
     Attributes:
-        make: ``(model, problem, setting) → optimizer``; the setting has a ``weight_decay`` on every problem.
+        make: ``(model, problem, setting, **choices) → optimizer``; the setting has a ``weight_decay`` on every problem.
         space: what is searched on every problem.
         term_powers: by name in ``space``, the power of the number of summed loss terms that its range goes with.
+        choices: that are no numbers, of a problem, by argument of the optimizer.
         weight_decay: its range, where the problem has it searched; None leaves it at the problem's.
         baseline: whether targets are set by it.
         full_batch: whether every step needs all training examples.
         package: to be installed by name, where it does not come with the benchmarks.
     """
 
-    make: Callable[[nn.Module, Problem, Setting], Optimizer]
+    make: Callable[..., Optimizer]
     space: Box
     term_powers: Mapping[str, float] = field(default_factory=dict)
+    choices: Callable[[Problem], Mapping[str, Any]] = lambda _: {}
     weight_decay: Range | None = None
     baseline: bool = True
     full_batch: bool = False
@@ -73,7 +75,7 @@ class Contestant:
         return box
 
     def optimizer(self, model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
-        return self.make(model, problem, {"weight_decay": problem.weight_decay, **setting})
+        return self.make(model, problem, {"weight_decay": problem.weight_decay, **setting}, **self.choices(problem))
 
     def takes_part(self, problem: Problem) -> bool:
         return not self.full_batch or problem.full_batch_steps is not None
@@ -199,26 +201,27 @@ def _distributed_shampoo(model: nn.Module, _: Problem, setting: Setting) -> Opti
     return made
 
 
-def _kfac(model: nn.Module, setting: Setting, **choices: Any) -> Optimizer:
+def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Optimizer:
+    tuned: dict[str, Any] = {name: setting[name] for name in ("damping", "kl_clip") if name in setting}
     return KFACOptimizer(
         model,
         setting["lr"],
         momentum=0.9,
         nesterov=True,  # as SGD has it
         weight_decay=setting["weight_decay"],
+        **tuned,
         **choices,
     )
 
 
-def _kfac_default(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
+def _known_terms(problem: Problem) -> dict[str, Any]:
     """What the loss's mean runs over is no setting but a fact about the problem."""
-    return _kfac(model, setting, loss_terms=problem.loss_terms)
+    return {"loss_terms": problem.loss_terms}
 
 
-def _kfac_fast(model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
+def _fast_with_named_loss(problem: Problem) -> dict[str, Any]:
     """The named loss knows what its mean runs over."""
-    tuned = {name: setting[name] for name in ("damping", "kl_clip")}
-    return _kfac(model, setting, estimate=problem.named_loss, **tuned, **fast(problem.batch.first))
+    return {"estimate": problem.named_loss, **fast(problem.batch.first)}
 
 
 _ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
@@ -253,12 +256,13 @@ CONTESTANTS = {
         weight_decay=_ADDED,
         package=_PACKAGE,
     ),
-    "KFAC-default": Contestant(_kfac_default, {"lr": Range(0.001, 1)}, baseline=False),
+    "KFAC-default": Contestant(_kfac, {"lr": Range(0.001, 1)}, choices=_known_terms, baseline=False),
     "KFAC-fast": Contestant(
-        _kfac_fast,
+        _kfac,
         # Others have two ranges, and as many trials.
         {"lr": Range(0.01, 1), "damping": Range(3e-5, 3e-3), "kl_clip": Range(3e-4, 1e-1)},
         {"damping": 1, "kl_clip": 1},
+        choices=_fast_with_named_loss,
         weight_decay=_ADDED,
         baseline=False,
     ),

@@ -1,9 +1,10 @@
 """How much longer than the others is a step that refreshes inverses: together, staggered, in the background?
 
-The autoencoder of Hinton & Salakhutdinov (784-1000-500-250-30 and mirrored, ReLU units), cross-entropy summed over
-pixels, Monte Carlo estimate, statistics at every step. All variants start from the same weights and see the same
-batches. The first three periods, in which the averages are young, are not timed. After that the variants run
-interleaved, a period of each in turn; no refresh in the background runs on into the period of another variant.
+The autoencoder of Hinton & Salakhutdinov (784-1000-500-250-30 and mirrored, ReLU units) on MNIST, or where no
+--data-dir names it on random pixels, cross-entropy summed over them, Monte Carlo estimate, statistics at every step.
+All variants start from the same weights and see the same batches. The first three periods, in which the averages are
+young, are not timed. After that the variants run interleaved, a period of each in turn; no refresh in the background
+runs on into the period of another variant.
 
 A step is as long as its position in the period was in the median of the repeats, so that a hiccup of the machine is not
 blamed on the refresh; the longest single step is reported beside it. The background has a thread of its own: the

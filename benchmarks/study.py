@@ -196,6 +196,7 @@ class Study:
             "steps": steps,
             "period": period,
             "examples": self.examples.count,
+            "choices": {name: repr(each) for name, each in self.contestants[optimizer].choices(self.problem).items()},
             "numbers of the optimizer": self._numbers(optimizer, setting),
             "machine": describe_machine(torch.device("cpu")),
         }

@@ -54,7 +54,7 @@ class KFACOptimizer(Optimizer):
 
     Takes the place of `torch.optim.SGD` by changing one line:
 
-        optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+        optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9)
 
     Each layer's gradient matrix `∇W` `[out, in]` becomes `Δ = (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹`, with `A` and `G` the
     second moments of the layer's inputs and output gradients; the trust region scales all `Δ` by one number; then

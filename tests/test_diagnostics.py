@@ -2,7 +2,10 @@
 
 import copy
 import math
+import re
 import warnings
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from kfac_optim import KFACOptimizer, Structure, WeightSharing
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 class Zoo(nn.Module):
@@ -98,6 +103,24 @@ def test_the_summary_lists_every_parameter_once_with_its_block_or_its_reason() -
     for name, reason in REASONS.items():
         assert reason in (records[name].reason or ""), name
     assert all(record.reason is None for record in records.values() if record.block is not None)
+
+
+def test_the_readme_shows_the_summary_of_its_example() -> None:
+    shown = re.search(r"<!-- the summary of an example -->\n```text\n(.*?)\n```", README.read_text(), flags=re.DOTALL)
+    assert shown is not None
+    layers = {
+        "stem": nn.Conv2d(3, 16, 3),
+        "norm": nn.BatchNorm2d(16),
+        "slope": nn.PReLU(),
+        "pool": nn.AdaptiveAvgPool2d(2),
+        "flat": nn.Flatten(),
+        "head": nn.Linear(64, 10),
+    }
+    model = nn.Sequential(OrderedDict(layers)).to(torch.float32)
+    optimizer = KFACOptimizer(model)
+    model(torch.randn(8, 3, 8, 8, dtype=torch.float32)).square().sum().backward()
+    optimizer.step()
+    assert str(optimizer.summary()) == shown.group(1)
 
 
 def test_the_printed_summary_has_a_line_for_every_parameter_and_a_line_of_sums() -> None:

@@ -23,6 +23,7 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.search import Range, Setting
 from benchmarks.study import Ending, Run, RunFolder, Study
 from benchmarks.training import mean_over, train
+from kfac_optim import Empirical
 
 QUIET = Console(quiet=True)
 INSTALLED = [name for name, contestant in CONTESTANTS.items() if not contestant.missing]
@@ -153,14 +154,23 @@ def test_runs_of_an_optimizer_with_other_numbers_are_refused(name: str, tmp_path
     problem, examples = small_digits()
     contestant = CONTESTANTS[name]
 
-    def changed(*arguments: Any) -> torch.optim.Optimizer:
-        optimizer = contestant.make(*arguments)
+    def changed(*arguments: Any, **choices: Any) -> torch.optim.Optimizer:
+        optimizer = contestant.make(*arguments, **choices)
         optimizer.param_groups[0]["weight_decay"] = 0.5
         return optimizer
 
     study(tmp_path, problem, examples, {name: contestant}, trials=1).tune(QUIET)
     with pytest.raises(UsageError, match="was made with numbers of the optimizer"):
         study(tmp_path, problem, examples, {name: replace(contestant, make=changed)}, trials=1).tune(QUIET)
+
+
+def test_runs_of_an_optimizer_with_other_choices_are_refused(tmp_path: Path) -> None:
+    problem, examples = small_digits()
+    kfac = CONTESTANTS["KFAC-fast"]
+    study(tmp_path, problem, examples, {"KFAC-fast": kfac}, trials=1).tune(QUIET)
+    empirical = replace(kfac, choices=lambda problem: {**kfac.choices(problem), "estimate": Empirical()})
+    with pytest.raises(UsageError, match=r"was made with choices .*MonteCarlo.*this study has .*Empirical\(\)"):
+        study(tmp_path, problem, examples, {"KFAC-fast": empirical}, trials=1).tune(QUIET)
 
 
 def test_seconds_of_two_machines_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
