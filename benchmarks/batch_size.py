@@ -39,7 +39,7 @@ _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _QUICK_SIZES = (16, 64)
 _EXAMPLES = 600_000
 _QUICK_EXAMPLES = 640
-_POINTS = 80  # of a curve in the JSON, at most
+_POINTS = 40  # of a curve in the JSON, at most
 
 Repeats = Mapping[tuple[int, Aim], Runs]
 """By batch size and by the measure the trial was chosen for."""
