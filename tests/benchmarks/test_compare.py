@@ -150,9 +150,9 @@ def test_a_run_of_batch_size_sees_the_examples_and_has_the_steps(
 
 
 def test_curves_in_figures_are_thinned_evenly_from_the_start() -> None:
-    run = Run("SGD", 0, 1, {}, Ending.FINISHED, tuple(Reading(6 * each, 0.0, 0.0, 0.0) for each in range(200)))
-    assert [reading.steps for reading in batch_size.thinned(run).readings] == [18 * each for each in range(67)]
-    short = replace(run, readings=run.readings[:80])
+    run = Run("SGD", 0, 1, {}, Ending.FINISHED, tuple(Reading(6 * each, 0.0, 0.0, 0.0) for each in range(199)))
+    assert [reading.steps for reading in batch_size.thinned(run).readings] == [30 * each for each in range(40)]
+    short = replace(run, readings=run.readings[:40])
     assert batch_size.thinned(short) == short
 
 
