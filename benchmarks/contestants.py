@@ -49,7 +49,7 @@ class Contestant:
         make: ``(model, problem, setting, **choices) → optimizer``; the setting has a ``weight_decay`` on every problem.
         space: what is searched on every problem.
         term_powers: by name in ``space``, the power of the number of summed loss terms that its range goes with.
-        choices: that are no numbers, of a problem, by argument of the optimizer.
+        choices: ``(problem) → arguments of the optimizer`` that are no numbers.
         weight_decay: its range, where the problem has it searched; None leaves it at the problem's.
         baseline: whether targets are set by it.
         full_batch: whether every step needs all training examples.
