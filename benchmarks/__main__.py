@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
         "matplotlib",
         "numpy",
         "PIL",
+        "pytorch_optimizer",
         "rich",
         "sklearn",
         "torch_optimizer",

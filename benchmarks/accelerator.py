@@ -277,7 +277,7 @@ def measure(
                 waits=(statistics.median(waits), max(waits)) if device.type == "cuda" else None,
             )
         )
-    del variants, steps, contenders
+    del variants, variant, steps, step, contenders  # the loop's last as well: they would stay on the device
     everything = Setting("K-FAC", Periods(1, 1), {"fused": True})
     whole = _variant(model, training, everything, quick)
     step = functools.partial(_step, whole, everything, batch)

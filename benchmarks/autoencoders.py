@@ -35,6 +35,7 @@ from benchmarks.curves import curves
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.models import Autoencoder, initialise_sparsely
 from benchmarks.plots import plot_reconstruction
+from benchmarks.problems import L2, PIXELS, TANH_SCALE
 from benchmarks.settings import fast
 from benchmarks.training import History, train
 from benchmarks.workloads import reconstruction_loss
@@ -46,19 +47,14 @@ from kfac_optim import (
     Inverse,
     KFACOptimizer,
     LevenbergMarquardt,
-    LossTerms,
-    MonteCarlo,
     NewtonSchulz,
     QuadraticModel,
-    Subsample,
 )
 
 HELP = "which estimate, inverse and damping train deep autoencoders?"
 
-_L2 = 1e-5  # of Martens & Grosse
 _BATCH = 2000  # images, where no other number is asked for
 _MOMENTUM = 0.9
-_SCALE = 0.5  # of the initial weights, for tanh units: tanh(x) = 2σ(2x) - 1
 _READ = 5000  # training images on which the error is read off
 _CURVES = 20_000  # training images, as in the original
 _PERIOD = 10  # steps between two readings
@@ -94,38 +90,39 @@ PROBLEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """``make(model, **setting)`` gives the optimizer; the settings to try are in ``grid``."""
+    """``make(model, batch_size, **setting)`` gives the optimizer; the settings to try are in ``grid``."""
 
     make: Callable[..., Optimizer]
     grid: tuple[Setting, ...]
 
 
-def _sgd(model: nn.Module, lr: float) -> Optimizer:
-    return optim.SGD(model.parameters(), lr, momentum=_MOMENTUM, nesterov=True, weight_decay=_L2)
+def _sgd(model: nn.Module, _: int, lr: float) -> Optimizer:
+    return optim.SGD(model.parameters(), lr, momentum=_MOMENTUM, nesterov=True, weight_decay=L2)
 
 
-def _adam(model: nn.Module, lr: float) -> Optimizer:
-    return optim.Adam(model.parameters(), lr, weight_decay=_L2)
+def _adam(model: nn.Module, _: int, lr: float) -> Optimizer:
+    return optim.Adam(model.parameters(), lr, weight_decay=L2)
 
 
-def _kfac(estimate: Estimate, inverse: Inverse[Any], subsample: Subsample | None = None) -> Callable[..., Optimizer]:
-    def make(model: nn.Module, **setting: Any) -> Optimizer:
+def _kfac(choices: Callable[[int], Mapping[str, Any]]) -> Callable[..., Optimizer]:
+    """``choices`` are ``(batch size) → arguments``."""
+
+    def make(model: nn.Module, batch_size: int, **setting: Any) -> Optimizer:
         return KFACOptimizer(
             model,
             momentum=_MOMENTUM,
-            weight_decay=_L2,
+            weight_decay=L2,
             factor_update_period=5,
             inverse_update_period=20,
-            estimate=estimate,
-            inverse=inverse,
-            subsample=subsample,
+            **choices(batch_size),
             **setting,
         )
 
     return make
 
 
-_MONTE_CARLO = MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES)
+def _inverted(estimate: Estimate, inverse: Inverse[Any]) -> Callable[..., Optimizer]:
+    return _kfac(lambda _: {"estimate": estimate, "inverse": inverse})
 
 
 def _settings(*settings: tuple[float, float, float]) -> tuple[Setting, ...]:
@@ -140,35 +137,23 @@ _EMPIRICAL = _settings((0.1, 0.3, 1e3), (1, 3, 1e3), (1, 10, 1e4))
 # Rate and momentum by the exact model, damping adapted every 5 steps, L2 in the curvature. Martens & Grosse start from
 # a damping of 150 and train for thousands of steps; it falls by a quarter in 5 steps at most, too slowly for hundreds.
 _ADAPTIVE: tuple[Setting, ...] = ({"damping": 0.1}, {"damping": 1.0})
-
-
-def _adaptive(estimate: Estimate) -> Callable[..., Optimizer]:
-    def make(model: nn.Module, **setting: Any) -> Optimizer:
-        return KFACOptimizer(
-            model,
-            momentum=_MOMENTUM,
-            weight_decay=_L2,
-            l2_in_curvature=True,
-            factor_update_period=5,
-            inverse_update_period=20,
-            estimate=estimate,
-            step_size=QuadraticModel(),
-            adapt_damping=LevenbergMarquardt(interval=5),
-            **setting,
-        )
-
-    return make
+_ADAPTED = {
+    "estimate": PIXELS,
+    "step_size": QuadraticModel(),
+    "adapt_damping": LevenbergMarquardt(interval=5),
+    "l2_in_curvature": True,
+}
 
 
 METHODS = {
     "SGD": Method(_sgd, tuple({"lr": lr} for lr in (0.0003, 0.001, 0.003, 0.01))),
     "Adam": Method(_adam, tuple({"lr": lr} for lr in (0.0003, 0.001, 0.003, 0.01))),
-    "Empirical+Cholesky": Method(_kfac(Empirical(), Cholesky()), _EMPIRICAL),
-    "MonteCarlo+Cholesky": Method(_kfac(_MONTE_CARLO, Cholesky()), _FACTORED),
-    "MonteCarlo+LowRank": Method(_kfac(_MONTE_CARLO, **fast(_BATCH)), _FACTORED),
-    "MonteCarlo+NewtonSchulz": Method(_kfac(_MONTE_CARLO, NewtonSchulz()), _FACTORED[:2]),
-    "MonteCarlo+EKFAC": Method(_kfac(_MONTE_CARLO, EKFAC()), _EXACT),
-    "MonteCarlo+adaptive": Method(_adaptive(_MONTE_CARLO), _ADAPTIVE),
+    "Empirical+Cholesky": Method(_inverted(Empirical(), Cholesky()), _EMPIRICAL),
+    "MonteCarlo+Cholesky": Method(_inverted(PIXELS, Cholesky()), _FACTORED),
+    "MonteCarlo+LowRank": Method(_kfac(lambda batch_size: {"estimate": PIXELS, **fast(batch_size)}), _FACTORED),
+    "MonteCarlo+NewtonSchulz": Method(_inverted(PIXELS, NewtonSchulz()), _FACTORED[:2]),
+    "MonteCarlo+EKFAC": Method(_inverted(PIXELS, EKFAC()), _EXACT),
+    "MonteCarlo+adaptive": Method(_kfac(lambda _: _ADAPTED), _ADAPTIVE),
 }
 
 
@@ -221,7 +206,7 @@ class Course:
         """Whether training diverged, and a reading after every ``_PERIOD`` steps; ``advance`` is told of them."""
         torch.manual_seed(self.seed)
         model = Autoencoder(self.widths, nn.Tanh)
-        initialise_sparsely(model, scale=_SCALE)
+        initialise_sparsely(model, scale=TANH_SCALE)
         readings: list[Reading] = []
 
         def observe(history: History) -> None:
@@ -231,7 +216,14 @@ class Course:
         epochs = -(-self.steps // (len(self.images) // self.batch_size))
         pixels = data.Split(inputs=self.images, targets=self.images)
         batches = itertools.islice(data.batches(pixels, self.batch_size, epochs, self.seed), self.steps)
-        history = train(model, make(model, **setting), batches, reconstruction_loss, period=_PERIOD, observe=observe)
+        history = train(
+            model,
+            make(model, self.batch_size, **setting),
+            batches,
+            reconstruction_loss,
+            period=_PERIOD,
+            observe=observe,
+        )
         finite = [reading for reading in readings if math.isfinite(reading.cross_entropy)]
         return history.diverged or len(finite) < len(readings), finite
 

@@ -60,9 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--examples",
         type=arguments.positive_int,
         metavar="N",
-        help=f"that a run sees at least (default: {_EXAMPLES}, none with --steps)",
+        help=f"that a run sees at least (default: {_EXAMPLES}, with --quick {_QUICK_EXAMPLES}, none with --steps)",
     )
-    add_study_arguments(parser, trials=8, seeds=3, out="batch-size-results")
+    steps = "of a run at least (default: the problem's own), more where it is to see --examples"
+    add_study_arguments(parser, trials=8, seeds=3, steps=steps, out="batch-size-results")
 
 
 def run(args: argparse.Namespace) -> None:

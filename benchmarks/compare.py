@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import arguments
-from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.data import DataError
 from benchmarks.examples import Examples
 from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_comparison
@@ -59,14 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(CONTESTANTS),
         metavar="OPTIMIZER",
-        help=f"some of {', '.join(CONTESTANTS)} (default: all that are installed)",
+        help=f"some of {', '.join(CONTESTANTS)} (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="show the problems and the search spaces, and run nothing")
-    add_study_arguments(parser, trials=16, seeds=3, out="compare-results")
+    add_study_arguments(
+        parser, trials=16, seeds=3, steps="of a run (default: the problem's own)", out="compare-results"
+    )
 
 
-def add_study_arguments(parser: argparse.ArgumentParser, trials: int, seeds: int, out: str) -> None:
-    """Those of every command that makes studies."""
+def add_study_arguments(parser: argparse.ArgumentParser, trials: int, seeds: int, steps: str, out: str) -> None:
+    """Those of every command that makes studies; ``steps`` tells what that number is."""
     count = arguments.positive_int
     parser.add_argument(
         "--trials", type=count, default=trials, metavar="N", help="settings tried of each (default: %(default)s)"
@@ -77,7 +80,7 @@ def add_study_arguments(parser: argparse.ArgumentParser, trials: int, seeds: int
     parser.add_argument(
         "--search-seed", type=int, default=0, metavar="N", help="of the settings to try (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=count, metavar="N", help="of a run (default: the problem's own)")
+    parser.add_argument("--steps", type=count, metavar="N", help=steps)
     parser.add_argument(
         "--data-dir",
         type=Path,
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
         console.print(problem_table(), space_table())
         return
     pin_threads(args.threads)
-    contestants = choose_contestants(args.optimizers, console)
+    contestants = {name: CONTESTANTS[name] for name in args.optimizers or CONTESTANTS}
     for name in args.problems:
         problem = prepare(PROBLEMS[name], args)
         taking_part = {each: found for each, found in contestants.items() if found.takes_part(problem)}
@@ -135,21 +138,11 @@ def prepare(problem: Problem, args: argparse.Namespace) -> Problem:
 
 def load(problem: Problem, args: argparse.Namespace) -> Examples:
     folder = None if args.data_dir is None or problem.folder is None else args.data_dir / problem.folder
-    examples = problem.load(folder)
+    try:
+        examples = problem.load(folder)
+    except DataError as error:  # it knows of one folder, that of the problem
+        raise DataError(f"{error}. Here --data-dir is the folder that has it as {problem.folder!r}") from error
     return examples.quick() if args.quick else examples
-
-
-def choose_contestants(names: Sequence[str] | None, console: Console) -> dict[str, Contestant]:
-    """Those asked for; all that are installed where none are."""
-    missing = [name for name in names or CONTESTANTS if CONTESTANTS[name].missing]
-    if missing and names is not None:
-        raise arguments.UsageError(
-            f"argument --optimizers: {missing[0]} comes with {CONTESTANTS[missing[0]].package!r}, which is not "
-            f"installed; run: pip install {CONTESTANTS[missing[0]].package}"
-        )
-    for name in missing:
-        console.print(f"{name} is left out: it comes with {CONTESTANTS[name].package}, which is not installed.")
-    return {name: CONTESTANTS[name] for name in names or CONTESTANTS if name not in missing}
 
 
 def compare(study: Study, seeds: int, out: Path, console: Console) -> None:

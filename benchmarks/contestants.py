@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytorch_optimizer
 import torch_optimizer
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -25,14 +26,8 @@ from benchmarks.search import Box, Range, Setting
 from benchmarks.settings import fast
 from kfac_optim import KFACOptimizer
 
-try:
-    import pytorch_optimizer
-except ModuleNotFoundError as error:
-    if error.name != "pytorch_optimizer":
-        raise
-    pytorch_optimizer = None
-
 _REFRESH = 20  # steps between two refreshes of Shampoo's roots
+_EVALUATIONS = 25  # of a step of L-BFGS: torch would allow 1.25 for each iteration, no line search in a step of one
 
 _RATE = Range(3e-4, 3e-2)  # of optimizers whose steps do not follow the gradient's scale
 _MOMENTUM = Range(0.02, 0.3)
@@ -53,7 +48,6 @@ class Contestant:
         weight_decay: its range, where the problem has it searched; None leaves it at the problem's.
         baseline: whether targets are set by it.
         full_batch: whether every step needs all training examples.
-        package: to be installed by name, where it does not come with the benchmarks.
     """
 
     make: Callable[..., Optimizer]
@@ -63,7 +57,6 @@ class Contestant:
     weight_decay: Range | None = None
     baseline: bool = True
     full_batch: bool = False
-    package: str | None = None
 
     def box(self, problem: Problem) -> dict[str, Range]:
         """All that is searched on ``problem``."""
@@ -79,10 +72,6 @@ class Contestant:
 
     def takes_part(self, problem: Problem) -> bool:
         return not self.full_batch or problem.full_batch_steps is not None
-
-    @property
-    def missing(self) -> bool:
-        return self.package is not None and pytorch_optimizer is None
 
 
 class MuonWithAdamW(Optimizer):
@@ -158,9 +147,15 @@ def _muon(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
 
 
 def _lbfgs(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
-    """A step is one iteration. It has no weight decay."""
-    history = round(setting["history_size"])
-    return optim.LBFGS(model.parameters(), setting["lr"], 1, history_size=history, line_search_fn="strong_wolfe")
+    """A step is one iteration with as long a line search as it takes. It has no weight decay."""
+    return optim.LBFGS(
+        model.parameters(),
+        setting["lr"],
+        max_iter=1,
+        max_eval=_EVALUATIONS,
+        history_size=round(setting["history_size"]),
+        line_search_fn="strong_wolfe",
+    )
 
 
 def _shampoo(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
@@ -225,7 +220,6 @@ def _fast_with_named_loss(problem: Problem) -> dict[str, Any]:
 
 
 _ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
-_PACKAGE = "pytorch_optimizer"
 
 CONTESTANTS = {
     "SGD": Contestant(_sgd, {"lr": Range(0.01, 1), "one_minus_momentum": _MOMENTUM}, {"lr": -0.5}, weight_decay=_ADDED),
@@ -248,13 +242,12 @@ CONTESTANTS = {
     "AdaBelief": Contestant(
         _adam_like(torch_optimizer.AdaBelief, weight_decouple=True, eps=1e-16), _ADAM_SPACE, weight_decay=_DECOUPLED
     ),
-    "SOAP": Contestant(_soap, _ADAM_SPACE, weight_decay=_DECOUPLED, package=_PACKAGE),
+    "SOAP": Contestant(_soap, _ADAM_SPACE, weight_decay=_DECOUPLED),
     "DistributedShampoo": Contestant(
         _distributed_shampoo,
         {"lr": Range(0.01, 1), "one_minus_momentum": _MOMENTUM},
         {"lr": -0.5},  # its layers' steps are as long as SGD's
         weight_decay=_ADDED,
-        package=_PACKAGE,
     ),
     "KFAC-default": Contestant(_kfac, {"lr": Range(0.001, 1)}, choices=_known_terms, baseline=False),
     "KFAC-fast": Contestant(

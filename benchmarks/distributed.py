@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from benchmarks import arguments, processes
 from benchmarks.arguments import Periods, UsageError
 from benchmarks.harness import Contender, median_ratio, pin_threads, time_interleaved, write_json
+from benchmarks.variants import LR, MOMENTUM, NEVER
 from benchmarks.workloads import WORKLOADS, Workload
 from kfac_optim import KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Launch, Placement, Replicated, Sharded, Strategy
@@ -39,11 +40,8 @@ from kfac_optim.distributed import DistributedConfig, Launch, Placement, Replica
 HELP = "what does K-FAC send, hold and cost on several processes, beside SGD under DDP?"
 
 _CPU = torch.device("cpu")
-_NEVER = 10**9  # a period that no run reaches
-_LR = 1e-6  # the same batch is seen in every step; a model that learns it would time vanishing gradients
-_MOMENTUM = 0.9
 # Periods of each kind of step. A few that refresh come first: from then on no average is young enough to ask for it.
-_KINDS = {"plain": Periods(_NEVER, _NEVER), "statistics": Periods(1, _NEVER), "refresh": Periods(1, 1)}
+_KINDS = {"plain": Periods(NEVER, NEVER), "statistics": Periods(1, NEVER), "refresh": Periods(1, 1)}
 _YOUTH = 6
 
 
@@ -250,12 +248,12 @@ class _Trainer:
             self.model.register_comm_hook(self, _count_gradients)
         self.optimizer: Optimizer
         if strategy is None or periods is None:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR, momentum=_MOMENTUM)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
         else:
             self.optimizer = KFACOptimizer(
                 self.model,
-                lr=_LR,
-                momentum=_MOMENTUM,
+                lr=LR,
+                momentum=MOMENTUM,
                 factor_update_period=periods.factor,
                 inverse_update_period=periods.inverse,
                 loss_terms=workload.loss_terms,

@@ -51,7 +51,7 @@ class Kill:
         step: likewise.
         resumed_at: the step of the checkpoint that training went on from.
         ranks_after: how many ranks went on.
-        seconds: until the first step was taken again.
+        seconds: from the kill until the first step was taken again.
     """
 
     ranks: int
@@ -119,7 +119,7 @@ def _disturb(folder: Path, steps: int, args: argparse.Namespace, console: Consol
     """Train to the end with so many kills."""
     chance = random.Random(args.seed)
     kills: list[Kill] = []
-    pending: tuple[int, int, int, str, int] | None = None
+    pending: tuple[int, int, int, str, int, float] | None = None
     for session in range(args.kills + 1):
         ranks = args.ranks[session % len(args.ranks)]
         with _torchrun(folder, ranks, steps, args) as process:
@@ -135,15 +135,19 @@ def _disturb(folder: Path, steps: int, args: argparse.Namespace, console: Consol
                 phase = _PHASES[len(kills) % len(_PHASES)]
                 earliest = _STEPS_PER_KILL * (len(kills) + 1) - chance.randrange(_STEPS_PER_KILL // 2)
                 where = _kill(process, folder, rank, phase, earliest, chance)
-                pending = len(_starts(folder)), ranks, rank, *where
+                pending = len(_starts(_lines(folder))), ranks, rank, *where
             _wait_until(process, lambda: process.poll() is not None, "torchrun to give up")
     raise AssertionError("there are as many sessions as kills")
 
 
 def _kill(
     process: subprocess.Popen[bytes], folder: Path, rank: int, phase: str, earliest: int, chance: random.Random
-) -> tuple[str, int]:
-    """Kill `rank` in some step from `earliest` on, at a random moment after it entered `phase`; where it was then."""
+) -> tuple[str, int, float]:
+    """Kill `rank` in some step from `earliest` on, at a random moment after it entered `phase`; where it was then.
+
+    Returns:
+        Phase and step, and the clock's reading.
+    """
 
     def arrived() -> bool:
         found = read_beacon(folder, rank)
@@ -157,7 +161,7 @@ def _kill(
     for beacon in folder.glob("rank-*"):
         beacon.unlink()  # those that are started next make new ones
     os.kill(pid, signal.SIGKILL)
-    return phase, step
+    return phase, step, time.monotonic()
 
 
 def _recovered(
@@ -169,16 +173,17 @@ def _recovered(
     rank: int,
     phase: str,
     step: int,
+    killed: float,
 ) -> Kill:
     """Wait for the first step after a kill, by when there were so many starts."""
-    started = time.monotonic()
 
     def stepped() -> bool:
         lines = _lines(folder)
-        return len(_starts(folder)) > starts and "loss" in lines[-1]
+        return len(_starts(lines)) > starts and "loss" in lines[-1]
 
     _wait_until(process, stepped, "training to go on")
-    return Kill(ranks, rank, phase, step, int(_starts(folder)[-1]), ranks_after, time.monotonic() - started)
+    resumed_at = int(_starts(_lines(folder))[-1])
+    return Kill(ranks, rank, phase, step, resumed_at, ranks_after, time.monotonic() - killed)
 
 
 def _finish(process: subprocess.Popen[bytes]) -> None:
@@ -232,9 +237,9 @@ def _lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def _starts(folder: Path) -> list[float]:
+def _starts(lines: list[dict[str, float]]) -> list[float]:
     """Of the training, each at some step."""
-    return [line["start"] for line in _lines(folder) if "start" in line]
+    return [line["start"] for line in lines if "start" in line]
 
 
 def _losses(folder: Path) -> list[tuple[int, float]]:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 
-def pin_threads(threads: int | None) -> int:
-    """Fix the number of torch's CPU threads; None keeps torch's own choice. Returns the number in use."""
+def pin_threads(threads: int | None) -> None:
+    """Fix the number of torch's CPU threads; None keeps torch's own choice."""
     if threads is not None:
         torch.set_num_threads(threads)
-    return torch.get_num_threads()
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
         each.set_xlabel(quantity)
         each.set_yscale("log")
         each.grid(alpha=0.3)
-    _logarithmic_seconds(axes[1])  # optimizers differ much in what a step costs
+    _logarithmic_x(axes[1])  # optimizers differ much in what a step costs
     starts = [run["readings"][aim][0] for optimizer in report["optimizers"] for run in optimizer["runs"]]
     axes[0].set_ylim(top=1.1 * max(starts))
     axes[0].set_ylabel(report["measure"])
@@ -112,7 +112,7 @@ def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
             color=colormaps["tab20"](number % 20),
             linewidth=2.5 if name.startswith("KFAC") else 1,
         )
-    _logarithmic_seconds(axes)
+    _logarithmic_x(axes)
     axes.set_xlim(1, end)
     axes.set_xlabel("seconds to the best baseline's target, over those of the fastest optimizer")
     axes.set_ylabel("part of the problems it was run on (how many)")
@@ -162,7 +162,7 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _logarithmic_seconds(axes: Axes) -> None:
+def _logarithmic_x(axes: Axes) -> None:
     """A logarithmic x-axis with plain numbers at 1, 2, 5, 10, …: matplotlib's own labels overlap within one decade."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

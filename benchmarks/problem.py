@@ -114,8 +114,10 @@ class Problem:
     full_batch_steps: int | None = None
 
     def lasting(self, steps: int) -> Problem:
-        """The same with so many steps in a run, and at least one reading."""
-        return replace(self, steps=steps, period=min(self.period, steps))
+        """The same with so many steps in a run, and at least one reading; full-batch runs are scaled alike."""
+        full = self.full_batch_steps
+        full = None if full is None else max(1, round(full * steps / self.steps))
+        return replace(self, steps=steps, period=min(self.period, steps), full_batch_steps=full)
 
     def quick(self) -> Problem:
         """The same with a small model and few steps: shows that it runs."""

@@ -55,11 +55,12 @@ def _sparse_autoencoder(
 
 
 _CROSS_ENTROPY = MonteCarlo(nn.CrossEntropyLoss())
-_PIXELS = MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES)
+PIXELS = MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES)
 _CHARACTERS = MonteCarlo(nn.CrossEntropyLoss(), class_dim=-1)
 _NATS = ("nats", "nats")
 _ERRORS = ("nats", "error rate")
-_L2 = 1e-5  # Martens & Grosse (2015), section 13
+L2 = 1e-5  # Martens & Grosse (2015), section 13
+TANH_SCALE = 0.5  # of sparse initial weights, which are for logistic units: tanh(x) = 2σ(2x) - 1
 
 _MNIST_A = Problem(
     title="MNIST autoencoder 784-1000-500-250-30 and mirrored, logistic units, sparse initialisation",
@@ -70,13 +71,13 @@ _MNIST_A = Problem(
     loss=reconstruction_loss,
     score=reconstruction_loss,
     units=_NATS,
-    named_loss=_PIXELS,
+    named_loss=PIXELS,
     batch=FixedBatch(1000),
     steps=600,
     period=10,
     aim=Aim.TRAINING,
     terms=784,
-    weight_decay=_L2,
+    weight_decay=L2,
     full_batch_steps=60,
 )
 _RESNET = Problem(
@@ -152,8 +153,8 @@ PROBLEMS = {
         title="CURVES autoencoder 784-400-200-100-50-25-6 and mirrored, tanh units, sparse initialisation",
         folder=None,
         load=lambda _: read_pixels(curves(20_000, seed=0).inputs, curves(10_000, seed=1).inputs),
-        model=_sparse_autoencoder((400, 200, 100, 50, 25, 6), nn.Tanh, scale=0.5),  # tanh(x) = 2σ(2x) - 1
-        small_model=_sparse_autoencoder((20, 6), nn.Tanh, scale=0.5),
+        model=_sparse_autoencoder((400, 200, 100, 50, 25, 6), nn.Tanh, scale=TANH_SCALE),
+        small_model=_sparse_autoencoder((20, 6), nn.Tanh, scale=TANH_SCALE),
         full_batch_steps=100,
     ),
     "mnist-mlp": replace(

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress, TaskID, TimeElapsedColumn
 from rich.table import Table
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from benchmarks import arguments, data, processes
@@ -32,7 +32,7 @@ from benchmarks.harness import pin_threads, write_json
 from benchmarks.models import mlp
 from benchmarks.plots import plot_training
 from benchmarks.settings import SETTINGS
-from benchmarks.training import Checkpoint, History, evaluate, train
+from benchmarks.training import Checkpoint, History, mean_over, train
 from kfac_optim import KFACOptimizer
 from kfac_optim.distributed import ProcessPlace
 
@@ -148,7 +148,8 @@ def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
     processes.check_share(problem.batch_size, place.world_size)
     images = problem.load(args.data_dir)
 
-    runs = run_grids(problem, images, SETTINGS[args.setting](problem.batch_size), args.seed, console)
+    options = SETTINGS[args.setting](problem.batch_size // place.world_size)  # a rank samples its own share
+    runs = run_grids(problem, images, options, args.seed, console)
     tuned_sgd = min((run for run in runs if run.optimizer == "SGD"), key=lambda run: run.best_loss)
     target = tuned_sgd.best_loss
     best = [tuned_sgd, min((run for run in runs if run.optimizer == "KFAC"), key=functools.partial(_rank, target))]
@@ -209,7 +210,7 @@ def run_one(
     checkpoints: list[Checkpoint] = []
 
     def observe(history: History) -> None:
-        figures = [evaluate(model, split, F.cross_entropy) for split in (images.train, images.validation)]
+        figures = [mean_over(model, split, F.cross_entropy, _accuracy) for split in (images.train, images.validation)]
         checkpoints.append(Checkpoint(history.steps, history.seconds, *figures[0], *figures[1]))
         tell(history)
 
@@ -224,6 +225,10 @@ def run_one(
         average=processes.average,
     )
     return Run(name, lr, None if history.diverged else history.highest_rise, checkpoints)
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(-1) == labels).float().mean()
 
 
 def _tell(progress: Progress, task: TaskID, done: int, history: History) -> None:

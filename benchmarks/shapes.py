@@ -74,16 +74,6 @@ def transformer_7b(tokens: int = 4096) -> Model:
     return model
 
 
-def gpt(layers: int = 24, width: int = 1024, tokens: int = 8 * 1024) -> Model:
-    """The linear layers of a GPT without biases, query, key and value as one."""
-    shapes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
-    return [
-        _dense(f"{layer}.{name}", inputs * width, outputs * width, tokens)
-        for layer in range(layers)
-        for name, (inputs, outputs) in shapes.items()
-    ]
-
-
 def keeping(model: Sequence[Covered | Uncovered], widest: int, kept: Kept) -> Model:
     """``model`` with factors that are wider than ``widest`` kept as ``kept``, others dense.
 

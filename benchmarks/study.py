@@ -253,8 +253,8 @@ def run_once(
     def read(steps: int, seconds: float) -> Ending | None:
         """Why to end, if there is a reason."""
         measures = (
-            mean_over(model, examples.training, problem.loss),
-            mean_over(model, examples.validation, problem.score),
+            *mean_over(model, examples.training, problem.loss),
+            *mean_over(model, examples.validation, problem.score),
         )
         if not all(map(math.isfinite, measures)):
             return Ending.DIVERGED

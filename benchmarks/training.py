@@ -111,30 +111,13 @@ def _step(
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, split: Split, loss_function: LossFunction, batch_size: int = 4096
-) -> tuple[float, float]:
-    """Mean loss and accuracy of a classifier over a whole split; leaves the model in training mode."""
+def mean_over(model: nn.Module, split: Split, *functions: LossFunction, batch_size: int = 1024) -> list[float]:
+    """Each of ``functions``, means over examples, over a whole split; leaves the model in training mode."""
     model.eval()
-    loss_sum, correct = 0.0, 0
-    for inputs, labels in zip(
-        torch.split(split.inputs, batch_size), torch.split(split.targets, batch_size), strict=True
-    ):
-        logits = model(inputs)  # [batch, classes]
-        loss_sum += loss_function(logits, labels).item() * len(labels)
-        correct += int((logits.argmax(-1) == labels).sum())
+    totals = [0.0] * len(functions)
+    for inputs, targets in zip(split.inputs.split(batch_size), split.targets.split(batch_size), strict=True):
+        outputs = model(inputs)
+        for number, function in enumerate(functions):
+            totals[number] += function(outputs, targets).item() * len(targets)
     model.train()
-    return loss_sum / len(split), correct / len(split)
-
-
-@torch.no_grad()
-def mean_over(model: nn.Module, split: Split, function: LossFunction, batch_size: int = 1024) -> float:
-    """``function``, a mean over examples, over a whole split; leaves the model in training mode."""
-    model.eval()
-    total = 0.0
-    for inputs, targets in zip(
-        torch.split(split.inputs, batch_size), torch.split(split.targets, batch_size), strict=True
-    ):
-        total += function(model(inputs), targets).item() * len(targets)
-    model.train()
-    return total / len(split)
+    return [total / len(split) for total in totals]

@@ -1,11 +1,13 @@
 """The command line: each benchmark runs whole in its quick form, and bad arguments are refused with the remedy."""
 
+import argparse
 import json
 import math
 import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,6 +55,17 @@ def test_kfac_takes_the_setting_and_sgd_does_not() -> None:
     sgd, kfac = (quickstart.make_optimizer(name, model, 0.1, SETTINGS["fast"](32)) for name in ("SGD", "KFAC"))
     assert type(sgd) is torch.optim.SGD
     assert [block.inverse for block in kfac._binding.coverage.blocks] == [LowRank()]
+
+
+def test_on_several_processes_each_samples_a_quarter_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    quickstart.add_arguments(parser)
+    seen = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(quickstart, "run_grids", seen)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.compare(parser.parse_args(["--setting", "fast"]), Mock(rank=0, world_size=2))
+    _, _, options, _, _ = seen.call_args.args
+    assert options["subsample"].examples == 128 // 2 // 4
 
 
 def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +181,13 @@ def test_every_method_starts_from_the_same_weights(method: str) -> None:
     assert not still[0]
     for reading, same in zip(still[1], expected[1], strict=True):
         assert reading.cross_entropy == pytest.approx(same.cross_entropy, rel=1e-5)
+
+
+def test_low_rank_takes_statistics_of_a_quarter_of_the_batch_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock()
+    monkeypatch.setattr(autoencoders, "KFACOptimizer", made)
+    autoencoders.METHODS["MonteCarlo+LowRank"].make(nn.Linear(2, 2), 500, lr=0.1)
+    assert made.call_args.kwargs["subsample"].examples == 125
 
 
 def test_reconstruction_errors_are_sums_over_pixels_and_means_over_images() -> None:

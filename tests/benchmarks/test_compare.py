@@ -196,8 +196,11 @@ def test_list_shows_problems_and_spaces_and_runs_nothing(
         (["compare", "imagenet"], "PROBLEM: expected one of digits, mnist-a.*got 'imagenet'"),
         (["compare", "--optimizers", "Newton"], "--optimizers: invalid choice: 'Newton'"),
         (["compare", "--optimizers", "KFAC-fast"], "--optimizers: digits has no baseline among KFAC-fast"),
-        (["compare", "--optimizers", "SOAP"], "--optimizers: SOAP comes with .*run: pip install pytorch_optimizer"),
-        (["compare", "mnist-b", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere/mnist'"),
+        (["compare", "mnist-b", "--data-dir", "nowhere"], "no folder 'nowhere/mnist'.*folder that has it as 'mnist'"),
+        (
+            ["compare", "lstm", "--data-dir", "nowhere"],
+            "no file 'nowhere/tinyshakespeare/input.txt'.*as 'tinyshakespeare'",
+        ),
         (["compare", "--trials", "0"], "--trials: expected a whole number of at least 1, got '0'"),
         (["batch-size", "--problem", "digits"], "digits-2048: expected batches of at most 1437.*got 2048"),
     ],
@@ -210,17 +213,7 @@ def test_bad_arguments_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(contestants, "pytorch_optimizer", None)
     with pytest.raises(SystemExit) as exit_:
         run(*arguments)
     assert exit_.value.code == 2
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
-
-
-def test_what_is_not_installed_is_left_out_and_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(contestants, "pytorch_optimizer", None)
-    found = compare.choose_contestants(None, compare.Console())
-    assert set(contestants.CONTESTANTS) - set(found) == {"SOAP", "DistributedShampoo"}
-    assert "SOAP is left out" in capsys.readouterr().out

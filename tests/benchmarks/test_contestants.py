@@ -69,6 +69,22 @@ def test_muon_has_hidden_weights_as_matrices_and_adamw_the_rest() -> None:
         assert torch.equal(param, copies[name]), name
 
 
+def test_lbfgs_searches_along_its_line() -> None:
+    """Its first trial is 1 away from where it stands, nine times beyond the minimum."""
+    model = nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.1)
+    optimizer = CONTESTANTS["L-BFGS"].optimizer(model, PROBLEMS["digits"], {"lr": 1.0, "history_size": 10.0})
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = 50 * model.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert abs(model.weight.item()) < 0.05
+
+
 def test_sgd_decays_what_the_setting_or_else_the_problem_says() -> None:
     model, problem = nn.Linear(2, 2), PROBLEMS["resnet20"]
     setting = {"lr": 0.1, "one_minus_momentum": 0.25}

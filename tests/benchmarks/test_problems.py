@@ -18,6 +18,14 @@ def test_growing_batches_end_with_all_examples() -> None:
     assert sizes == sorted(sizes)
 
 
+def test_full_batch_runs_last_as_much_longer_as_others() -> None:
+    problem = PROBLEMS["mnist-a"]
+    assert (problem.steps, problem.full_batch_steps) == (600, 60)
+    assert problem.lasting(200).full_batch_steps == 20
+    assert problem.lasting(1).full_batch_steps == 1
+    assert PROBLEMS["lstm"].lasting(200).full_batch_steps is None
+
+
 def test_validation_is_aimed_at_where_a_problem_says_so() -> None:
     aims = {name: problem.aim for name, problem in PROBLEMS.items()}
     assert {name for name, aim in aims.items() if aim is Aim.VALIDATION} == {

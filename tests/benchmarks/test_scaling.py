@@ -21,7 +21,6 @@ DENSE, DIAGONAL = Structure.DENSE, Structure.DIAGONAL
         pytest.param(shapes.resnet50(1), 25_557_032, 4608, 2 * 4.089, id="resnet50"),
         pytest.param(shapes.bert_large(512), 335_141_888, 4097, 512 * 2 * 0.302, id="bert-large"),
         pytest.param(shapes.transformer_7b(1), 6_738_415_616, 4096, 2 * 6.607, id="7b"),
-        pytest.param(shapes.gpt(24, 1024, 1), 24 * 12 * 1024**2, 4096, 2 * 0.302, id="gpt"),
     ],
 )
 def test_shapes_are_those_of_the_models(model: shapes.Model, parameters: int, widest: int, gigaflops: float) -> None:

@@ -26,7 +26,6 @@ from benchmarks.training import mean_over, train
 from kfac_optim import Empirical
 
 QUIET = Console(quiet=True)
-INSTALLED = [name for name, contestant in CONTESTANTS.items() if not contestant.missing]
 
 
 def images(*shape: int) -> ImageData:
@@ -70,7 +69,7 @@ def test_every_optimizer_steps_on_every_problem_from_the_same_start(
 ) -> None:
     examples = load_small(name, monkeypatch)
     problem = replace(PROBLEMS[name].quick(), batch=FixedBatch(8), steps=2, period=2)
-    taking_part = {each: CONTESTANTS[each] for each in INSTALLED if CONTESTANTS[each].takes_part(problem)}
+    taking_part = {each: found for each, found in CONTESTANTS.items() if found.takes_part(problem)}
     made = study(tmp_path, problem, examples, taking_part)
     starts = set()
     for each in taking_part:
@@ -148,7 +147,7 @@ def test_runs_of_another_study_are_refused(change: Callable[[Problem], Problem],
         study(tmp_path, change(problem), examples, {"SGD": CONTESTANTS["SGD"]}, trials=1).tune(QUIET)
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", CONTESTANTS)
 def test_runs_of_an_optimizer_with_other_numbers_are_refused(name: str, tmp_path: Path) -> None:
     """Of those too that no study searches, as where the defaults of an optimizer have changed."""
     problem, examples = small_digits()
@@ -316,5 +315,6 @@ def test_means_are_over_examples_in_evaluation_mode() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.Linear(3, 1))
     split = Split(torch.randn(10, 3), torch.randn(10, 1))
     expected = F.mse_loss(model[1](split.inputs), split.targets).item()
-    assert mean_over(model, split, F.mse_loss, batch_size=4) == pytest.approx(expected)
+    absolute = F.l1_loss(model[1](split.inputs), split.targets).item()
+    assert mean_over(model, split, F.mse_loss, F.l1_loss, batch_size=4) == pytest.approx([expected, absolute])
     assert model.training
