@@ -240,7 +240,7 @@ class Communicator:
     def check_agreement(
         self, mine: Mapping[str, str], differences: Callable[[Mapping[str, str], Mapping[str, str]], Sequence[str]]
     ) -> None:
-        """Raise on all ranks alike, unless all have planned the same; to be called before any other collective.
+        """Raise on all ranks alike, unless all have planned the same.
 
         Args:
             mine: all that decides on the order and the sizes of collectives, by name (`Plan.agreement`).
@@ -251,7 +251,7 @@ class Communicator:
             RuntimeError: names layers, owners or options in which ranks differ.
             CollectiveError: some rank never came.
         """
-        name = "start-up check"
+        name = "agreement"
         digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
         own = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=self.device)
         gathered = own.new_empty(self.world_size)

@@ -30,7 +30,9 @@ class OwnersHook:
 
     [Note: several backwards] Where a step has several backwards that reduce, a bucket holds what the gradients have
     come to: the mean of the backwards before on the owner, and their local sums on the others. So the owner keeps what
-    makes its mean local again, until the gradient is dropped.
+    makes its mean local again, until the gradient is dropped: until it is gone, or was written to since the step, which
+    can only have made it zeros. That is looked at before a forward, and again when the next gradient comes to be added
+    to it. (Gradients that are views of DDP's buckets are written to together: of those only the first look can tell.)
 
     Args:
         wrapper: whose gradients.
@@ -42,7 +44,10 @@ class OwnersHook:
         self._observe = observe
         self._group = wrapper.process_group
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
-        wrapper.register_forward_pre_hook(lambda *_: self._look_for_dropped())
+        self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
+        self._watched: set[Tensor] = set()
+        self._views = wrapper.gradient_as_bucket_view
+        wrapper.register_forward_pre_hook(lambda *_: self._before_forward())
         try:
             wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
@@ -55,26 +60,49 @@ class OwnersHook:
     def forget(self) -> None:
         """Told that gradients were dropped, or are the mean on all ranks."""
         self._to_mean.clear()
+        self._stepped.clear()
 
-    def _look_for_dropped(self) -> None:
-        for param in [param for param in self._to_mean if param.grad is None]:
-            del self._to_mean[param]
+    def stepped(self) -> None:
+        """Told that a step was taken, or skipped, by the gradients as they are."""
+        self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+
+    def _before_forward(self) -> None:
+        for param in list(self._to_mean):
+            self._look_whether_dropped(param)
+        if self._views:
+            self._stepped.clear()
+
+    def _look_whether_dropped(self, param: Tensor) -> None:
+        if param.grad is None or self._stepped.get(param, param.grad._version) != param.grad._version:
+            self._to_mean.pop(param, None)
+
+    def _watch(self, param: Tensor) -> None:
+        """Look at its gradient whenever another is about to be added to it."""
+        if param not in self._watched:
+            self._watched.add(param)
+            param.register_hook(lambda _: self._look_whether_dropped(param))
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
         flow = self.flow
-        if flow is None:
+        if flow is not None:
+            flow.reduced = True
+        if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
+            # Who owns them is not known yet, or some are not ours: then all have the mean, owners too.
+            for param in bucket.parameters():
+                self._to_mean.pop(param, None)
             work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
             mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
             return mean
-        flow.reduced = True
         pieces = _by_owner(bucket.parameters(), bucket.gradients(), flow.owner_of, ranks)
         sizes = [sum(piece.numel() for piece in owned) for owned in pieces]
         own = pieces[dist.get_rank(self._group)]
         owner = dist.get_rank(self._group)
         params = [param for param in bucket.parameters() if flow.owner_of[param] == owner]
         for param, piece in zip(params, own, strict=True):
+            self._watch(param)
+            self._stepped.pop(param, None)
             if param in self._to_mean:
                 piece.sub_(self._to_mean[param])
         sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])

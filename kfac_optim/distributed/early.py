@@ -61,11 +61,6 @@ class EarlyReports:
         """The round is finished."""
         self._reported.clear()
 
-    @property
-    def any(self) -> bool:
-        """Whether anything was reported in this round."""
-        return bool(self._reported)
-
     def _invalidate(self, block: KFACBlock, reducer: Reducer) -> None:
         for name, _ in self._exchange.slots(block, block.state):
             reducer.invalidate(name)

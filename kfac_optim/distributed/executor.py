@@ -28,6 +28,7 @@ from kfac_optim.distributed.strategies import Auto, FullySharded, Replicated, Sh
 from kfac_optim.distributed.transfer import Transfer, carry_out, leaves, nested
 from kfac_optim.distributed.voting import Ballot, largest, vote
 from kfac_optim.execution import Agreement, Names, Parts, SingleDevice, check_rank
+from kfac_optim.specs import LayerSpec
 from kfac_optim.text import without_addresses
 
 # What a vote knows of a block on one rank; what a higher number says includes what a lower one does.
@@ -76,6 +77,7 @@ class DistributedExecutor(SingleDevice):
         self._groups = [_group_of_our_own(config) for _ in range(2)]
         self.worker = dist.get_rank(self._groups[0])
         self._communicators: list[Communicator] = []
+        self._moves = 0  # to another device, the first one included
         self._wrapper: nn.parallel.DistributedDataParallel | None = None
         self._hook: OwnersHook | None = None
         self._exchange: StatisticsExchange | None = None
@@ -89,8 +91,9 @@ class DistributedExecutor(SingleDevice):
         self._params: dict[str, Sequence[nn.Parameter]] = {}
         self._model: list[Covered | Uncovered] = []
         self._number = self._agreed = 0
-        # States of blocks as they were placed, to see when a block starts anew.
+        # States of blocks as they were placed, to see when a block starts anew; and what was planned of them.
         self._states: dict[KFACBlock, Any] = {}
+        self._specs: dict[KFACBlock, LayerSpec] = {}
         # Checkpoints that were loaded; of the last, until the ranks have told each other what they have of it, blocks
         # that this rank has no statistics of. Names of those that no rank has any of.
         self._loads = 0
@@ -109,14 +112,12 @@ class DistributedExecutor(SingleDevice):
 
     def attach(self, model: nn.Module | None) -> None:
         self._wrapper = self._wrapper or find_wrapper(model)
-        if self._wrapper is not None and self._hook is None and isinstance(self.config.strategy, Sharded):
+        if self._wrapper is not None and self._hook is None and _may_shard(self.config.strategy):
             self._hook = OwnersHook(self._wrapper, self.config.observe)
 
     @property
     def sees_all_gradients(self) -> bool:
-        strategy = self.config.strategy if self.plan is None else self.plan.strategy
-        chosen = strategy.candidates if isinstance(strategy, Auto) else (strategy,)
-        return not any(isinstance(each, Sharded) for each in chosen)
+        return not _may_shard(self.config.strategy if self.plan is None else self.plan.strategy)
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -135,10 +136,12 @@ class DistributedExecutor(SingleDevice):
         self._checked = looked_at
 
     def emitted(self, block: KFACBlock) -> None:
-        if self._reports is not None and self._lost is None and block in self._states:
+        # A forward may have shown another use of its weight since the plan was made.
+        if self._reports is not None and self._lost is None and self._specs.get(block) == block.spec:
             self._reports.emitted(block, self._coming_refresh)
 
     def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
+        self._give_back()
         self._describe(blocks, params, names)
         self._vote(finite=True, summed=1, checksum=0.0)
 
@@ -147,12 +150,14 @@ class DistributedExecutor(SingleDevice):
     ) -> Agreement:
         self._give_back()
         self._describe(blocks, params, names)
-        compares = self._to_compare > 0 and self._is_for_all()
+        compares = self._to_compare > 0 and self._wrapper is None and isinstance(self._strategy(), Replicated | Auto)
         checksum = _checksum(params) if compares and finite else 0.0
         verdict = self._vote(finite=finite, summed=summed, checksum=checksum)
+        assert self.plan is not None, "the vote is about it"
         if verdict.finite and compares:
             self._to_compare -= 1
-            _check_equal(verdict.checksum)
+            if isinstance(self.plan.strategy, Replicated):  # it is the training loop that has to make `.grad` the mean
+                _check_equal(verdict.checksum)
         restarted, self._restarted = self._restarted, []
         found = verdict.marks[: len(blocks)]
         self._again = tuple(map(bool, verdict.marks[len(blocks) :]))
@@ -160,6 +165,9 @@ class DistributedExecutor(SingleDevice):
             self.flow.reduce()
         else:
             self._abandon_round()
+            self.flow.forget()
+            if self._hook is not None:
+                self._hook.stepped()
         return Agreement(
             verdict.finite,
             verdict.summed,
@@ -171,6 +179,8 @@ class DistributedExecutor(SingleDevice):
     def gradients_dropped(self) -> None:
         if self._hook is not None:
             self._hook.forget()
+        if self._flow is not None:
+            self._flow.forget()
 
     def settle(self) -> None:
         if coming := self._coming_refresh():
@@ -212,6 +222,8 @@ class DistributedExecutor(SingleDevice):
 
     def publish(self, params: Sequence[nn.Parameter]) -> None:
         self.flow.publish()
+        if self._hook is not None:
+            self._hook.stepped()
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return self.flow.all_reduce_scalars(values)
@@ -260,33 +272,35 @@ class DistributedExecutor(SingleDevice):
 
     def _describe(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
         """Take notice of what is to be planned, where that has changed."""
-        seen = (self._loads, [(b, b.spec, b.inverse) for b in blocks], [(p, p.requires_grad) for p in params])
+        seen = (
+            self._loads,
+            [(block, block.spec, block.inverse) for block in blocks],
+            [(id(param), param.requires_grad, param.dtype, param.device) for param in params],
+        )
         if seen == self._seen:
             return
-        self._seen = seen
+        self._coming_refresh()  # of the blocks that there were, as ranks whose backward has asked for it know it
         devices = {param.device for param in params}
         if len(devices) > 1:
             raise RuntimeError(
                 f"kfac_optim: parameters lie on {', '.join(sorted(map(str, devices)))}; several processes train models "
                 "on one device each. Place the model on one, or pass distributed=False."
             )
-        if not self._communicators:
-            (device,) = devices
+        (device,) = devices
+        if not self._communicators or self.main.device != device:
+            self._moves += 1
             self._communicators = [
                 Communicator(group, device, self.config.timeout, self.config.observe) for group in self._groups
             ]
-        self._blocks = list(blocks)
+        self._seen, self._blocks = seen, list(blocks)
         self._model, self._params = _layout(blocks, params, names())
         if self._lost is not None:
             told = [self._lost[block].clock if block in self._lost else block.clock for block in blocks]
             clocks = sorted({(clock.step, clock.refreshed_at, clock.folds, clock.damping) for clock in told})
             self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics, damping) {clocks}"
         config = replace(self.config, group=None)
-        self._number = _hash([repr(config), self._loaded, *map(repr, self._model)])
-
-    def _is_for_all(self) -> bool:
-        """Whether it is the training loop that has to make `.grad` the mean on all ranks."""
-        return self._wrapper is None and isinstance(self._strategy(), Replicated | Auto)
+        dtypes = sorted({str(param.dtype) for param in params})
+        self._number = _hash([repr(config), self._loaded, str(self._moves), *dtypes, *map(repr, self._model)])
 
     def _vote(self, *, finite: bool, summed: float, checksum: float) -> Ballot:
         """What all ranks say, when all have planned the same."""
@@ -368,14 +382,17 @@ class DistributedExecutor(SingleDevice):
             self.flow.restore()
             if not loaded:
                 states, momentum = self._relocated(plan)
+                for block in self._blocks:
+                    block.under_way = None  # begun by those that owned it
         self.plan, self._agreed = plan, self._number
         main, early = self._communicators
         self._exchange = StatisticsExchange(plan, early, main)
-        if isinstance(plan.strategy, Sharded):
-            self._flow = sharded = ShardedGradients(plan, main, self._params)
-            if self._hook is not None:
-                self._hook.flow = sharded
-                self._hook.forget()
+        sharded = ShardedGradients(plan, main, self._params) if isinstance(plan.strategy, Sharded) else None
+        if self._hook is not None:
+            self._hook.flow = sharded
+            self._hook.forget()
+        if sharded is not None:
+            self._flow = sharded
         elif isinstance(plan.strategy, FullySharded):
             self._flow = RowGradients(plan, main)
         else:
@@ -386,6 +403,7 @@ class DistributedExecutor(SingleDevice):
         if overlaps and wrapper is not None:
             self._reports = EarlyReports(self.exchange, lambda: synchronises(wrapper), self._terms)
         self._states.clear()
+        self._specs = {block: block.spec for block in self._blocks}
         if loaded:
             self._recover()
         self._place_anew()
@@ -396,6 +414,7 @@ class DistributedExecutor(SingleDevice):
                 factor.elsewhere = None  # it may be kept here now
         for param, buffer in momentum.items():
             self._state()[param]["momentum_buffer"] = buffer
+        self._let_go_of_momentum()
         if loaded or old is not None:
             self.exchange.forget_others(self._blocks)
         ready = [block for block in self._blocks if block.is_ready]
@@ -404,7 +423,7 @@ class DistributedExecutor(SingleDevice):
 
     def _relocated(self, plan: Plan) -> tuple[dict[KFACBlock, Any], dict[nn.Parameter, Tensor]]:
         """States and momentum that this rank takes over from others under another plan."""
-        known = [block for block in self._blocks if block in self._states]
+        known = [block for block in self._blocks if self._specs.get(block) == block.spec]
         self.exchange.merge(known)
         homes = {layer.name: {part.owner for part in layer.parts} for layer in plan.layers}
         states = self._gathered({block: homes[block.name] for block in known})
@@ -532,7 +551,6 @@ class DistributedExecutor(SingleDevice):
         check_rank(to, dist.get_world_size(self._groups[0]))
         if self.plan is None and self._lost is None:
             return  # nothing was learned
-        self._give_back()
         self.prepare(blocks, params, names)
         self._abandon_round()
         self.exchange.merge(self._blocks)
@@ -608,15 +626,22 @@ class DistributedExecutor(SingleDevice):
         )
         for param, buffer in buffers.items():
             state[param]["momentum_buffer"] = buffer
-        for param, home in homes_of_momentum.items():
-            if rank not in home and self._momentum(param) is not None:
-                del state[param]["momentum_buffer"]
         self._lost = None
+
+    def _let_go_of_momentum(self) -> None:
+        """Of parameters that another rank updates: a buffer of two would go into checkpoints."""
+        for param, owner in self._owners.items():
+            if owner not in (None, self.main.rank) and self._momentum(param) is not None:
+                del self._state()[param]["momentum_buffer"]
 
     @property
     def _owners(self) -> dict[nn.Parameter, int | None]:
         assert self.plan is not None
         return _owners(self.plan, self._params)
+
+
+def _may_shard(strategy: Strategy | Auto) -> bool:
+    return strategy.may_shard if isinstance(strategy, Auto) else isinstance(strategy, Sharded)
 
 
 def _any_sharded(params: Iterable[nn.Parameter]) -> bool:

@@ -38,6 +38,9 @@ class RowGradients:
     def reduce(self) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
     def restore(self) -> None:
         pass
 

@@ -31,6 +31,9 @@ class GradientFlow(Protocol):
     def reduce(self) -> None:
         """Bring the gradients of this step to where they are needed, if they are not there yet."""
 
+    def forget(self) -> None:
+        """Told that the gradients of this step were dropped, or will not be stepped with."""
+
     def restore(self) -> None:
         """Undo `reduce`: have all gradients that other ranks have, as the owners are about to change."""
 
@@ -64,6 +67,9 @@ class ReplicatedGradients:
     def reduce(self) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
     def restore(self) -> None:
         pass
 
@@ -78,13 +84,11 @@ class ReplicatedGradients:
         grad_of = dict(zip(blocks, grads, strict=True))
         matrices = {block: block.precondition(grad_of[block]) for block in here}
         by_name = {block.name: block for block in blocks}
+        values = {
+            preconditioned_name(block.name, rank - self._workers[block.name].start): matrix_of_layer(matrix, block.spec)
+            for block, matrix in matrices.items()
+        }
         for bucket in preconditioned_buckets(self._plan, by_name):
-            values = {
-                preconditioned_name(block.name, rank - self._workers[block.name].start): matrix_of_layer(
-                    matrix, block.spec
-                )
-                for block, matrix in matrices.items()
-            }
             received = self._communicator.share(bucket, values).wait()
             for name, block in by_name.items():
                 workers = self._workers[name]
@@ -118,7 +122,10 @@ class ShardedGradients:
         plan: of `Sharded`.
         communicator: for the main line of the program.
         params: of each covered layer and each other parameter, by its name in the plan.
-        reduced: whether DDP has brought the gradients of this step to their owners.
+
+    Attributes:
+        owner_of: the rank that updates a parameter; those that are not trained have none.
+        reduced: whether the gradients of this step are with their owners, brought by DDP or by `reduce`.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
@@ -150,6 +157,9 @@ class ShardedGradients:
                 for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
                     _average(param, others.view(param.shape), ranks)
 
+    def forget(self) -> None:
+        self.reduced = False
+
     def restore(self) -> None:
         if self.reduced:
             self._gather(lambda param: torch.zeros_like(param) if param.grad is None else param.grad, _set_gradient)
@@ -164,7 +174,7 @@ class ShardedGradients:
         return _ALONE.direction(blocks, covered)
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return [param for param in params if self.owner_of[param] == self._communicator.rank]
+        return [param for param in params if self.owner_of.get(param) == self._communicator.rank]
 
     def publish(self) -> None:
         self._gather(lambda param: param, lambda param, value: param.detach().copy_(value))

@@ -20,7 +20,8 @@ from kfac_optim.validation import check_dtype, check_flag, check_integer, check_
 
 # Words of a vote: whether a gradient is not finite, loss terms, and, each twice, fingerprints of what this rank trains,
 # of its arguments and of its gradients.
-# One more for each layer says whether it has statistics, and one for each bucket of factor sums whether it goes again.
+# One more for each layer says whether it has a gradient, and statistics; one for each bucket of factor sums, whether it
+# goes again.
 VOTE_WORDS = 8
 
 # Words of the status of one layer.

@@ -116,6 +116,22 @@ class Reducer:
             merged |= flight.wait()
         return merged
 
+    def abandon(self) -> None:
+        """Launch what is left, wait for all of it, throw it away, and start the next round.
+
+        All ranks must call it at the same place in the program.
+
+        Raises:
+            CollectiveError: a collective failed, or took too long.
+        """
+        while self._next < len(self._buckets):
+            self._launch(self._next, Cause.LEFT_OVER)
+            self._next += 1
+        flights = self._flights
+        self._start_round()
+        for flight in flights:
+            flight.wait()
+
     def _start_round(self) -> None:
         self._flights: list[InFlight[dict[str, Merged]]] = []
         self._next = 0

@@ -114,9 +114,7 @@ class StatisticsExchange:
 
     def abandon(self, blocks: Sequence[KFACBlock]) -> None:
         """Have no sums of these blocks under way; what was launched is thrown away."""
-        factors = {name: factor for block in blocks for name, factor in self.slots(block, block.state)}
-        reducer = self.reducer(blocks)
-        reducer.finish(lambda name: (factors[name].packed, 0.0), [False] * len(reducer.stale_flags()))
+        self.reducer(blocks).abandon()
 
     def forget_others(self, blocks: Sequence[KFACBlock]) -> None:
         """What other ranks own, this one has measured nothing of."""
@@ -127,11 +125,11 @@ class StatisticsExchange:
                         factor.forget()
 
     def mark_elsewhere(self, blocks: Sequence[KFACBlock]) -> None:
-        """Have each state solve for what this rank owns alone; `blocks` may be copies."""
-        for block in blocks:
-            for name, told in self._told.get(block.name, {}).items():
-                (factor,) = block.inverse.averages(block.state, name)
-                factor.elsewhere = told
+        """Have each state solve for what this rank owns alone; `blocks` may be copies, of before owners changed."""
+        for block, _, part in self._parts(blocks):
+            told = self._told.get(block.name, {})
+            for factor in block.inverse.averages(block.state, part.part.name):
+                factor.elsewhere = told.get(part.part.name)
 
     def share(self, blocks: Sequence[KFACBlock]) -> None:
         """Tell all ranks how refreshes of these blocks went, and the results to those that need them."""

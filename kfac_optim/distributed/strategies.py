@@ -136,7 +136,8 @@ class Auto:
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: a budget below 1.
+        ValueError: a budget below 1, or `FullySharded` among the candidates: whether parameters are sharded is not
+            for it to choose.
     """
 
     memory_budget: int | None = None
@@ -148,6 +149,16 @@ class Auto:
         check_kind("candidates of Auto", self.candidates, tuple)
         for each in self.candidates:
             check_strategy("each of the candidates of Auto", each)
+            if isinstance(each, FullySharded):
+                raise ValueError(
+                    f"kfac_optim: candidates of Auto must be Replicated(...) or Sharded(...), got {each!r}. Parameters "
+                    "that fully_shard has sharded are dealt with so whatever the strategy; leave it out."
+                )
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether `Sharded` may be chosen."""
+        return any(isinstance(each, Sharded) for each in self.candidates)
 
     def strategies(self, ranks: int) -> tuple[Strategy, ...]:
         """What there is to choose from."""

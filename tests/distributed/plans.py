@@ -26,6 +26,16 @@ structures = st.sampled_from(
 )
 
 
+def gpt(layers: int = 24, width: int = 1024, tokens: int = 8 * 1024) -> list[Covered | Uncovered]:
+    """The linear layers of a GPT without biases, query, key and value as one."""
+    shapes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
+    return [
+        Covered(LayerSpec(f"{layer}.{name}", ("weight",), inputs * width, outputs * width), Cholesky(), tokens)
+        for layer in range(layers)
+        for name, (inputs, outputs) in shapes.items()
+    ]
+
+
 @st.composite
 def models(draw: st.DrawFn) -> list[Covered | Uncovered]:
     model: list[Covered | Uncovered] = []

@@ -19,9 +19,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import EXAMPLES, TIMEOUT, Batch, Mixed, build, close, examples, share, squares, wrap
 
-from kfac_optim import ExactGGN, KFACOptimizer, LevenbergMarquardt, MonteCarlo, QuadraticModel
+from kfac_optim import (
+    Background,
+    ExactGGN,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    MonteCarlo,
+    QuadraticModel,
+    Together,
+)
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.strategies import Strategy
+from kfac_optim.refresh import Refresh
 
 STRATEGIES = (Replicated(0.5), Sharded(), Sharded(Placement.FACTORS))
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -374,12 +383,105 @@ def test_a_refresh_that_fails_on_its_owner_leaves_all_ranks_the_last_good_invers
     assert max(count for _, count in found) > 0
 
 
+# -- gradients are dropped, clipped, or somebody else's ----------------------------------------------------------
+
+
+def zeroed_by_the_model(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    model.zero_grad()
+    squares(model(x), y).mean().backward()
+    optimizer.step()
+
+
+def zeroed_before_backward(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    loss = squares(model(x), y).mean()
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def made_zeros(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    model.zero_grad(set_to_none=False)
+    squares(model(x), y).mean().backward()
+    optimizer.step()
+
+
+def made_zeros_before_backward(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    loss = squares(model(x), y).mean()
+    model.zero_grad(set_to_none=False)
+    loss.backward()
+    optimizer.step()
+
+
+def never_zeroed(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    (squares(model(x), y).mean() / 10).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    "step", [zeroed_by_the_model, zeroed_before_backward, made_zeros, made_zeros_before_backward, never_zeroed]
+)
+def test_gradients_may_be_dropped_anywhere_or_not_at_all(two_ranks: Ranks, step: Step, flags: dict[str, Any]) -> None:
+    if flags and step is made_zeros_before_backward:
+        pytest.skip("of gradients that are written to together one cannot tell")
+    check(two_ranks, step, strategy=Sharded(), flags=flags)
+
+
+def clipped(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    """Some batches are left out after a look at their norm."""
+    optimizer.zero_grad()
+    squares(model(x), y).mean().backward()
+    optimizer.clip_grad_norm_(0.05)
+    if number % 3 == 1:
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+
+
+def partly_frozen() -> nn.Module:
+    model = Mixed()
+    for param in (*model.first.parameters(), model.gain):
+        param.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("net", [Mixed, partly_frozen])
+@pytest.mark.parametrize(("strategy", "flags"), [(Sharded(), None), (Sharded(), {}), (Replicated(0.5), {})], ids=str)
+def test_clipping_and_leaving_out_a_batch(
+    two_ranks: Ranks, strategy: Strategy, flags: dict[str, Any] | None, net: Callable[[], nn.Module]
+) -> None:
+    check(two_ranks, clipped, steps=9, net=net, strategy=strategy, flags=flags)
+
+
+def beside_another(rank: int | None) -> list[Tensor]:
+    """Parameters of no layer are another optimizer's."""
+    training = Training(rank, Mixed, Replicated(), {})
+    others = [training.bare.gain, training.bare.shift]
+    ours = [param for param in training.bare.parameters() if not any(param is each for each in others)]
+    sharded = {} if rank is None else {"distributed": DistributedConfig(strategy=Sharded(), timeout=TIMEOUT)}
+    optimizer = KFACOptimizer(ours, model=training.model, **{**training.options, **sharded})
+    training.optimizer.remove_hooks()
+    sgd = torch.optim.SGD(others, lr=0.05)
+    for number in range(8):
+        x, y = training.batch(number)
+        optimizer.zero_grad()
+        sgd.zero_grad()
+        squares(training.model(x), y).mean().backward()
+        optimizer.step()
+        sgd.step()
+    return training.params
+
+
+def test_parameters_may_be_another_optimizers(two_ranks: Ranks) -> None:
+    compare(two_ranks.run(beside_another), beside_another(None))
+
+
 # -- the model changes -------------------------------------------------------------------------------------------
 
 
-def grows(rank: int | None, strategy: Strategy) -> list[Tensor]:
+def grows(rank: int | None, strategy: Strategy, refresh: Refresh) -> list[Tensor]:
     """A layer comes at step 3, another is unfrozen at step 6 and one frozen at step 8."""
-    training = Training(rank, Mixed, strategy, None)
+    training = Training(rank, Mixed, strategy, None, refresh=refresh)
     bare = training.bare
     bare.hidden.requires_grad_(False)
     late = list(bare.last.parameters())
@@ -401,13 +503,82 @@ def grows(rank: int | None, strategy: Strategy) -> list[Tensor]:
                 if param.grad is not None:
                     torch.distributed.all_reduce(param.grad)
                     param.grad /= 2
+        if rank is None and number in (3, 6):
+            for block in optimizer._binding.coverage.blocks:
+                block.under_way = None  # those that began it may own it no more
         optimizer.step()
+        if rank is not None:
+            for param, owner in optimizer._executor._owners.items():
+                assert owner in (None, rank) or "momentum_buffer" not in optimizer.state[param]
     return training.params
 
 
+@pytest.mark.parametrize("refresh", [Together(), Background(max_staleness=2, deterministic=True)], ids=str)
 @each_strategy
-def test_layers_that_come_and_go_are_planned_anew(two_ranks: Ranks, strategy: Strategy) -> None:
-    compare(two_ranks.run(grows, strategy), grows(None, strategy))
+def test_layers_that_come_and_go_are_planned_anew(two_ranks: Ranks, strategy: Strategy, refresh: Refresh) -> None:
+    compare(two_ranks.run(grows, strategy, refresh), grows(None, strategy, refresh))
+
+
+def marks(rank: int) -> list[bool]:
+    """Of the factors of a copy that was marked when another rank owned one of them, and now owns neither."""
+    training = Training(rank, Mixed, Sharded(Placement.FACTORS), {})
+    training.run(plain, range(2))
+    exchange = training.optimizer._executor.exchange
+    (block,) = (each for each in training.optimizer._binding.coverage.blocks if each.name == "first")
+    copy_ = block.shadow()
+    exchange.mark_elsewhere([copy_])
+    before = [factor.elsewhere is not None for _, factor in exchange.slots(copy_, copy_.state)]
+    exchange._told.clear()
+    exchange.mark_elsewhere([copy_])
+    return before + [factor.elsewhere is not None for _, factor in exchange.slots(copy_, copy_.state)]
+
+
+def test_copies_that_refresh_in_the_background_know_of_new_owners(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(marks):
+        assert sum(found[:2]) == 1
+        assert not any(found[2:])
+
+
+class LateUse(nn.Module):
+    """From the fifth forward on, the first weight is multiplied by from the other side as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        h = self.first(x).tanh()
+        if self.forwards > 4:
+            h = (h @ self.first.weight).tanh()
+        out: Tensor = self.last(h)
+        return out
+
+
+@pytest.mark.parametrize("flags", [None, {}], ids=str)
+@pytest.mark.parametrize("strategy", [Sharded(), Sharded(Placement.FACTORS)], ids=str)
+def test_another_use_of_a_weight_may_come_after_the_first_steps(
+    two_ranks: Ranks, strategy: Strategy, flags: dict[str, Any] | None
+) -> None:
+    for period in (1, 3):
+        check(two_ranks, plain, net=LateUse, strategy=strategy, flags=flags, inverse_update_period=period)
+
+
+def widened(rank: int | None) -> list[Tensor]:
+    training = Training(rank, Mixed, Sharded(), None)
+    training.bare.float()
+    for number in range(8):
+        if number == 4:
+            training.bare.double()
+        x, y = (each.to(training.bare.last.weight.dtype) for each in training.batch(number))
+        plain(training.bare, training.optimizer, x, y, number)
+    return training.params
+
+
+def test_a_model_that_moves_to_another_dtype_is_planned_anew(two_ranks: Ranks) -> None:
+    """Owners' parameters then reach the others whole: `compare` asks for equal bits."""
+    compare(two_ranks.run(widened), widened(None), rtol=1e-4)
 
 
 # -- ranks that differ -------------------------------------------------------------------------------------------

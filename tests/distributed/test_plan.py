@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import COST, INVERSES, equal_layers, models, options_, strategies_
+from plans import COST, INVERSES, equal_layers, gpt, models, options_, strategies_
 from torch import nn
 
 from benchmarks import shapes
@@ -36,6 +36,7 @@ from kfac_optim.distributed import (
     Collective,
     CostModel,
     Covered,
+    FullySharded,
     Placement,
     Plan,
     PlanOptions,
@@ -138,7 +139,7 @@ def test_the_traffic_of_four_linear_layers_is_that_of_the_prototype() -> None:
 
 @pytest.mark.parametrize(
     ("model", "comm", "mem", "ours"),
-    [(shapes.resnet50(), 14.8, 15.1, 2.30), (shapes.gpt(), 10.2, 10.7, 2.19)],
+    [(shapes.resnet50(), 14.8, 15.1, 2.30), (gpt(), 10.2, 10.7, 2.19)],
     ids=["ResNet-50", "GPT"],
 )
 def test_predicted_words_of_large_models(model: shapes.Model, comm: float, mem: float, ours: float) -> None:
@@ -277,9 +278,9 @@ def test_every_part_has_one_owner_whatever_the_order(
 @pytest.mark.parametrize(("ranks", "by_layers", "by_factors"), [(8, 1.00, 1.00), (32, 1.08, 1.07), (64, 1.08, 1.07)])
 def test_makespans_of_the_gpt(ranks: int, by_layers: float, by_factors: float) -> None:
     """In units of width³ layers cost 28, 2, 65 and 65, 160 together; of the largest, 48 are to be placed."""
-    plan = make_plan(shapes.gpt(), ranks, COMM_OPT, COST)
+    plan = make_plan(gpt(), ranks, COMM_OPT, COST)
     assert plan.refresh_imbalance == pytest.approx(by_layers, abs=0.005)
-    apart = make_plan(shapes.gpt(), ranks, Replicated(1.0, Placement.FACTORS), COST)
+    apart = make_plan(gpt(), ranks, Replicated(1.0, Placement.FACTORS), COST)
     assert apart.refresh_imbalance == pytest.approx(by_factors, abs=0.005)
     assert apart.refresh_floor <= apart.refresh_imbalance
 
@@ -758,6 +759,7 @@ def test_bad_plans_are_refused(arguments: dict[str, Any], error: type[Exception]
         (lambda: Auto(0), ValueError, "memory_budget of Auto"),
         (lambda: Auto(candidates=[COMM_OPT]), TypeError, "candidates of Auto must be a tuple"),
         (lambda: Auto(candidates=(Auto(),)), TypeError, "each of the candidates of Auto must be Replicated"),
+        (lambda: Auto(candidates=(FullySharded(),)), ValueError, r"candidates of Auto must be .*got FullySharded"),
         (lambda: PlanOptions(bucket_bytes=0), ValueError, "bucket_bytes of PlanOptions"),
         (lambda: PlanOptions(inverse_update_period=0), ValueError, "inverse_update_period of PlanOptions"),
         (lambda: PlanOptions(factor_dtype=None), TypeError, "factor_dtype of PlanOptions"),

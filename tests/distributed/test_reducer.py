@@ -225,6 +225,15 @@ def test_each_round_starts_from_nothing() -> None:
     ]
 
 
+def test_a_round_that_is_abandoned_launches_what_is_left_and_leaves_nothing_behind() -> None:
+    recorder, reducer = recorded(1, one_slot_each(2, "a", "b"))
+    reducer.ready("a", torch.tensor(1.0), 1)
+    reducer.abandon()
+    assert [cause for _, cause, _ in recorder.launched] == [Cause.COMPLETE, Cause.LEFT_OVER]
+    reducer.finish(nothing, [False, False])
+    assert [sections.tolist() for *_, sections in recorder.launched[2:]] == [[0], [0]]
+
+
 def test_what_cannot_be_is_refused() -> None:
     recorder, reducer = recorded(0, one_slot_each(1, "a"))
     for report in (lambda: reducer.ready("c", torch.ones(1), 1), lambda: reducer.invalidate("c")):

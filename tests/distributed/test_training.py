@@ -67,6 +67,7 @@ ON_TWO = {
     "sharded factors": Case("tokens", Sharded(FACTORS), split=EMPTY, micro=2),
     "auto": Case("feature map", Auto(), {**WIDE, "l2_in_curvature": True, "weight_decay": 0.1}, split=UNEVEN),
     "auto of one": Case("pictures", Auto(candidates=(Sharded(),)), EACH, split=UNEVEN),
+    "auto of one, no wrapper": Case("mixed", Auto(candidates=(Sharded(),)), split=UNEVEN, wrapped=None),
     "eigen": Case("tokens", Sharded(FACTORS), {"inverse": Eigen(), **RARE}, split=UNEVEN, wrapped=None),
     "eigen, replicated": Case("mixed", Replicated(0.5, FACTORS), {"inverse": Eigen()}, split=EMPTY),
     "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=EMPTY),

@@ -261,7 +261,8 @@ def on_rank(rank: int, case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     scaler = None if case.scaler is None else torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
     others = {"grad_scaler": scaler} if case.scaler == "named" else {}
     optimizer = case.optimizer(model, **case.distributed(), **others)
-    by_hand = case.wrapped is None and not isinstance(case.strategy, Sharded)
+    chosen = case.strategy.candidates if isinstance(case.strategy, Auto) else (case.strategy,)
+    by_hand = case.wrapped is None and not any(isinstance(each, Sharded) for each in chosen)
     for step in range(case.steps):
         sizes = case.split.sizes(step, ranks)
         optimizer.zero_grad()
