@@ -115,7 +115,9 @@ def mean_over(model: nn.Module, split: Split, *functions: LossFunction, batch_si
     """Each of ``functions``, means over examples, over a whole split; leaves the model in training mode."""
     model.eval()
     totals = [0.0] * len(functions)
-    for inputs, targets in zip(split.inputs.split(batch_size), split.targets.split(batch_size), strict=True):
+    for inputs, targets in zip(
+        torch.split(split.inputs, batch_size), torch.split(split.targets, batch_size), strict=True
+    ):
         outputs = model(inputs)
         for number, function in enumerate(functions):
             totals[number] += function(outputs, targets).item() * len(targets)
