@@ -44,7 +44,7 @@ class ProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = _traceable(func)(*args, **(kwargs or {}))
+        output = traceable(func)(*args, **(kwargs or {}))
         if _is_among(func, _WATCHED):
             output = call_as_it_is(self._look, func, args, kwargs or {}, output)
         return output
@@ -122,7 +122,7 @@ _WATCHED: Mapping[Function, Function] = {func: as_one_node(func) for func in (*_
 
 
 @inline_only
-def _traceable(func: Function) -> Function:
+def traceable(func: Function) -> Function:
     """`func`, or its equal while a mode is traced by `torch.compile`."""
     if func is torch.Tensor.unflatten:
         return torch.unflatten  # which is written in Python; dynamo cannot trace the method within a mode
@@ -151,7 +151,7 @@ class _Substitution(TorchFunctionMode):
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _is_among(func, self._table):
-            return _traceable(func)(*args, **(kwargs or {}))
+            return traceable(func)(*args, **(kwargs or {}))
         return call_as_it_is(self._table[func], *args, **(kwargs or {}))
 
 

@@ -48,6 +48,24 @@ class Branch(nn.Module):
         return {"a": self.twice(hidden), "b": self.twice(torch.tanh(hidden + shift))}
 
 
+class Causal(nn.Conv1d):
+    """Pads by itself what it convolves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (2, 0)))
+
+
+class Cropping(nn.ConvTranspose1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[..., :-2]
+
+
+def causal_net() -> nn.Module:
+    return nn.Sequential(
+        Causal(2, 3, 3), nn.Tanh(), Cropping(3, 2, 4, stride=2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(20, 3)
+    )
+
+
 class Attentive(nn.Module):
     """Attention to another sequence, and of one sequence to itself without a batch dimension."""
 
@@ -103,6 +121,7 @@ CASES = {
         lambda seed: ((random(seed, 8, 4),), {}),
     ),
     "convolutions and norms": Case(conv_net, images),
+    "convolutions with forwards of their own": Case(causal_net, lambda seed: ((random(seed, 4, 2, 5),), {})),
     "some rows": Case(conv_net, images, {"subsample": Subsample(examples=4, positions=3)}),
     "blocks": Case(
         lambda: nn.Sequential(nn.Linear(4, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)),

@@ -1,11 +1,15 @@
 """`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear layer over the patches of the padded input."""
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerStatistics, PatchStatistics, WeightBiasAdapter
+from kfac_optim.layers.base import LayerStatistics, PatchAdapter, PatchStatistics, by_axis
 from kfac_optim.patches import Patches, pad
 from kfac_optim.specs import LayerSpec
 
@@ -14,7 +18,8 @@ class ConvStatistics(PatchStatistics):
     """Rows are patches, ordered `(channel, *kernel)` like the weight's own trailing dimensions.
 
     Args:
-        module: the convolution, for its kernel, stride, padding, dilation and groups.
+        module: the convolution, for its kernel and groups; for stride, padding and dilation where the context of the
+            call does not tell them.
         spec: as in `RowStatistics`, as are `call` and `dtype`.
     """
 
@@ -24,17 +29,48 @@ class ConvStatistics(PatchStatistics):
 
     def patches(self, features: Tensor) -> Patches:
         module = self.module
-        # torch keeps the amounts for every kind of padding ('same' and 'valid' too) in the order of F.pad: last first
-        amounts = module._reversed_padding_repeated_twice
-        zeros = tuple(zip(amounts[-2::-2], amounts[::-2], strict=True))
-        if module.padding_mode != "zeros":
-            features = pad(features, zeros, module.padding_mode)
+        if self.call.context:
+            stride, dilation, before, after = self.context_by_axis()
+            zeros = tuple(zip(before, after, strict=True))
+            return Patches(features, zeros, module.kernel_size, stride, dilation, self.spec.groups)
+        if module.padding_mode == "zeros":
+            zeros = _zeros(module.padding, module.kernel_size, module.dilation)
+        else:
+            # What such a forward pads by was fixed with the module, in the order of F.pad: last first.
+            amounts = module._reversed_padding_repeated_twice
+            features = pad(features, tuple(zip(amounts[-2::-2], amounts[::-2], strict=True)), module.padding_mode)
             zeros = ((0, 0),) * self.ndim
         return Patches(features, zeros, module.kernel_size, module.stride, module.dilation, self.spec.groups)
 
 
-class ConvAdapter(WeightBiasAdapter[_ConvNd]):
-    in_rows = True
+def _zeros(
+    padding: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """What torch pads by, before and after along each dimension of space."""
+    if padding == "same":
+        reach = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in reach)
+    amounts = by_axis(0 if isinstance(padding, str) else padding, len(kernel))  # "valid" is none
+    return tuple((amount, amount) for amount in amounts)
+
+
+class ConvAdapter(PatchAdapter[_ConvNd]):
+    functions: ClassVar = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+
+    def context(
+        self,
+        module: _ConvNd,
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> tuple[int, ...] | None:
+        if groups != module.groups:
+            return None
+        ndim = len(module.kernel_size)
+        dilations = by_axis(dilation, ndim)
+        before, after = zip(*_zeros(padding, module.kernel_size, dilations), strict=True)
+        return (*by_axis(stride, ndim), *dilations, *before, *after)
 
     def groups(self, module: _ConvNd) -> int:
         return module.groups

@@ -8,13 +8,15 @@ between neighbours (Dumoulin & Visin 2016, §4). In that view it is linear in ea
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerStatistics, PatchStatistics, WeightBiasAdapter, weight_and_bias
+from kfac_optim.layers.base import LayerStatistics, PatchAdapter, PatchStatistics, by_axis, weight_and_bias
 from kfac_optim.patches import Patches, pad
 from kfac_optim.specs import LayerSpec
 
@@ -31,7 +33,8 @@ class ConvTransposeStatistics(PatchStatistics):
     """Rows are patches of the interleaved input, ordered `(channel, *kernel)` with the kernel flipped.
 
     Args:
-        module: the transposed convolution, for its kernel, stride, padding and dilation.
+        module: the transposed convolution, for its kernel; for stride, padding and dilation where the context of the
+            call does not tell them.
         spec: as in `RowStatistics`, as are `call` and `dtype`.
     """
 
@@ -40,33 +43,48 @@ class ConvTransposeStatistics(PatchStatistics):
         self.module = module
 
     def patches(self, features: Tensor) -> Patches:
-        module, interleaved = self.module, self._interleaved(features)
+        module = self.module
+        stride, dilation, padding = module.stride, module.dilation, tuple(map(int, module.padding))
+        if self.call.context:
+            stride, dilation, padding = self.context_by_axis()
+        interleaved = _interleaved(features, stride)
         # The output's size tells what padding its end has: `output_padding`, or the `output_size` of that forward.
         positions = self.call.gradient.shape[-self.ndim :]
         zeros: tuple[tuple[int, int], ...] = ()
         for axis in range(self.ndim):
-            reach = module.dilation[axis] * (module.kernel_size[axis] - 1)
-            before = reach - int(module.padding[axis])
-            zeros += ((before, positions[axis] + reach - before - interleaved.shape[2 + axis]),)
+            reach = dilation[axis] * (module.kernel_size[axis] - 1)
+            before = reach - padding[axis]
+            after = positions[axis] + reach - before - interleaved.shape[2 + axis]
+            if not 0 <= after - before < max(stride[axis], dilation[axis]):  # as torch bounds `output_padding`
+                self.refuse_positions(tuple(interleaved.shape[2:]), "interleaved input")
+            zeros += ((before, after),)
         if min(map(min, zeros)) < 0:
             interleaved, zeros = pad(interleaved, zeros), ((0, 0),) * self.ndim
-        stride = (1,) * self.ndim
-        return Patches(interleaved, zeros, module.kernel_size, stride, module.dilation, self.spec.groups)
-
-    def _interleaved(self, features: Tensor) -> Tensor:
-        """`[batch, channels, *(s·(space - 1) + 1)]`: `features` with `s - 1` zeros between neighbours."""
-        stride = self.module.stride
-        space = [step * (size - 1) + 1 for step, size in zip(stride, features.shape[2:], strict=True)]
-        interleaved = features.new_zeros(*features.shape[:2], *space)
-        taken = [slice(None), slice(None), *(slice(None, None, step) for step in stride)]
-        interleaved[tuple(taken)] = features
-        return interleaved
+        return Patches(interleaved, zeros, module.kernel_size, (1,) * self.ndim, dilation, self.spec.groups)
 
 
-class ConvTransposeAdapter(WeightBiasAdapter[_ConvTransposeNd]):
+class ConvTransposeAdapter(PatchAdapter[_ConvTransposeNd]):
     """Its weight is `[in, out/groups, *kernel]`."""
 
-    in_rows = True
+    functions: ClassVar = {
+        nn.ConvTranspose1d: F.conv_transpose1d,
+        nn.ConvTranspose2d: F.conv_transpose2d,
+        nn.ConvTranspose3d: F.conv_transpose3d,
+    }
+
+    def context(
+        self,
+        module: _ConvTransposeNd,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        groups: int = 1,
+        dilation: int | Sequence[int] = 1,
+    ) -> tuple[int, ...] | None:
+        if groups != module.groups:
+            return None
+        ndim = len(module.kernel_size)
+        return (*by_axis(stride, ndim), *by_axis(dilation, ndim), *by_axis(padding, ndim))
 
     def unbatched_ndim(self, module: _ConvTransposeNd) -> int:
         return len(module.kernel_size) + 1
@@ -103,6 +121,15 @@ class ConvTransposeAdapter(WeightBiasAdapter[_ConvTransposeNd]):
         weight, *bias = super().unpack(spec, matrix)
         weight = weight.reshape(spec.groups, spec.out_dim, -1, spec.taps)
         return (_flipped(weight).transpose(1, 2), *bias)
+
+
+def _interleaved(features: Tensor, stride: Sequence[int]) -> Tensor:
+    """`[batch, channels, *(s·(space - 1) + 1)]`: `features` with `s - 1` zeros between neighbours."""
+    space = [step * (size - 1) + 1 for step, size in zip(stride, features.shape[2:], strict=True)]
+    interleaved = features.new_zeros(*features.shape[:2], *space)
+    taken = [slice(None), slice(None), *(slice(None, None, step) for step in stride)]
+    interleaved[tuple(taken)] = features
+    return interleaved
 
 
 def _flipped(weight: Tensor) -> Tensor:

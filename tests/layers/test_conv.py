@@ -1,8 +1,12 @@
+from collections.abc import Callable
 from dataclasses import replace
+from types import MethodType
+from typing import Any
 
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import STRUCTURES, Bias, ConvCase, any_loss, conv_cases, correlating, measure, snapshot
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
@@ -213,7 +217,7 @@ def test_several_backwards_are_as_one_of_their_sum_without_unfolding(sharing: We
     assert_same(sum(parts), expected_moment(rows, every, Structure.DENSE, sharing, True), rtol=1e-12)
 
 
-class _Standardised(nn.Conv2d):
+class _Cloning(nn.Conv2d):
     """A subclass with a habit of its own that leaves the function alone."""
 
     def forward(self, features: Tensor) -> Tensor:
@@ -221,11 +225,161 @@ class _Standardised(nn.Conv2d):
 
 
 def test_a_subclass_is_measured_like_its_base() -> None:
-    module = _Standardised(2, 3, 2)
+    module = _Cloning(2, 3, 2)
     measured = measure(nn.Sequential(module), torch.randn(3, 2, 4, 3))
     call = measured.calls["0"]
     a, g = oracles.conv_rows(module, call.input), oracles.conv_gradient_rows(module, call.gradient)
     assert_same(measured.factors["0"], oracles.factors(a, g, terms=3, bias=True))
+
+
+class _Causal(nn.Conv1d):
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(F.pad(features, (2, 0)))
+
+
+class _CausalWithin(nn.Conv1d):
+    def _conv_forward(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(F.pad(features, (2, 0)), weight, bias)
+
+
+def _causal_alone(inputs: int, outputs: int, kernel: int) -> nn.Conv1d:
+    module = nn.Conv1d(inputs, outputs, kernel)
+    module.forward = MethodType(_Causal.forward, _as(module, _Causal))
+    return module
+
+
+def _as(module: nn.Conv1d, cls: type[nn.Conv1d]) -> nn.Conv1d:
+    """A module that shares all that `module` has, and is of that class."""
+    other = cls.__new__(cls)
+    other.__dict__ = {**module.__dict__}
+    return other
+
+
+@pytest.mark.parametrize("causal", [_Causal, _CausalWithin, _causal_alone])
+@pytest.mark.parametrize("sharing", WeightSharing)
+def test_a_convolution_that_pads_its_input_itself_is_measured_where_its_output_has_positions(
+    causal: Callable[..., nn.Conv1d], sharing: WeightSharing
+) -> None:
+    plain = nn.Sequential(nn.ZeroPad1d((2, 0)), nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(21, 2))
+    model = nn.Sequential(nn.Identity(), causal(2, 3, 3), *plain[2:])
+    model[1].load_state_dict(plain[1].state_dict())
+    images, target = torch.randn(4, 2, 7), torch.randn(4, 2)
+    ours, expected = (
+        measure(each, images, lambda output: (output - target).square().sum(), weight_sharing=sharing).factors
+        for each in (model, plain)
+    )
+    assert_same(ours["1"], expected["1"])
+
+
+class _Called(nn.Conv2d):
+    """Calls torch's function as it is told to."""
+
+    arguments: dict[str, Any]
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.conv2d(input=features, weight=self.weight, bias=self.bias, **self.arguments)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"stride": 2, "padding": (1, 2)},
+        {"stride": (2,), "padding": [1], "dilation": (1, 2)},
+        {"padding": "same", "dilation": 2},
+        {"padding": "valid", "stride": (1, 3)},
+    ],
+    ids=str,
+)
+def test_in_a_forward_of_its_own_the_arguments_of_the_function_count_and_not_those_of_the_module(
+    arguments: dict[str, Any], batch: tuple[int, ...]
+) -> None:
+    of_module = {name: value[0] if value in ((2,), [1]) else value for name, value in arguments.items()}
+    plain, own = nn.Conv2d(4, 6, (2, 3), groups=2, **of_module), _Called(4, 6, (2, 3), groups=2, padding=3)
+    own.load_state_dict(plain.state_dict())
+    own.arguments = {**arguments, "groups": 2}
+    images = torch.randn(*batch, 4, 7, 8)
+    ours, expected = (measure(each, images, lambda output: output.sin().sum()).factors[""] for each in (own, plain))
+    assert_same(ours, expected)
+
+
+class _Pyramid(nn.Conv2d):
+    """One kernel at several dilations."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return sum(F.conv2d(features, self.weight, self.bias, padding=d, dilation=d) for d in (1, 2))
+
+
+def test_every_call_with_the_weight_counts_in_a_forward_of_its_own() -> None:
+    module, images = _Pyramid(2, 3, 3), torch.randn(4, 2, 6, 6)
+    calls = []
+    for dilation in (1, 2):
+        plain = nn.Conv2d(2, 3, 3, padding=dilation, dilation=dilation)
+        plain.load_state_dict(module.state_dict())
+        calls.append(oracles.conv_rows(plain, images))
+    gradient = (module(images).detach()).cos()
+    a, g = torch.cat(calls, dim=1), oracles.conv_gradient_rows(module, gradient).repeat(1, 2, 1, 1)
+    ours = measure(module, images, lambda output: output.sin().sum(), loss_terms=LossTerms.SUM).factors[""]
+    assert_same(ours, oracles.factors(a, g, terms=1, bias=True))
+
+
+class _WeightStandardised(nn.Conv2d):
+    def forward(self, features: Tensor) -> Tensor:
+        mean, std = self.weight.mean((1, 2, 3), keepdim=True), self.weight.std((1, 2, 3), keepdim=True)
+        return self._conv_forward(features, (self.weight - mean) / std, self.bias)
+
+
+class _ScaledBias(nn.Conv2d):
+    def forward(self, features: Tensor) -> Tensor:
+        return self._conv_forward(features, self.weight, 2 * self.bias)
+
+
+class _InGroups(nn.Conv2d):
+    """Not the groups that its adapter was told of."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.conv2d(features[:, :2], self.weight, self.bias, groups=1)
+
+
+@pytest.mark.parametrize("kind", [_WeightStandardised, _ScaledBias, _InGroups])
+def test_a_convolution_by_something_else_than_its_parameters_takes_the_step_of_sgd(kind: type[nn.Conv2d]) -> None:
+    model = nn.Sequential(kind(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(96, 2))
+    optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
+    before = snapshot(model)
+    any_loss(model(torch.randn(3, 4, 6, 6))).backward()
+    with pytest.warns(UserWarning, match=r"1 layers have gradients but no statistics .* the first of them '0'"):
+        optimizer.step()
+    for name in ("weight", "bias"):
+        param = model[0].get_parameter(name)
+        assert param.grad is not None
+        assert torch.equal(param, before[f"0.{name}"].add(param.grad, alpha=-0.1))
+    assert not torch.equal(model[2].weight, before["2.weight"].add(model[2].weight.grad, alpha=-0.1))
+
+
+def test_a_forward_that_is_replaced_after_construction_and_changes_the_positions_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 3, 3))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    model[0].forward = MethodType(_Causal.forward, _as(model[0], _Causal))
+    output = model(torch.randn(4, 2, 7))
+    with pytest.raises(RuntimeError, match=r"layer '0' has 7 positions, which its patches of 5 .*skip_layers"):
+        output.sum().backward()
+    optimizer.remove_hooks()
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_stride_padding_and_dilation_may_be_set_after_construction(mode: str) -> None:
+    ours, plain = nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Conv2d(2, 3, 3, padding=2, dilation=2)
+    ours.load_state_dict(plain.state_dict())
+    ours.stride, ours.dilation, ours.padding = (1, 1), (2, 2), (2, 2)
+    if mode != "zeros":  # such a forward pads by what was fixed at construction
+        ours, plain = (nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode) for _ in range(2))
+        ours.load_state_dict(plain.state_dict())
+        ours.padding = (2, 2)
+    images = torch.randn(4, 2, 6, 6)
+    assert torch.equal(ours(images), plain(images))
+    found, expected = (measure(each, images, lambda output: output.sin().sum()).factors[""] for each in (ours, plain))
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("sharing", WeightSharing)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import STRUCTURES, Bias, any_loss, correlating, sizes, snapshot
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -332,6 +333,53 @@ def test_a_transposed_convolution_is_not_tied_to_a_convolution_of_the_same_weigh
     records = {record.name: record for record in KFACOptimizer(model).summary().parameters}
     assert records["0.weight"].block is None
     assert records["0.weight"].reason == "tied to a layer of another shape"
+
+
+class _Cropping(nn.ConvTranspose1d):
+    """As decoders of audio do: what the kernel reaches beyond the last input is cut off."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features)[..., : features.shape[-1] * self.stride[0]]
+
+
+class _Called(nn.ConvTranspose1d):
+    def forward(self, features: Tensor) -> Tensor:
+        return F.conv_transpose1d(features, self.weight, self.bias, 2, [1], output_padding=1, groups=2, dilation=(2,))
+
+
+@pytest.mark.parametrize("sharing", WeightSharing)
+@pytest.mark.parametrize(
+    ("own", "arguments", "crop"),
+    [
+        (_Cropping, {"stride": 2}, 2),
+        (_Called, {"stride": 2, "padding": 1, "output_padding": 1, "dilation": 2}, 0),
+    ],
+)
+def test_in_a_forward_of_its_own_what_torchs_function_does_counts(
+    own: type[nn.ConvTranspose1d], arguments: dict[str, int], crop: int, sharing: WeightSharing
+) -> None:
+    plain = nn.ConvTranspose1d(4, 6, 4, groups=2, **arguments)
+    layer = own(4, 6, 4, groups=2, stride=2)
+    layer.load_state_dict(plain.state_dict())
+    features, factors = torch.randn(3, 4, 5), []
+    for each, cropped in ((layer, 0), (plain, crop)):
+        optimizer = KFACOptimizer(each, lr=0.0, weight_sharing=sharing)
+        output = each(features)
+        output[..., : output.shape[-1] - cropped].sin().sum().backward()
+        optimizer.step()
+        factors.append(optimizer.factors()[""])
+    assert_same(*factors)
+
+
+def test_a_forward_that_is_replaced_after_construction_and_changes_the_positions_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.ConvTranspose1d(2, 3, 4, stride=2))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    plain = model[0].forward
+    model[0].forward = lambda features: plain(features)[..., :-2]
+    output = model(torch.randn(3, 2, 5))
+    with pytest.raises(RuntimeError, match=r"layer '0' has 10 positions, which its interleaved input of 9 .*skip_lay"):
+        output.sum().backward()
+    optimizer.remove_hooks()
 
 
 @pytest.mark.parametrize("sharing", WeightSharing)
