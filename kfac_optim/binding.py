@@ -39,7 +39,7 @@ class ModelBinding:
         given: whether the user named it.
         coverage: the blocks, and why parameters have none.
         released: whether the hooks were taken off.
-        waiting: what a loaded checkpoint holds for blocks that only a forward will show.
+        waiting: what a loaded checkpoint holds for blocks that are yet to come.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ModelBinding:
         self.model: nn.Module | None = None
         self.given = model is not None
         self.coverage = Coverage()
-        self.waiting: dict[nn.Parameter, Mapping[str, Any]] = {}
+        self.waiting: checkpoint.States = {}
         self.released = False
         self._to_adopt = model
         self._options = options
@@ -65,7 +65,7 @@ class ModelBinding:
         self._finder: ModelFinder | None = None
         self._settled = False
         self._steps = 0  # where there is no block whose clock, and checkpoint, would tell
-        self._excluded: dict[nn.Parameter, str] = {}
+        self._left_out: checkpoint.States = {}  # the marks of what was left to SGD since
         self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
         self._lazy: dict[nn.Module, Handle] = {}
@@ -120,16 +120,23 @@ class ModelBinding:
 
     def exclude_unmeasured(self) -> list[str]:
         """Leave to SGD what a function used in a way that is out of sight; the reasons, new ones only."""
-        covered = {block.params[0]: block.param_names[0] for block in self.coverage.blocks}
+        covered = {block.params[0]: (block.name, block.param_names[0]) for block in self.coverage.blocks}
         reasons = {
-            param: f"{covered[param]!r} is used by {function} outside its own layer, which is not measured"
+            param: f"{covered[param][1]!r} is used by {function} outside its own layer, which is not measured"
             for param, function in self._functional.unmeasured().items()
             if param in covered
         }
         if reasons:
-            self._excluded |= reasons
+            self._left_out |= {param: checkpoint.mark(covered[param][0], why) for param, why in reasons.items()}
             self._build()
         return list(reasons.values())
+
+    def leave_out(self, marks: checkpoint.States) -> None:
+        """Leave to SGD what a checkpoint marks as left to it, and nothing else."""
+        is_new = marks.keys() != self._left_out.keys()
+        self._left_out = dict(marks)
+        if is_new and self.model is not None:
+            self._build()
 
     def does_nothing(self) -> bool:
         """Whether nothing is preconditioned against the user's wish, nor can yet be."""
@@ -161,18 +168,22 @@ class ModelBinding:
         """Fully qualified names of the model's parameters."""
         return {} if self.model is None else ModuleNames(self.model).parameters()
 
-    def restore(
-        self, states: Sequence[Mapping[str, Any] | None], waiting: dict[nn.Parameter, Mapping[str, Any]]
-    ) -> None:
+    def restore(self, states: Sequence[Mapping[str, Any] | None], waiting: checkpoint.States) -> None:
         """Load what a checkpoint holds for each block, and keep the rest for those to come."""
         self.waiting = waiting
         for block, state in zip(self.coverage.blocks, states, strict=True):
             checkpoint.restore(block, state, several=self._several)
         self._prepare()
 
+    def beside_blocks(self) -> checkpoint.States:
+        """What checkpoints hold of parameters without a block: what waits for one, and the marks of those left out."""
+        return self.waiting | self._left_out
+
     def awaits(self, param: nn.Parameter) -> bool:
-        """Whether a forward may yet show a block whose first parameter this is."""
-        return self.model is None or param in self.coverage.candidates or param in self.coverage.lazy
+        """Whether there may yet be a block whose first parameter this is."""
+        coverage = self.coverage
+        without = (coverage.candidates, coverage.lazy, coverage.frozen, self._left_out)
+        return self.model is None or any(param in each for each in without)
 
     def _adopt(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> None:
         """Take `model` as (one of) the optimizer's, in the place of any that it contains."""
@@ -204,12 +215,21 @@ class ModelBinding:
             self._finder = None
 
     def _build(self) -> None:
-        """Find the blocks; keep those that exist, hook in those that are new."""
+        """Find the blocks; keep those that exist, hook in those that are new, unless the hooks were taken off."""
         assert self.model is not None
         names = ModuleNames(self.model)
         self._refuse_stand_ins(names)
         self._window.shards = names.shards
-        self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, self._excluded)
+        left_out = {param: checkpoint.reason_of(mark) for param, mark in self._left_out.items()}
+        self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, left_out)
+        if not self.released:
+            self._hook(self.model, names)
+        self.rebind(self._groups)
+        for block in self.coverage.blocks:
+            self._restore_waiting(block)
+
+    def _hook(self, model: nn.Module, names: ModuleNames) -> None:
+        """Listen to the layers of the blocks, and to those that may yet have one."""
         blocks = self.coverage.blocks
         wanted = by_module(blocks)
         for module, (attached, handle) in list(self._attached.items()):
@@ -220,13 +240,8 @@ class ModelBinding:
             if module not in self._attached:
                 handle = attach(module, attachments, self._window, self._emitted)
                 self._attached[module] = (attachments, handle)
-        self._watch_lazy(
-            module for module in self.model.modules() if any(map(is_lazy, module.parameters(recurse=False)))
-        )
+        self._watch_lazy(module for module in model.modules() if any(map(is_lazy, module.parameters(recurse=False))))
         self._functional.know(blocks, self.coverage.candidates, self.coverage.owners(names))
-        self.rebind(self._groups)
-        for block in blocks:
-            self._restore_waiting(block)
 
     def _refuse_stand_ins(self, names: ModuleNames) -> None:
         held = names.parameters()

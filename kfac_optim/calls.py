@@ -120,6 +120,11 @@ class Ledger:
         self.drop_stale()
         self._tally.state(terms)
 
+    @property
+    def loss_is_sum(self) -> bool:
+        """Whether it has no number of terms, by the rule or the loss that was named."""
+        return self._tally.is_sum
+
     def close(self) -> LossCount:
         """End the window and count the loss terms in it.
 
@@ -131,6 +136,10 @@ class Ledger:
         count = self._tally.result()
         self._forget_calls()
         return count
+
+    def check_terms(self) -> None:
+        """Raise what `close` would, and end nothing."""
+        self._tally.result()
 
     def summed(self) -> float:
         """`LossCount.summed` of the terms so far."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_optim.blocks import Clock, KFACBlock, Missing, RefreshUnderWay
 from kfac_optim.layers.product import ProductAdapter
@@ -15,6 +15,9 @@ from kfac_optim.specs import LayerSpec
 
 KEY = "kfac"
 """Where a block's state stands in the optimizer's state of the block's first parameter."""
+
+States = dict[nn.Parameter, Mapping[str, Any]]
+"""What stands there, by that parameter."""
 
 
 def dump(
@@ -29,7 +32,7 @@ def dump(
         spread: whether, where they are left out, another process has them.
     """
     state: dict[str, Any] = {
-        "name": torch.tensor(list(block.name.encode()), dtype=torch.uint8),
+        "name": _bytes(block.name),
         "clock": asdict(block.clock),
         "opposed": block.spec.opposed,
         "shared_input": block.spec.shared_input,
@@ -44,6 +47,21 @@ def dump(
     return state
 
 
+def mark(name: str, reason: str) -> dict[str, Any]:
+    """What stands in the place of a block's state where the layer was left to SGD in mid-training."""
+    return {"name": _bytes(name), "left_out": _bytes(reason)}
+
+
+def reason_of(mark: Mapping[str, Any]) -> str:
+    return _text(mark["left_out"])
+
+
+def part(states: States) -> tuple[States, States]:
+    """States of blocks, and the marks of layers that were left to SGD."""
+    marks = {param: state for param, state in states.items() if "left_out" in state}
+    return {param: state for param, state in states.items() if param not in marks}, marks
+
+
 def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool = False) -> None:
     """Copy into `block`; without factors its statistics start anew at the next step, without a state all does.
 
@@ -54,13 +72,14 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
     """
     if state is None:
         block.clock = Clock()
-        block.spec = replace(block.spec, opposed=False)
+        block.spec = replace(block.spec, opposed=_opposed_by_modules(block))
         block.restart()
     elif "inverse" in state:
         block.revise(_spec(block, state))
         if several:
             block.restart()  # for the place of what this process did not need
         block.clock = Clock(**state["clock"])
+        block.follow()
         block.discard()
         block.inverse.load(block.state, state["inverse"])
         block.under_way = None
@@ -144,7 +163,15 @@ def without_blocks(states: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def layer_name(state: Mapping[str, Any]) -> str:
-    return bytes(state["name"].to(torch.uint8).tolist()).decode()
+    return _text(state["name"])
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _text(tensor: Tensor) -> str:
+    return bytes(tensor.to(torch.uint8).tolist()).decode()
 
 
 def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
@@ -164,12 +191,16 @@ def _same_name(one: str, other: str, any_prefix: bool) -> bool:
 
 def _spec(block: KFACBlock, state: Mapping[str, Any]) -> LayerSpec:
     """The block's, with what forwards had shown by the time of the checkpoint."""
-    by_modules = any(use.opposed for use in block.uses)
     return replace(
         block.spec,
-        opposed=by_modules or bool(state.get("opposed", False)),
+        opposed=_opposed_by_modules(block) or bool(state.get("opposed", False)),
         shared_input=bool(state.get("shared_input", block.spec.shared_input)),
     )
+
+
+def _opposed_by_modules(block: KFACBlock) -> bool:
+    """Whether modules use the matrix from both sides, whatever functions do."""
+    return any(use.opposed for use in block.uses)
 
 
 def _tensors_like(block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -71,6 +71,11 @@ class LossTally:
         """The loss is known, and with it the terms of each call of the model."""
         self._rule = LossTerms.ELEMENTS if mean else LossTerms.SUM
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss is a sum, which has no number of terms."""
+        return self._rule is LossTerms.SUM
+
     def count(self, root: RootCall | None) -> None:
         """A backward went through this call of the model; None for a layer that ran outside the model's forward."""
         if root is None or root.terms is None:
@@ -87,7 +92,7 @@ class LossTally:
 
     def summed(self) -> float:
         """Terms so far that are summed; 1 for a mean, infinity where the number is unknown."""
-        if self._rule is not LossTerms.SUM:
+        if not self.is_sum:
             return 1
         return math.inf if self._rootless else max(self._counted.values(), default=0)
 
@@ -99,7 +104,7 @@ class LossTally:
         """
         # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
         counted = max(self._counted.values(), default=0)
-        if self._rule is LossTerms.SUM:
+        if self.is_sum:
             return LossCount(averaged=1, summed=self.summed())
         if self._stated is not None:
             return LossCount(averaged=self._stated, summed=1)

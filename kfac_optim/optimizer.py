@@ -171,7 +171,7 @@ class KFACOptimizer(Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        self._incoming: tuple[list[Mapping[str, Any] | None], dict[nn.Parameter, Mapping[str, Any]]] = [], {}
+        self._incoming: tuple[checkpoint.States, checkpoint.States] = {}, {}
         given = _given_model(params, model)
         self._choices: dict[str, Any] = {
             "step_size": step_size,
@@ -188,7 +188,6 @@ class KFACOptimizer(Optimizer):
             "max_factor_dim": max_factor_dim,
             "factor_dtype": factor_dtype,
             "nonfinite_limit": nonfinite_limit,
-            "grad_scaler": grad_scaler,
             "include_factors": include_factors,
             "distributed": distributed,
         }
@@ -236,7 +235,8 @@ class KFACOptimizer(Optimizer):
         self._nonfinite_limit = nonfinite_limit
         if grad_scaler is not None:
             check_kind("grad_scaler", grad_scaler, GradScaler)
-        self._grad_scaler = grad_scaler
+        self._has_scaler = grad_scaler is not None
+        self._scaler: Callable[[], GradScaler | None] = lambda: grad_scaler
         self._skipped = SkippedSteps()
         options = block_options(
             adapters=adapters,
@@ -381,10 +381,10 @@ class KFACOptimizer(Optimizer):
             check_number("terms", terms, above=0)
         elif terms.numel() != 1:
             raise ValueError(f"kfac_optim: terms must be a number or a 1-element tensor, got {list(terms.shape)}.")
-        if self._window.rule is LossTerms.SUM:
+        if self._window.loss_is_sum:
             raise ValueError(
-                "kfac_optim: set_loss_terms was called, but loss_terms=LossTerms.SUM says that the loss is a sum, "
-                "which has no number of terms; pass another loss_terms, or drop the call."
+                "kfac_optim: set_loss_terms was called, but the loss is a sum, as loss_terms=LossTerms.SUM or the loss "
+                "that estimate names says, and has no number of terms; pass another, or drop the call."
             )
         self._window.set_loss_terms(terms.detach().clone().reshape(()) if isinstance(terms, Tensor) else terms)
 
@@ -401,12 +401,13 @@ class KFACOptimizer(Optimizer):
         try:
             for choice in self._whole or (None,):
                 engine.check_shards(self.param_groups[-1], len(self.param_groups) - 1, choice)
-        except NotImplementedError:
+            self._binding.bind(self._group_of())
+            if self._binding.model is not None:
+                self._executor.check(self._binding.coverage.blocks, self._params())
+        except Exception:
             del self.param_groups[-1]
+            self._binding.bind(self._group_of())
             raise
-        self._binding.bind(self._group_of())
-        if self._binding.model is not None:
-            self._executor.check(self._binding.coverage.blocks, self._params())
 
     def remove_hooks(self) -> None:
         """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
@@ -549,7 +550,7 @@ class KFACOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            self._incoming = [], {}
+            self._incoming = {}, {}
         if not self._executor.several:  # else it may be that another rank has it
             checkpoint.warn_of_missed(self._missed, stacklevel=2)
 
@@ -559,18 +560,25 @@ class KFACOptimizer(Optimizer):
             for key in self._group_keys:
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
-        states, _ = self._incoming
-        missing = checkpoint.missing(self._binding.coverage.blocks, states)
+        states, marks = self._incoming
+        self._binding.leave_out(marks)
+        blocks = self._binding.coverage.blocks
+        known = [states.pop(block.params[0], None) for block in blocks]
+        missing = checkpoint.missing(blocks, known)
         self._executor.loading(missing)
-        self._binding.restore(*self._incoming)
+        self._binding.restore(known, states)
         self._missed = [block.name for block, each in missing.items() if each.elsewhere]
         self._binding.rebind(self._group_of())
         self._publish_blocks()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles take the model along: hooks bind the two. Copy or pickle both at once to have both."""
-        choices = {**self._choices, "adapters": dict(self._choices["adapters"])}  # the default is a read-only view
-        blocks = {
+        choices = {
+            **self._choices,
+            "adapters": dict(self._choices["adapters"]),  # the default is a read-only view
+            "grad_scaler": self._scaler(),
+        }
+        blocks: checkpoint.States = {
             block.params[0]: checkpoint.dump(block, block.inverse.tensors(block.state))
             for block in self._binding.coverage.blocks
         }
@@ -581,9 +589,25 @@ class KFACOptimizer(Optimizer):
         self._skipped.look()
         counts = self._skipped.total, self._skipped.in_a_row, rejected
         numbers = {key: self.defaults[key] for key in self._group_keys}
-        waiting = self._binding.waiting
-        released = self._binding.released
-        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks | waiting, counts, released)
+        blocks |= self._binding.beside_blocks()
+        flags = self._binding.released, self._has_scaler
+        return _rebuild, (type(self), model, groups, numbers, choices, state, blocks, counts, *flags)
+
+    @property
+    def _grad_scaler(self) -> GradScaler | None:
+        """The one that was named, or None.
+
+        Raises:
+            RuntimeError: this is a copy made without it, and the scale is needed.
+        """
+        scaler = self._scaler()
+        if scaler is None and self._has_scaler and self.__dict__.get("grad_scale") is None:
+            raise RuntimeError(
+                "kfac_optim: this optimizer was copied without the GradScaler that it was built with, and does not "
+                "know the scale of the loss. Copy it as well: "
+                "model, optimizer, scaler = copy.deepcopy((model, optimizer, scaler))."
+            )
+        return scaler
 
     # -- internals ---------------------------------------------------------------------------------------------
 
@@ -603,9 +627,6 @@ class KFACOptimizer(Optimizer):
         # What is refused is left as it was.
         if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
             self._objective.check(gradients)
-        if scale.in_gradients:
-            engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
-            unscale(gradients.values(), scale.factor)
         handed = "found_inf" in self.__dict__
         if handed and self._grad_scaler is None and not self._executor.sees_all_gradients:
             raise RuntimeError(
@@ -614,6 +635,11 @@ class KFACOptimizer(Optimizer):
                 "KFACOptimizer(..., grad_scaler=scaler)."
             )
         self._window.drop_stale()
+        if scale.in_gradients:
+            engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
+            if not scale.overflowed:  # a step that is skipped asks for no number of terms
+                self._window.check_terms()
+            unscale(gradients.values(), scale.factor)
         self._window.scaled |= scale.factor != 1
         deferred = None
         if not handed and scale.factor == 1 and self._may_defer(gradients):
@@ -731,8 +757,8 @@ class KFACOptimizer(Optimizer):
             self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(
                 block, tensors, under_way=not several, spread=partial and block.is_ready
             )
-        for param, waiting in self._binding.waiting.items():
-            self.state[param][checkpoint.KEY] = waiting
+        for param, state in self._binding.beside_blocks().items():
+            self.state[param][checkpoint.KEY] = state
         if self.state and dist.is_available() and dist.is_initialized():
             for param in self._params():
                 if param.requires_grad:
@@ -761,22 +787,30 @@ def _rebuild(
     numbers: dict[str, Any],
     choices: dict[str, Any],
     state: dict[Any, Any],
-    blocks: dict[nn.Parameter, Mapping[str, Any]],
+    blocks: checkpoint.States,
     counts: tuple[int, int, int],
     released: bool,
+    has_scaler: bool,
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
     KFACOptimizer.__init__(optimizer, groups, model=model, **numbers, **choices)
     optimizer.state.update(state)
-    known = [blocks.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
-    optimizer._binding.restore(known, blocks)
+    waiting, marks = checkpoint.part(blocks)
+    optimizer._binding.leave_out(marks)
+    known = [waiting.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
+    optimizer._binding.restore(known, waiting)
     total, in_a_row, rejected = counts
     optimizer._skipped = SkippedSteps(total, in_a_row)
     if optimizer._judge is not None:
         optimizer._judge.rejected = rejected
     if released:
         optimizer.remove_hooks()
+    optimizer._has_scaler = has_scaler
+    scaler = optimizer._scaler()
+    if scaler is not None and scaler.is_enabled():
+        # The copy's is of use where the user has it as well, who then copied it too; else nobody updates its scale.
+        optimizer._scaler = weakref.ref(scaler)
     return optimizer
 
 
@@ -789,16 +823,16 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     params = optimizer._params()
     if len(saved_ids) != len(params):
         return state_dict  # torch's own message is next
-    id_of = dict(zip(params, saved_ids, strict=True))
     param_of = dict(zip(saved_ids, params, strict=True))
     held = {i: s for i, s in state_dict["state"].items() if isinstance(s, dict)}
-    states = {i: s[checkpoint.KEY] for i, s in held.items() if checkpoint.KEY in s}
-    incoming = [states.pop(id_of[block.params[0]], None) for block in blocks]
-    # Layers that only a forward will show wait for it.
-    waiting = {param_of[i]: states.pop(i) for i in list(states) if binding.awaits(param_of[i])}
-    strays = [checkpoint.layer_name(state) for state in states.values()]
-    checkpoint.check(blocks, incoming, strays, any_prefix=not binding.given)
-    optimizer._incoming = incoming, waiting
+    incoming = {param_of[i]: s[checkpoint.KEY] for i, s in held.items() if checkpoint.KEY in s}
+    of_blocks = {block.params[0]: incoming.get(block.params[0]) for block in blocks}
+    states, marks = checkpoint.part(incoming)
+    # Layers that are yet to be shown, or unfrozen, wait for it.
+    strays = [param for param in states if not (param in of_blocks or binding.awaits(param))]
+    names = [checkpoint.layer_name(states[param]) for param in strays]
+    checkpoint.check(blocks, list(of_blocks.values()), names, any_prefix=not binding.given)
+    optimizer._incoming = states, marks
     return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
 
 

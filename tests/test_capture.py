@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import KFACOptimizer, LossTerms, WeightSharing
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, MonteCarlo, WeightSharing
 from kfac_optim.autograd import reaches
+from kfac_optim.layers import LinearAdapter
 
 
 def plain_step(model: nn.Module) -> None:
@@ -335,15 +336,21 @@ class _Unsaved(torch.autograd.Function):
         return gradient @ weight, gradient.mT @ x
 
 
-class _UnsavedConv(nn.Conv1d):
+class _UnsavedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return _Unsaved.apply(x.squeeze(-1), self.weight.squeeze(-1)).unsqueeze(-1)
+        return _Unsaved.apply(x, self.weight)
+
+
+class _ByModule(LinearAdapter):
+    """Looks at the module, as no product with the weight is to be seen."""
+
+    is_product = False
 
 
 def test_a_further_backward_through_a_graph_that_was_not_retained_is_not_counted_but_told() -> None:
-    layer = _UnsavedConv(4, 3, 1, bias=False, dtype=torch.float64)
-    optimizer = KFACOptimizer(layer, lr=0.0)
-    output = layer(batch().unsqueeze(-1))
+    layer = _UnsavedLinear(4, 3, bias=False, dtype=torch.float64)
+    optimizer = KFACOptimizer(layer, lr=0.0, adapters={**DEFAULT_ADAPTERS, _UnsavedLinear: _ByModule()})
+    output = layer(batch())
     for times in (1, 2):
         output.sum().backward()
         assert optimizer.metrics()["dropped_calls"] == times - 1
@@ -968,10 +975,18 @@ def test_loss_terms_stated_in_a_step_without_statistics_are_forgotten() -> None:
     assert_same_factors(optimizer.factors(), factors_after(mlp(), plain_step), rtol=1e-9)
 
 
-def test_set_loss_terms_is_refused_for_a_summed_loss() -> None:
-    optimizer = KFACOptimizer(mlp(), loss_terms=LossTerms.SUM)
-    with pytest.raises(ValueError, match=r"LossTerms\.SUM.*pass another loss_terms, or drop the call"):
+SUMMED, MEAN = MonteCarlo(nn.MSELoss(reduction="sum")), MonteCarlo(nn.MSELoss())
+
+
+@pytest.mark.parametrize("options", [{"loss_terms": LossTerms.SUM}, {"estimate": SUMMED}], ids=["rule", "named"])
+def test_set_loss_terms_is_refused_for_a_summed_loss(options: dict[str, Any]) -> None:
+    optimizer = KFACOptimizer(mlp(), **options)
+    with pytest.raises(ValueError, match=r"the loss is a sum.*pass another, or drop the call"):
         optimizer.set_loss_terms(3)
+
+
+def test_the_loss_that_is_named_says_whether_it_has_terms_and_not_the_rule() -> None:
+    KFACOptimizer(mlp(), loss_terms=LossTerms.SUM, estimate=MEAN).set_loss_terms(3)
 
 
 def call_layers(model: nn.Module) -> None:

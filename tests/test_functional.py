@@ -1141,6 +1141,20 @@ def test_a_checkpoint_of_another_size_is_refused_before_the_first_forward_or_at_
         late(batch())
 
 
+@pytest.mark.parametrize("name", TIED)
+def test_a_copy_between_unfreezing_a_tied_matrix_and_its_first_forward_measures_both_sides(name: str) -> None:
+    """Its optimizer may make the block at once, for which the other has no state yet."""
+    model = nn.Sequential(language(name), nn.Linear(TOKENS, 3))
+    model[0].requires_grad_(False)
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    model[0].requires_grad_(True)
+    twin, other = copy.deepcopy((model, optimizer))
+    for each, its in ((model, optimizer), (twin, other)):
+        train_language(each, its, 3)
+    assert_identical(clones(twin.parameters()), clones(model.parameters()))
+    assert_identical(other.state_dict(), optimizer.state_dict())
+
+
 # -- outside a forward of the model ------------------------------------------------------------------------------
 
 
@@ -1236,6 +1250,101 @@ def test_a_weight_used_by_a_function_that_is_not_measured_is_left_to_sgd_and_the
     assert owners(optimizer)[f"{layer}.weight"] is None
     assert "outside its own layer" in str(reasons(optimizer)[f"{layer}.weight"])
     assert owners(optimizer)["out.weight"] == "out"
+
+
+def out_of_sight(again: set[str]) -> tuple[nn.Module, KFACOptimizer]:
+    """A model with such uses, and an optimizer."""
+    model = Filters()
+    model.again = again
+    return model, KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=2, inverse_update_period=3)
+
+
+TOLD = "outside its own layer, which is not measured"
+
+
+def trained_out_of_sight(again: set[str]) -> tuple[nn.Module, KFACOptimizer]:
+    model, optimizer = out_of_sight(again)
+    with pytest.warns(UserWarning, match=TOLD):
+        train(model, optimizer, 3)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_what_was_left_to_sgd_is_so_in_the_run_that_resumes_and_nobody_is_told_again(given: bool) -> None:
+    """Even where the use does not come again."""
+    models = [Filters() for _ in range(2)]
+    optimizers = [KFACOptimizer(model if given else model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    models[0].again = {"embedding"}
+    with pytest.warns(UserWarning, match=TOLD):
+        train(models[0], optimizers[0], 3)
+    saved = through_a_file({"model": models[0].state_dict(), "optimizer": optimizers[0].state_dict()})
+    models[1].load_state_dict(saved["model"])
+    optimizers[1].load_state_dict(saved["optimizer"])
+    assert_identical(optimizers[1].state_dict(), saved["optimizer"])
+    models[0].again = set()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 3, start=3)
+    assert_identical(clones(models[1].parameters()), clones(models[0].parameters()))
+    assert_identical(optimizers[1].state_dict(), optimizers[0].state_dict())
+    assert owners(optimizers[1])["embedding.weight"] is None
+    assert TOLD in str(reasons(optimizers[1])["embedding.weight"])
+
+
+def test_a_copy_leaves_to_sgd_what_was_left_to_it() -> None:
+    model, optimizer = trained_out_of_sight({"embedding"})
+    twin, copied = copy.deepcopy((model, optimizer))
+    assert_identical(owners(copied), owners(optimizer))
+    for each, its in ((model, optimizer), (twin, copied)):
+        train(each, its, 3, start=3)
+    assert_identical(clones(twin.parameters()), clones(model.parameters()))
+    assert_identical(copied.state_dict(), optimizer.state_dict())
+
+
+def test_going_back_to_before_the_first_use_out_of_sight_preconditions_again() -> None:
+    model, optimizer = out_of_sight(set())
+    train(model, optimizer, 3)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    model.again = {"embedding"}
+    with pytest.warns(UserWarning, match=TOLD):
+        train(model, optimizer, 3, start=3)
+    model.again = set()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    twin, fresh = out_of_sight(set())
+    twin.load_state_dict(saved[0])
+    fresh.load_state_dict(copy.deepcopy(saved[1]))
+    for each, its in ((model, optimizer), (twin, fresh)):
+        train(each, its, 3, start=3)
+    assert owners(optimizer)["embedding.weight"] == "embedding"
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert_identical(optimizer.state_dict(), fresh.state_dict())
+
+
+def test_a_layer_left_to_sgd_may_be_skipped_in_the_run_that_resumes_and_is_told_from_another() -> None:
+    saved = trained_out_of_sight({"embedding"})[1].state_dict()
+    skipping = KFACOptimizer(Filters(), skip_layers=["embedding"])
+    skipping.load_state_dict(saved)
+    assert owners(skipping)["embedding.weight"] is None
+    other = Filters()
+    other.table, other.head = other.embedding, other.out
+    del other.embedding, other.out
+    with pytest.raises(ValueError, match="it has 'embedding' in the place of 'table'; it has 'out' in the place"):
+        KFACOptimizer(other).load_state_dict(saved)
+
+
+def test_taking_the_hooks_off_before_the_step_that_leaves_a_layer_to_sgd_is_for_good() -> None:
+    model, optimizer = out_of_sight({"embedding"})
+    square_loss(model(batch())).backward()
+    optimizer.remove_hooks()
+    with pytest.warns(UserWarning, match=TOLD):
+        optimizer.step()
+    assert owners(optimizer)["embedding.weight"] is None
+    factors = optimizer.factors()
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+    for i in range(2):
+        square_loss(model(batch(i))).backward()
+        optimizer.step()
+    assert_identical(optimizer.factors(), factors)
 
 
 def test_rows_of_output_gradients_are_no_copy() -> None:

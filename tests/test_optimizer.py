@@ -29,6 +29,7 @@ from plain import (
     mlp,
     refresh_steps,
     sgd_step,
+    snapshot,
     square_loss,
     train,
     trust_region,
@@ -36,7 +37,7 @@ from plain import (
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import Cholesky, KFACOptimizer, Structure
+from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, Structure
 from kfac_optim.distributed import DistributedConfig
 
 MakeParams = Callable[[nn.Module], Any]
@@ -464,6 +465,30 @@ def test_a_refused_group_changes_nothing() -> None:
     assert len(optimizer.summary().parameters) == 2
 
 
+def test_a_group_whose_layer_does_not_fit_leaves_the_optimizer_as_it_was() -> None:
+    models = [nn.ModuleList([*mlp(), nn.Conv2d(2, 4, 3, groups=2)]).double() for _ in range(2)]
+    for model in models:
+        model.forward = lambda x, model=model: model[2](model[1](model[0](x)))
+        model[0].bias.requires_grad_(False)
+    optimizer, reference = (
+        KFACOptimizer(model[0].parameters(), lr=0.1, model=model, inverse=DoublyFactored(4), factor_update_period=1)
+        for model in models
+    )
+    for model, each in zip(models, (optimizer, reference), strict=True):
+        train(model, each, 2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"DoublyFactored\(channels=4\) does not fit layer '3'"):
+            optimizer.add_param_group({"params": models[0][3].parameters()})
+        assert len(optimizer.param_groups) == 1
+        assert list(optimizer.factors()) == ["0"]
+    for model, each in zip(models, (optimizer, reference), strict=True):
+        model[0].bias.requires_grad_(True)  # layers are looked for again
+        train(model, each, 2, start=2)
+        each.add_param_group({"params": model[3].bias})
+        train(model, each, 2, start=4)
+    assert_identical(snapshot(optimizer), snapshot(reference))
+
+
 # -- gradients -------------------------------------------------------------------------------------------------
 
 
@@ -814,6 +839,78 @@ def test_an_overflow_step_leaves_everything_but_the_count_and_the_scale(unscale:
     assert scaler.get_scale() == 2.0**7
     assert optimizer.metrics()["skipped_steps"] == 3.0
     assert optimizer.metrics()["refused_statistics"] == 0.0
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_where_the_number_of_terms_is_unknown_a_scaled_step_is_refused_before_gradients_are_unscaled(
+    overflow: bool,
+) -> None:
+    model, twin = mlp(), mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    reference = KFACOptimizer(twin, lr=0.1, factor_update_period=1)
+    out = model[2](model[1](model[0](batch(0))))  # outside the model's forward
+    scaler.scale(square_loss(out)).backward()
+    if overflow:
+        model[2].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        assert optimizer.metrics()["skipped_steps"] == 1.0
+        return
+    with pytest.raises(RuntimeError, match="number of terms in the loss's mean is unknown"):
+        scaler.step(optimizer)
+    optimizer.set_loss_terms(8)
+    scaler.step(optimizer)
+    square_loss(twin(batch(0))).backward()
+    reference.step()
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_grad_scaler_copied_with_the_optimizer_is_the_copys(copied: Callable[[Any], Any]) -> None:
+    """Whose scale goes on growing while that of the original stands."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, grad_scaler=scaler, factor_update_period=1)
+    run_scaled(model, optimizer, scaler, unscale=True)
+    twin, other, its_scaler = copied((model, optimizer, scaler))
+    run_scaled(twin, other, its_scaler, unscale=True)
+    assert (scaler.get_scale(), its_scaler.get_scale()) == (2.0**12, 2.0**14)
+    run_scaled(model, optimizer, scaler, unscale=True)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert_identical(all_factors(optimizer), all_factors(other))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_without_its_grad_scaler_asks_for_it_where_it_needs_the_scale(copied: Callable[[Any], Any]) -> None:
+    """A private copy of the scaler would stand still while the user's goes on."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    optimizer = KFACOptimizer(model, lr=0.1, grad_scaler=scaler, factor_update_period=1)
+    run_scaled(model, optimizer, scaler, unscale=True)
+    for twin, other in (copied((model, optimizer)), copied(copied((model, optimizer)))):
+        run_scaled(twin, other, scaler, unscale=False)
+        scaler.scale(square_loss(twin(batch(1)))).backward()
+        with pytest.raises(RuntimeError, match=r"copied without the GradScaler.*model, optimizer, scaler = copy"):
+            other.step()
+        scaler.unscale_(other)
+        with pytest.raises(RuntimeError, match=r"copied without the GradScaler.*model, optimizer, scaler = copy"):
+            scaler.step(other)
+        scaler.update()
+
+
+def test_a_copy_without_a_grad_scaler_that_is_disabled_goes_on() -> None:
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = KFACOptimizer(model, lr=0.1, grad_scaler=scaler, factor_update_period=1)
+    twin, other = copy.deepcopy((model, optimizer))
+    for each, its in ((model, optimizer), (twin, other)):
+        run_scaled(each, its, scaler, unscale=True)
+        train(each, its, 1)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
 def test_a_disabled_grad_scaler_is_no_scaler() -> None:
