@@ -15,7 +15,7 @@ from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.options import BlockOptions
 from kfac_optim.sampling import Subsample
 from kfac_optim.selection import ModuleNames
-from kfac_optim.specs import BlockDiagonal, Kept, LayerSpec, Structure, WeightSharing
+from kfac_optim.specs import BlockDiagonal, Kept, LayerSpec, Structure, WeightSharing, narrower
 
 
 @dataclass
@@ -164,7 +164,7 @@ def build(
     structure: list[Kept] = list(options.structure.of(names, first.path))
     for each, other in zip(specs, opposed, strict=True):
         kept = reversed(each.structure) if other else each.structure
-        structure = [most.at_most(wish) for most, wish in zip(kept, structure, strict=True)]
+        structure = [narrower(most, wish) for most, wish in zip(kept, structure, strict=True)]
     inverse, subsample = options.inverse.of(names, first.path), options.subsample.of(names, first.path)
     if isinstance(inverse, InverseRule):
         wished = replace(spec, structure=(structure[0], structure[1]), opposed=any(opposed))

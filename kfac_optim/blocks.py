@@ -154,10 +154,9 @@ class KFACBlock:
         """Whether there is an inverse to precondition with."""
         return self.clock.refreshed_at >= 0
 
-    @property
-    def is_parametrized(self) -> bool:
-        """Whether a module was parametrized since: its trained tensor is then no longer the one it uses."""
-        return any(is_parametrized(use.module) for use in self.uses)
+    def is_refused(self) -> bool:
+        """Whether a module was parametrized or pruned since: its trained tensor is then no longer the one it uses."""
+        return any(is_parametrized(use.module) or use.adapter.refusal(use.module) is not None for use in self.uses)
 
     def wants_statistics(self) -> bool:
         """Whether the current step is one of statistics: by period, or because nothing is known yet."""
@@ -203,10 +202,10 @@ class KFACBlock:
         """Take this step's sums into the averages; without any, those of other processes are more than ours."""
         clock = self.clock
         if self.has_pending():
-            self.inverse.fold(self.state, count.averaged, self._decay(), gradient_scale)
+            self.inverse.fold(self.state, self._here(count.averaged), self._decay(), self._here(gradient_scale))
         else:
             # These terms of the loss have no gradient here, which is a sample of zeros.
-            self.inverse.age(self.state, self._decay(), count.averaged)
+            self.inverse.age(self.state, self._decay(), self._here(count.averaged))
         clock.folded_at = clock.step
         clock.summed_terms = count.summed
         clock.folds += 1
@@ -216,7 +215,7 @@ class KFACBlock:
         parts = self.inverse.parts(self.spec.by_blocks())
         results = (result.tensor for part in parts for result in self.inverse.results(self.state, part.name))
         ahead = copy.deepcopy(self.state, {id(tensor): tensor for tensor in results})
-        self.inverse.fold(ahead, count.averaged, self._decay(), gradient_scale)
+        self.inverse.fold(ahead, self._here(count.averaged), self._decay(), self._here(gradient_scale))
         return ahead
 
     def refresh_due(self, *, ahead: bool = False) -> bool:
@@ -315,6 +314,10 @@ class KFACBlock:
         parts = self.adapter.unpack(self.spec, matrix_of_layer(matrix, self.spec))
         dtype = self.wide_dtype
         return [laid_out(part.reshape(each.shape), each, dtype) for part, each in zip(parts, like, strict=True)]
+
+    def _here(self, number: float | Tensor) -> float | Tensor:
+        """What the user stated may lie on another device of the model."""
+        return number.to(self.params[0].device) if isinstance(number, Tensor) else number
 
     def _decay(self) -> float:
         """Of the averages since the last fold."""

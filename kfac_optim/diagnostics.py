@@ -179,7 +179,7 @@ def _record(block: KFACBlock, owners: tuple[int, ...]) -> BlockRecord:
         factor_dims=block.inverse.factor_dims(spec),
         weight_sharing=spec.weight_sharing,
         inverse=repr(block.inverse),
-        state_bytes=sum(t.nbytes for t in _tensors(block.inverse.tensors(block.state)) if not t.is_meta or on_meta),
+        state_bytes=sum(t.nbytes for t in _tensors(block.inverse.held(block.state)) if not t.is_meta or on_meta),
         owners=owners,
         notes=block.notes,
     )

@@ -212,11 +212,12 @@ def _precondition(
         for block in blocks:
             if block not in agreement.graded:
                 continue
-            if block.is_ready and not block.is_parametrized:
+            refused = block.is_refused()
+            if block.is_ready and not refused:
                 covered.append(block)
             # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
             # Looking synchronises, for blocks that have no inverse yet.
-            elif block.is_parametrized or _is_used(block):
+            elif refused or _is_used(block):
                 unpreconditioned.append(block.name)
         here = executor.gradients(covered)
         active, grads = [block for block, _ in here], [parts for _, parts in here]

@@ -103,9 +103,9 @@ class NamedLoss(Estimate):
         outputs: Callable[[Any], Tensor | Outputs] | None = None,
         seed: int = 0,
     ) -> None:
-        check_integer("seed", seed, at_least=0)
+        check_integer(f"seed of {type(self).__name__}", seed, at_least=0)
         if loss_terms is not None:
-            check_kind("loss_terms", loss_terms, LossTerms)
+            check_kind(f"loss_terms of {type(self).__name__}", loss_terms, LossTerms)
         self.criterion = criterion
         self.likelihood = likelihood_of(criterion, class_dim)
         self.loss_terms = loss_terms

@@ -55,7 +55,7 @@ class FactorPair:
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
             possible = loss_terms.isfinite() & (loss_terms > 0)
             loss_terms = torch.where(possible, loss_terms, 1)
-            accept = accept & possible.to(accept.device)
+            accept = accept & possible
         if self.a is not None:
             scale, mass, sampled = _normalised(self.rows, self.a)
             self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)

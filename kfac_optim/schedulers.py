@@ -28,9 +28,9 @@ class ExponentialDecay:
     minimum: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("gamma", self.gamma, above=0, at_most=1)
-        check_integer("every", self.every)
-        check_number("minimum", self.minimum, at_least=0)
+        check_number("gamma of ExponentialDecay", self.gamma, above=0, at_most=1)
+        check_integer("every of ExponentialDecay", self.every)
+        check_number("minimum of ExponentialDecay", self.minimum, at_least=0)
 
     def __call__(self, step: int) -> float:
         return max(float(self.gamma ** (step // self.every)), self.minimum)
@@ -69,7 +69,7 @@ class HyperparameterScheduler:
         groups = optimizer.param_groups
         for i, group in enumerate(groups):
             if key not in group:
-                numbers = sorted(k for k, v in group.items() if isinstance(v, (int, float)) and v is not True)
+                numbers = sorted(k for k, v in group.items() if isinstance(v, (int, float)) and not isinstance(v, bool))
                 raise KeyError(f"kfac_optim: param group {i} has no {key!r} to schedule; it has {numbers}.")
             if isinstance(group[key], bool) or not isinstance(group[key], (int, float)):
                 raise TypeError(

@@ -27,10 +27,6 @@ class Structure(Enum):
     IDENTITY = "identity"
     """The factor is taken to be the identity and nothing is measured (`G = I` is FOOF, Benzing 2022)."""
 
-    def at_most(self, other: "Kept") -> "Kept":
-        """The one of the two that keeps less."""
-        return narrower(self, other)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockDiagonal:
@@ -73,10 +69,6 @@ class BlockDiagonal:
     def width(self, dim: int) -> int:
         """That of all blocks but the last of a factor of width `dim`."""
         return -(-dim // self.blocks(dim))
-
-    def at_most(self, other: "Kept") -> "Kept":
-        """The one of the two that keeps less."""
-        return narrower(self, other)
 
 
 Kept = Structure | BlockDiagonal

@@ -22,7 +22,8 @@ def check_number(
         bounds = [f"above {above:g}"] if above > -math.inf else []
         bounds += [f"at least {at_least:g}"] if at_least > -math.inf else []
         bounds += [f"at most {at_most:g}"] if at_most < math.inf else []
-        raise ValueError(f"kfac_optim: {name} must be finite, {' and '.join(bounds)}, got {value!r}.")
+        allowed = ", ".join(["finite", " and ".join(bounds)] if bounds else ["finite"])
+        raise ValueError(f"kfac_optim: {name} must be {allowed}, got {value!r}.")
 
 
 def check_integer(name: str, value: object, *, at_least: int = 1) -> None:

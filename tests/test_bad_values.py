@@ -62,8 +62,8 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     ],
     "dampening": [
         ("0.1", TypeError, r"dampening must be a number, got '0\.1'"),
-        (NAN, ValueError, r"dampening must be finite,? .*got nan"),
-        (INF, ValueError, r"dampening must be finite,? .*got inf"),
+        (NAN, ValueError, r"dampening must be finite, got nan"),
+        (INF, ValueError, r"dampening must be finite, got inf"),
     ],
     "weight_decay": [
         ("0.1", TypeError, r"weight_decay must be a number, got '0\.1'"),
@@ -395,21 +395,33 @@ OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
         (scheduler(last_epoch=-2), ValueError, r"last_epoch must be at least -1, got -2"),
     ],
     "ExponentialDecay(gamma)": [
-        (lambda: ExponentialDecay(0.0), ValueError, r"gamma must be .*got 0\.0"),
-        (lambda: ExponentialDecay(1.5), ValueError, r"gamma must be .*got 1\.5"),
-        (lambda: ExponentialDecay(-0.5), ValueError, r"gamma must be .*got -0\.5"),
-        (lambda: ExponentialDecay(NAN), ValueError, r"gamma must be .*got nan"),
-        (lambda: ExponentialDecay("0.9"), TypeError, r"gamma must be a number, got '0\.9'"),
+        (lambda: ExponentialDecay(0.0), ValueError, r"gamma of Exp.*Decay must be .*got 0\.0"),
+        (lambda: ExponentialDecay(1.5), ValueError, r"gamma of Exp.*Decay must be .*got 1\.5"),
+        (lambda: ExponentialDecay(-0.5), ValueError, r"gamma of Exp.*Decay must be .*got -0\.5"),
+        (lambda: ExponentialDecay(NAN), ValueError, r"gamma of Exp.*Decay must be .*got nan"),
+        (lambda: ExponentialDecay("0.9"), TypeError, r"gamma of Exp.*Decay must be a number, got '0\.9'"),
     ],
     "ExponentialDecay(every)": [
-        (lambda: ExponentialDecay(0.9, every=0), ValueError, r"every must be at least 1, got 0"),
-        (lambda: ExponentialDecay(0.9, every=1.5), TypeError, r"every must be an integer, got 1\.5"),
-        (lambda: ExponentialDecay(0.9, every=NAN), TypeError, r"every must be an integer, got nan"),
+        (lambda: ExponentialDecay(0.9, every=0), ValueError, r"every of Exp.*Decay must be at least 1, got 0"),
+        (
+            lambda: ExponentialDecay(0.9, every=1.5),
+            TypeError,
+            r"every of Exp.*Decay must be an integer, got 1\.5",
+        ),
+        (lambda: ExponentialDecay(0.9, every=NAN), TypeError, r"every of Exp.*Decay must be an integer, got nan"),
     ],
     "ExponentialDecay(minimum)": [
-        (lambda: ExponentialDecay(0.9, minimum=-1.0), ValueError, r"minimum must be .*at least 0.*got -1\.0"),
-        (lambda: ExponentialDecay(0.9, minimum=NAN), ValueError, r"minimum must be .*got nan"),
-        (lambda: ExponentialDecay(0.9, minimum="0"), TypeError, r"minimum must be a number, got '0'"),
+        (
+            lambda: ExponentialDecay(0.9, minimum=-1.0),
+            ValueError,
+            r"minimum of Exp.*Decay must be .*at least 0.*got -1\.0",
+        ),
+        (lambda: ExponentialDecay(0.9, minimum=NAN), ValueError, r"minimum of Exp.*Decay must be .*got nan"),
+        (
+            lambda: ExponentialDecay(0.9, minimum="0"),
+            TypeError,
+            r"minimum of Exp.*Decay must be a number, got '0'",
+        ),
     ],
 }
 

@@ -280,16 +280,19 @@ def test_a_layer_whose_weight_is_computed_from_other_parameters_takes_the_steps_
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_layer_parametrized_after_construction_takes_the_step_of_sgd(steps_before: int) -> None:
-    """Torch keeps the parameter that the optimizer holds, as `parametrizations.weight.original`."""
+@pytest.mark.parametrize("change", [orthogonal, pruned])
+def test_a_layer_parametrized_or_pruned_after_construction_takes_the_step_of_sgd(
+    change: Callable[[nn.Linear], nn.Module], steps_before: int
+) -> None:
+    """Torch keeps the parameter that the optimizer holds: as `parametrizations.weight.original`, as `weight_orig`."""
     model = mlp()
     optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None, factor_update_period=1)
     train(model, optimizer, steps_before)
     factors = optimizer.factors()["0"]
-    parametrizations.orthogonal(model[0])
+    weight = model[0].weight
+    change(model[0])
     optimizer.zero_grad()
     square_loss(model(batch())).backward()
-    weight = model[0].parametrizations.weight.original
     assert any(weight is param for param in optimizer.param_groups[0]["params"])
     before = weight.detach().clone()
     with pytest.warns(UserWarning, match="1 layers have gradients but no statistics.*parametrized since"):

@@ -27,7 +27,7 @@ from plain import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from kfac_optim import KFACOptimizer, Structure, WeightSharing
+from kfac_optim import EKFAC, KFACOptimizer, Structure, WeightSharing
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -184,6 +184,12 @@ def test_the_record_of_a_block_says_sizes_structure_inverse_and_bytes() -> None:
         assert part in line_conv
     for part in ("diag 25", "5×5", "A is diagonal: 25 > max_factor_dim 20"):
         assert part in line_linear
+
+
+def test_the_bytes_of_ekfac_are_those_of_two_bases_and_one_s_beyond_the_factors() -> None:
+    (record,) = KFACOptimizer(nn.Linear(39, 30), inverse=EKFAC()).summary().blocks
+    averages, bases, s = 40 * 41 // 2 + 30 * 31 // 2, 40**2 + 30**2, 40 * 30
+    assert record.state_bytes - 4 * (averages + bases + s + 40 + 30) in range(128)
 
 
 @pytest.mark.parametrize(("in_dim", "out_dim", "diagonal"), [(7, 8, ()), (8, 8, "A"), (7, 9, "G"), (9, 9, "AG")])

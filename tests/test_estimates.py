@@ -272,6 +272,11 @@ def test_the_seed_chooses_the_draws() -> None:
     assert not torch.equal(drawn[0], drawn[2])
 
 
+def test_a_bad_seed_is_refused_with_the_estimate_that_it_is_of() -> None:
+    with pytest.raises(ValueError, match="seed of MonteCarlo must be at least 0, got -1"):
+        MonteCarlo(nn.MSELoss(), seed=-1)
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

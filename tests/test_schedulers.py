@@ -189,8 +189,10 @@ def test_the_state_of_another_number_of_groups_is_refused() -> None:
 
 
 def test_an_unknown_number_is_refused_with_the_ones_there_are() -> None:
-    with pytest.raises(KeyError, match=r"no 'dampnig' to schedule; it has \[.*'damping'.*'kl_clip'"):
+    with pytest.raises(KeyError, match=r"no 'dampnig' to schedule; it has \[.*'damping'.*'kl_clip'") as refused:
         HyperparameterScheduler(optimizer(), "dampnig", warm_up)
+    for flag in ("nesterov", "maximize", "l2_in_curvature"):
+        assert flag not in str(refused.value)
 
 
 @pytest.mark.parametrize(("key", "shown"), [("kl_clip", "None"), ("nesterov", "False"), ("foreach", "None")])

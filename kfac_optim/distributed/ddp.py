@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from kfac_optim.autograd import on_gradient
 from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.gradients import ShardedGradients
 
@@ -80,7 +81,7 @@ class OwnersHook:
         """Look at its gradient whenever another is about to be added to it."""
         if param not in self._watched:
             self._watched.add(param)
-            param.register_hook(lambda _: self._look_whether_dropped(param))
+            on_gradient(param, lambda _: self._look_whether_dropped(param))
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -201,7 +201,11 @@ class Inverse(ABC, Generic[S]):
 
     @abstractmethod
     def tensors(self, state: S) -> dict[str, Any]:
-        """The state as a nested dict of tensors, for checkpoints; no copies."""
+        """The state as a nested dict of tensors, for checkpoints; copies only of what would be in it twice."""
+
+    def held(self, state: S) -> dict[str, Any]:
+        """`tensors` without the copies: what takes memory between two steps."""
+        return self.tensors(state)
 
     @abstractmethod
     def load(self, state: S, tensors: Mapping[str, Any]) -> None:

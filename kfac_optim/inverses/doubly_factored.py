@@ -146,7 +146,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
             possible = loss_terms.isfinite() & (loss_terms > 0)
             loss_terms = torch.where(possible, loss_terms, 1)
-            accept = accept & possible.to(accept.device)
+            accept = accept & possible
         # Rows that only the device could count may turn out to be none: then the zeros are no sample.
         per_row = 1 / rows.clamp(min=1).to(g.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
         used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1

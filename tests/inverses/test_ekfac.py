@@ -1001,5 +1001,5 @@ def test_a_refresh_costs_decompositions_overlaps_and_what_carries_over() -> None
 
 def test_per_example_is_a_flag() -> None:
     wrong: Callable[..., EKFAC] = EKFAC
-    with pytest.raises(TypeError, match="per_example must be True or False, got 1"):
+    with pytest.raises(TypeError, match="per_example of EKFAC must be True or False, got 1"):
         wrong(per_example=1)

@@ -400,7 +400,7 @@ def test_a_refresh_costs_the_average_of_full_ones_and_steps() -> None:
 @pytest.mark.parametrize(("period", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_the_period_is_a_positive_integer(period: object, error: type[Exception]) -> None:
     wrong: Callable[..., OnlineEigen] = OnlineEigen
-    with pytest.raises(error, match="full_period must be"):
+    with pytest.raises(error, match="full_period of OnlineEigen must be"):
         wrong(full_period=period)
 
 

@@ -185,7 +185,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     per_example: bool = True
 
     def __post_init__(self) -> None:
-        check_flag("per_example", self.per_example, optional=False)
+        check_flag("per_example of EKFAC", self.per_example, optional=False)
 
     @property
     def squares_examples(self) -> bool:
@@ -279,10 +279,15 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         return {**counted, "substituted_statistics": state.substituted}
 
     def tensors(self, state: EKFACState) -> dict[str, Any]:
-        applied: dict[str, Tensor] = {}
-        if state.measured:  # no alias of S: checkpoints are also read in place
-            applied["S_applied"] = state.scales.packed.clone() if state.applied is None else state.applied
-            applied["S_applied_apart"] = torch.tensor(state.applied is not None)
+        held = self.held(state)
+        if state.measured:
+            if state.applied is None:  # no alias of S: checkpoints are also read in place
+                held["S_applied"] = state.scales.packed.clone()
+            held["S_applied_apart"] = torch.tensor(state.applied is not None)
+        return held
+
+    def held(self, state: EKFACState) -> dict[str, Any]:
+        applied = {"S_applied": state.applied} if state.measured and state.applied is not None else {}
         return {**super().tensors(state), **state.sampled(), **applied}
 
     def load(self, state: EKFACState, tensors: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ class OnlineEigen(EigenbasisInverse[OnlineState]):
     full_period: int = 10
 
     def __post_init__(self) -> None:
-        check_integer("full_period", self.full_period)
+        check_integer("full_period of OnlineEigen", self.full_period)
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> OnlineState:
         return OnlineState(spec, dtype=dtype, device=device)
