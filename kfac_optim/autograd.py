@@ -46,6 +46,17 @@ def no_view(output: Tensor) -> Tensor:
     return output
 
 
+def is_cast_of(tensor: Tensor, param: Tensor | None) -> bool:
+    """Whether it is a parameter, or what `to` made of it in another dtype or on another device."""
+    if tensor is param or torch.compiler.is_compiling():  # graphs being traced do not tell
+        return tensor is param
+    node = tensor.grad_fn
+    if param is None or node is None or node.name() != "ToCopyBackward0":
+        return False
+    leaf = node.next_functions[0][0]
+    return leaf is not None and getattr(leaf, "variable", None) is param
+
+
 def version(tensor: Tensor) -> int:
     """Counts the changes in place; inference tensors allow none and have no counter."""
     return 0 if tensor.is_inference() else tensor._version

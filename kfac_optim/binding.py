@@ -122,7 +122,7 @@ class ModelBinding:
         """Leave to SGD what a function used in a way that is out of sight; the reasons, new ones only."""
         covered = {block.params[0]: (block.name, block.param_names[0]) for block in self.coverage.blocks}
         reasons = {
-            param: f"{covered[param][1]!r} is used by {function} outside its own layer, which is not measured"
+            param: f"{covered[param][1]!r} is used by {function} in a way that is not measured"
             for param, function in self._functional.unmeasured().items()
             if param in covered
         }
@@ -137,6 +137,13 @@ class ModelBinding:
         self._left_out = dict(marks)
         if is_new and self.model is not None:
             self._build()
+
+    def blocks_beside(self, marks: checkpoint.States) -> Sequence[KFACBlock]:
+        """Those that there would be after `leave_out(marks)`."""
+        if self.model is None or marks.keys() == self._left_out.keys():
+            return self.coverage.blocks
+        reasons = dict.fromkeys(marks, "")
+        return build_blocks(self.model, self._groups, self._options, self.coverage.blocks, reasons).blocks
 
     def does_nothing(self) -> bool:
         """Whether nothing is preconditioned against the user's wish, nor can yet be."""
@@ -284,12 +291,19 @@ class ModelBinding:
         for module in self._lazy.keys() - lazy:
             self._lazy.pop(module).remove()
         for module in lazy - self._lazy.keys():
-            grow = weakref.WeakMethod(self._grow)
-            self._lazy[module] = module.register_forward_pre_hook(PicklableHook(lambda *_, grow=grow: _call(grow)))
+            grow = weakref.WeakMethod(self._grow_within)
+            hook = PicklableHook(lambda *given, grow=grow: _call(grow, *given))
+            self._lazy[module] = module.register_forward_pre_hook(hook)
 
-    def _grow(self) -> None:
-        if self._roots and self.coverage.has_grown():
+    def _grow(self) -> bool:
+        grows = bool(self._roots) and self.coverage.has_grown()
+        if grows:
             self._build()
+        return grows
+
+    def _grow_within(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._grow():
+            self._window.catch_up(module, args)
 
     def _claim(self, product: Product) -> KFACBlock | None:
         assert self.model is not None
@@ -307,9 +321,9 @@ class ModelBinding:
             del self.waiting[block.params[0]]
 
 
-def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+def _call(method: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:
     if (bound := method()) is not None:
-        bound()
+        bound(*args)
 
 
 def _says_something(gradient: Tensor | None) -> bool:

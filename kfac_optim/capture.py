@@ -100,9 +100,13 @@ class CaptureWindow(Ledger):
         )
         if args_under_way is not None:
             hooks.enter(model, args_under_way, {})
-            for layer in self._hooks:  # torch has already listed the hooks to call before this forward
-                layer.begin(model, args_under_way)
+            self.catch_up(model, args_under_way)
         return handle
+
+    def catch_up(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hooks were put on a module whose forward has begun, for which torch has already listed those to call."""
+        for layer in self._hooks:
+            layer.begin(module, args)
 
     def watch_layer(
         self, module: nn.Module, watch: LayerWatch, *, unbatched_ndim: int = -1, is_product: bool = False

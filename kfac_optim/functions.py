@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from kfac_optim.autograd import no_view
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.dynamo import as_one_node, call_as_it_is, inline_only
-from kfac_optim.hooks import Handle, is_on
+from kfac_optim.hooks import Handle, is_any_on, is_on
 
 Function = Callable[..., Any]
 
@@ -126,7 +126,8 @@ def traceable(func: Function) -> Function:
     """`func`, or its equal while a mode is traced by `torch.compile`."""
     if func is torch.Tensor.unflatten:
         return torch.unflatten  # which is written in Python; dynamo cannot trace the method within a mode
-    if torch.compiler.is_compiling():
+    # A product mode beneath is to see the function itself.
+    if torch.compiler.is_compiling() and not is_any_on(ProductMode):
         for watched, node in _WATCHED.items():
             if func is watched:
                 return node

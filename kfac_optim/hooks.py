@@ -117,6 +117,11 @@ def is_on(mode: TorchFunctionMode | None) -> bool:
     return any(_get_function_stack_at(i) is mode for i in range(_len_torch_function_stack()))
 
 
+def is_any_on(kind: type[TorchFunctionMode]) -> bool:
+    """Whether torch functions are now called in a mode of this kind, likewise."""
+    return any(isinstance(_get_function_stack_at(i), kind) for i in range(_len_torch_function_stack()))
+
+
 class ModeStack:
     """Torch function modes that forwards under way run in.
 

@@ -46,10 +46,10 @@ class Notices:
             self.given = True
             warnings.warn(
                 f"kfac_optim: {len(names)} layers have gradients but no statistics and take the plain SGD step, the "
-                f"first of them {names[0]!r}. Either no finite statistics came yet, or the layer was parametrized "
-                "since, or its forward or backward is out of sight: torch.func, gradients from autograd.grad, a "
-                "forward of its own that multiplies by something else than its weight, or, with an estimate that names "
-                "the loss, torch.compile or an output that is not found. Later such steps are counted in "
+                f"first of them {names[0]!r}. Either no finite statistics came yet, or the layer was parametrized or "
+                "pruned since, or its forward or backward is out of sight: torch.func, gradients from autograd.grad, "
+                "a forward of its own that multiplies by something else than its weight, or, with an estimate that "
+                "names the loss, torch.compile or an output that is not found. Later such steps are counted in "
                 "metrics()['unpreconditioned_blocks'].",
                 stacklevel=stacklevel + 1,
             )

@@ -605,7 +605,8 @@ class KFACOptimizer(Optimizer):
             raise RuntimeError(
                 "kfac_optim: this optimizer was copied without the GradScaler that it was built with, and does not "
                 "know the scale of the loss. Copy it as well: "
-                "model, optimizer, scaler = copy.deepcopy((model, optimizer, scaler))."
+                "model, optimizer, scaler = copy.deepcopy((model, optimizer, scaler)); or build one with "
+                "grad_scaler=scaler and load this one's state_dict()."
             )
         return scaler
 
@@ -637,7 +638,8 @@ class KFACOptimizer(Optimizer):
         self._window.drop_stale()
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
-            if not scale.overflowed:  # a step that is skipped asks for no number of terms
+            # A step that is skipped asks for no number of terms, and whether it is may be another process's say.
+            if not (scale.overflowed or self._executor.several):
                 self._window.check_terms()
             unscale(gradients.values(), scale.factor)
         self._window.scaled |= scale.factor != 1
@@ -790,7 +792,7 @@ def _rebuild(
     blocks: checkpoint.States,
     counts: tuple[int, int, int],
     released: bool,
-    has_scaler: bool,
+    has_scaler: bool = False,  # pickles of before it was told had none
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
@@ -831,7 +833,10 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     # Layers that are yet to be shown, or unfrozen, wait for it.
     strays = [param for param in states if not (param in of_blocks or binding.awaits(param))]
     names = [checkpoint.layer_name(states[param]) for param in strays]
-    checkpoint.check(blocks, list(of_blocks.values()), names, any_prefix=not binding.given)
+    any_prefix = not binding.given
+    checkpoint.check(blocks, list(of_blocks.values()), names, any_prefix=any_prefix)
+    coming = [block for block in binding.blocks_beside(marks) if block.params[0] not in of_blocks]
+    checkpoint.check(coming, [states.get(block.params[0]) for block in coming], [], any_prefix=any_prefix)
     optimizer._incoming = states, marks
     return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
 

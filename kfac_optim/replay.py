@@ -182,7 +182,9 @@ class Objective:
         names = self._names(at)
         named = [{names[param]: part for param, part in direction.items()} for direction in directions]
         values = {names[param]: value for param, value in at.items()}
-        return gauss_newton(self._recorder.kept, self._likelihood, values, named) / count.averaged
+        product = gauss_newton(self._recorder.kept, self._likelihood, values, named)
+        # A stated number may lie on another device of the model.
+        return product / (count.averaged.to(product.device) if isinstance(count.averaged, Tensor) else count.averaged)
 
     def _names(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, str]:
         kept = self._recorder.kept

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer, LossTerms, Structure, WeightSharing
 from kfac_optim.correlation import can_correlate, correlated_gram
-from kfac_optim.layers import base
+from kfac_optim.layers.convolution import base
 from kfac_optim.patches import Patches
 
 STRUCTURES = [(left, right) for left in Structure for right in Structure if (left, right) != (Structure.IDENTITY,) * 2]

@@ -4,7 +4,6 @@ Imports within this folder go only to a lower storey of its own:
 
     costs                       L0  how long operations and collectives take
     strategies                  L0  the user's choices about who does what
-    volumes                     L0  closed forms of what strategies send
     layouts                     L0  what is sent together: layouts, what a rank gives, what an owner gets
     launch                      L0  which launcher started the processes, and their process group
     fsdp                        L1  gradients kept in rows, to owners and back
@@ -26,6 +25,7 @@ Imports within this folder go only to a lower storey of its own:
     gradient_rows               L6  likewise, of parameters that FSDP2 has sharded
     ddp                         L6  DistributedDataParallel: the last backward, gradients to owners alone
     statistics                  L6  statistics to those that refresh, results to those that need them
+    holdings                    L7  who holds what of blocks and momentum, and bringing it to another
     early                       L7  sums of statistics sent while backward goes on
     executor                    L8  all that joined, as the engine asks for it
 """

@@ -1,5 +1,6 @@
 """DistributedDataParallel: is this backward the last before a step, and its gradients, sent to owners alone."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_optim.autograd import on_gradient
 from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.gradients import ShardedGradients
+from kfac_optim.hooks import PicklableHook
 
 
 def find_wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
@@ -46,9 +48,10 @@ class OwnersHook:
         self._group = wrapper.process_group
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
         self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
-        self._watched: set[Tensor] = set()
+        self._watched: set[int] = set()
         self._views = wrapper.gradient_as_bucket_view
-        wrapper.register_forward_pre_hook(lambda *_: self._before_forward())
+        look = weakref.WeakMethod(self._before_forward)
+        wrapper.register_forward_pre_hook(PicklableHook(lambda *_: _call(look)))
         try:
             wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
@@ -69,19 +72,27 @@ class OwnersHook:
 
     def _before_forward(self) -> None:
         for param in list(self._to_mean):
-            self._look_whether_dropped(param)
-        if self._views:
-            self._stepped.clear()
+            if param.grad is None or self._was_written_to(param, self._stepped.get(param)):
+                self._drop(param)
 
-    def _look_whether_dropped(self, param: Tensor) -> None:
-        if param.grad is None or self._stepped.get(param, param.grad._version) != param.grad._version:
-            self._to_mean.pop(param, None)
+    def _before_accumulation(self, param: Tensor) -> None:
+        version = self._stepped.pop(param, None)
+        if param.grad is None or (not self._views and self._was_written_to(param, version)):
+            self._drop(param)
+
+    def _was_written_to(self, param: Tensor, version: int | None) -> bool:
+        return version is not None and param.grad is not None and version != param.grad._version
+
+    def _drop(self, param: Tensor) -> None:
+        self._to_mean.pop(param, None)
+        self._stepped.pop(param, None)
 
     def _watch(self, param: Tensor) -> None:
         """Look at its gradient whenever another is about to be added to it."""
-        if param not in self._watched:
-            self._watched.add(param)
-            on_gradient(param, lambda _: self._look_whether_dropped(param))
+        if param.requires_grad and id(param) not in self._watched:
+            self._watched.add(id(param))  # DDP's parameters stay
+            look, watched = weakref.WeakMethod(self._before_accumulation), weakref.ref(param)
+            on_gradient(param, lambda _: _call(look, watched()))
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -92,7 +103,7 @@ class OwnersHook:
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
             # Who owns them is not known yet, or some are not ours: then all have the mean, owners too.
             for param in bucket.parameters():
-                self._to_mean.pop(param, None)
+                self._drop(param)
             work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
             mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
             return mean
@@ -104,6 +115,8 @@ class OwnersHook:
         for param, piece in zip(params, own, strict=True):
             self._watch(param)
             self._stepped.pop(param, None)
+            if param.grad is None:  # it got none here, so that nobody has looked
+                self._drop(param)
             if param in self._to_mean:
                 piece.sub_(self._to_mean[param])
         sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
@@ -128,6 +141,13 @@ class OwnersHook:
 
         done: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
         return done
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    """Call it, where its hook is there still."""
+    found = method()
+    if found is not None:
+        found(*args)
 
 
 def _by_owner(

@@ -1,7 +1,7 @@
 """K-FAC on the ranks of a process group: the executor that joins plan, statistics and gradients."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NoReturn
@@ -21,12 +21,12 @@ from kfac_optim.distributed.early import EarlyReports, Terms
 from kfac_optim.distributed.fsdp import rows_of
 from kfac_optim.distributed.gradient_rows import RowGradients, check_sharding
 from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
+from kfac_optim.distributed.holdings import Holdings
 from kfac_optim.distributed.plan import Plan, PlanOptions, differences
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
 from kfac_optim.distributed.statistics import StatisticsExchange
 from kfac_optim.distributed.strategies import Auto, FullySharded, Replicated, Sharded, Strategy
-from kfac_optim.distributed.transfer import Transfer, carry_out, leaves, nested
-from kfac_optim.distributed.voting import Ballot, largest, vote
+from kfac_optim.distributed.voting import Ballot, vote
 from kfac_optim.execution import Agreement, Names, Parts, SingleDevice, check_rank
 from kfac_optim.specs import LayerSpec
 from kfac_optim.text import without_addresses
@@ -77,10 +77,10 @@ class DistributedExecutor(SingleDevice):
         self._groups = [_group_of_our_own(config) for _ in range(2)]
         self.worker = dist.get_rank(self._groups[0])
         self._communicators: list[Communicator] = []
-        self._moves = 0  # to another device, the first one included
         self._wrapper: nn.parallel.DistributedDataParallel | None = None
         self._hook: OwnersHook | None = None
         self._exchange: StatisticsExchange | None = None
+        self._holdings: Holdings | None = None
         self._flow: GradientFlow | None = None
         self._reports: EarlyReports | None = None
         # What was found fit to train.
@@ -266,6 +266,11 @@ class DistributedExecutor(SingleDevice):
         return self._exchange
 
     @property
+    def holdings(self) -> Holdings:
+        assert self._holdings is not None, "no step without a plan"
+        return self._holdings
+
+    @property
     def flow(self) -> GradientFlow:
         assert self._flow is not None, "no step without a plan"
         return self._flow
@@ -287,11 +292,12 @@ class DistributedExecutor(SingleDevice):
                 "on one device each. Place the model on one, or pass distributed=False."
             )
         (device,) = devices
-        if not self._communicators or self.main.device != device:
-            self._moves += 1
+        if not self._communicators:
             self._communicators = [
                 Communicator(group, device, self.config.timeout, self.config.observe) for group in self._groups
             ]
+        for communicator in self._communicators:
+            communicator.device = device  # blocks follow theirs as well
         self._seen, self._blocks = seen, list(blocks)
         self._model, self._params = _layout(blocks, params, names())
         if self._lost is not None:
@@ -300,7 +306,7 @@ class DistributedExecutor(SingleDevice):
             self._loaded = f"{self._loads}, the last with clocks (step, last refresh, statistics, damping) {clocks}"
         config = replace(self.config, group=None)
         dtypes = sorted({str(param.dtype) for param in params})
-        self._number = _hash([repr(config), self._loaded, str(self._moves), *dtypes, *map(repr, self._model)])
+        self._number = _hash([repr(config), self._loaded, *dtypes, *map(repr, self._model)])
 
     def _vote(self, *, finite: bool, summed: float, checksum: float) -> Ballot:
         """What all ranks say, when all have planned the same."""
@@ -376,17 +382,21 @@ class DistributedExecutor(SingleDevice):
         old, loaded = self.plan, self._lost is not None
         plan = self._make_plan()
         self.main.check_agreement(plan.agreement(), differences)
+        main, early = self._communicators
+        exchange = StatisticsExchange(plan, early, main)
+        earlier = {} if self._holdings is None else self._holdings.updaters
+        holdings = Holdings(plan, self._params, main, exchange, self._state, earlier)
         states: dict[KFACBlock, Any] = {}
         momentum: dict[nn.Parameter, Tensor] = {}
         if old is not None:
             self.flow.restore()
             if not loaded:
-                states, momentum = self._relocated(plan)
+                known = [block for block in self._blocks if self._specs.get(block) == block.spec]
+                states, momentum = self.holdings.handed_over(known, holdings)
                 for block in self._blocks:
                     block.under_way = None  # begun by those that owned it
         self.plan, self._agreed = plan, self._number
-        main, early = self._communicators
-        self._exchange = StatisticsExchange(plan, early, main)
+        self._exchange, self._holdings = exchange, holdings
         sharded = ShardedGradients(plan, main, self._params) if isinstance(plan.strategy, Sharded) else None
         if self._hook is not None:
             self._hook.flow = sharded
@@ -404,8 +414,9 @@ class DistributedExecutor(SingleDevice):
             self._reports = EarlyReports(self.exchange, lambda: synchronises(wrapper), self._terms)
         self._states.clear()
         self._specs = {block: block.spec for block in self._blocks}
-        if loaded:
-            self._recover()
+        if self._lost is not None:
+            self._restarted += holdings.recover(self._blocks, self._lost)
+            self._lost = None
         self._place_anew()
         for block, tensors in states.items():
             block.inverse.load(block.state, tensors)
@@ -414,85 +425,12 @@ class DistributedExecutor(SingleDevice):
                 factor.elsewhere = None  # it may be kept here now
         for param, buffer in momentum.items():
             self._state()[param]["momentum_buffer"] = buffer
-        self._let_go_of_momentum()
+        holdings.let_go()
         if loaded or old is not None:
             self.exchange.forget_others(self._blocks)
         ready = [block for block in self._blocks if block.is_ready]
         if ready and (loaded or old is not None):
             self.exchange.share(ready)
-
-    def _relocated(self, plan: Plan) -> tuple[dict[KFACBlock, Any], dict[nn.Parameter, Tensor]]:
-        """States and momentum that this rank takes over from others under another plan."""
-        known = [block for block in self._blocks if self._specs.get(block) == block.spec]
-        self.exchange.merge(known)
-        homes = {layer.name: {part.owner for part in layer.parts} for layer in plan.layers}
-        states = self._gathered({block: homes[block.name] for block in known})
-        everyone = range(self.main.world_size)
-        before, after = self._owners, _owners(plan, self._params)
-        moves: dict[nn.Parameter, Collection[int]] = {}
-        for param, owner in before.items():
-            if owner is not None and param in after and (new := after[param]) != owner:
-                moves[param] = everyone if new is None else [new]
-        return states, self._moved_momentum(moves)
-
-    def _gathered(self, targets: Mapping[KFACBlock, Collection[int]]) -> dict[KFACBlock, Any]:
-        """Whole states of blocks, as `Inverse.tensors` gives them, on the ranks that are their targets.
-
-        What ranks have measured since must have been merged.
-        """
-        visitors = self.exchange.bring_home(targets)
-        found = self._copied({block: (self.exchange.home(block), ranks) for block, ranks in targets.items()})
-        for block in visitors:  # what came home goes again
-            if block in found:
-                found[block] = nested((path, tensor.clone()) for path, tensor in leaves(found[block]))
-        self.exchange.send_off(visitors)
-        return found
-
-    def _copied(self, routes: Mapping[KFACBlock, tuple[int, Collection[int]]]) -> dict[KFACBlock, Any]:
-        """States of blocks as a source has them, on their targets; there it is no copy on the source itself."""
-        found: dict[KFACBlock, Any] = {}
-        transfers = []
-        for block, (source, targets) in routes.items():
-            own = dict(leaves(block.inverse.tensors(block.state)))
-            if self.main.rank != source:
-                device = self.main.device if self.main.rank in targets else torch.device("meta")
-                own = {path: torch.empty_like(tensor, device=device) for path, tensor in own.items()}
-            transfers.append(Transfer(block.name, list(own.values()), source, tuple(targets)))
-            if self.main.rank in targets:
-                found[block] = nested(own.items())
-        carry_out(self.main, transfers)
-        return found
-
-    def _moved_momentum(self, targets: Mapping[nn.Parameter, Collection[int]]) -> dict[nn.Parameter, Tensor]:
-        """Buffers of parameters that one rank alone updates, on the ranks that are their targets."""
-        main, owners = self.main, self._owners
-        params = list(targets)
-        exists = [int(owners[param] == main.rank and self._momentum(param) is not None) for param in params]
-        exists = largest(main, exists, "momentum", [])
-        return self._sent_momentum(
-            {
-                param: (owner, targets[param])
-                for param, there in zip(params, exists, strict=True)
-                if there and (owner := owners[param]) is not None
-            }
-        )
-
-    def _sent_momentum(self, routes: Mapping[nn.Parameter, tuple[int, Collection[int]]]) -> dict[nn.Parameter, Tensor]:
-        """Buffers as a source has them, on their targets."""
-        transfers, found = [], {}
-        for number, (param, (source, targets)) in enumerate(routes.items()):
-            held = self._momentum(param) if self.main.rank == source else torch.empty_like(param)
-            assert held is not None
-            transfers.append(Transfer(f"momentum {number}", [held], source, tuple(targets)))
-            if self.main.rank in targets:
-                found[param] = held
-        carry_out(self.main, transfers)
-        return found
-
-    def _momentum(self, param: nn.Parameter) -> Tensor | None:
-        state = self._state()
-        held: Tensor | None = state[param].get("momentum_buffer") if param in state else None
-        return held
 
     def _place_anew(self) -> None:
         """Lay out the memory of states that are new."""
@@ -554,12 +492,13 @@ class DistributedExecutor(SingleDevice):
         self.prepare(blocks, params, names)
         self._abandon_round()
         self.exchange.merge(self._blocks)
-        self._complete = self._gathered(
+        self._complete = self.holdings.gathered(
             {block: [self.exchange.home(block) if to is None else to] for block in self._blocks}
         )
         if to is not None:
-            moves = {param: [to] for param, owner in self._owners.items() if owner is not None and owner != to}
-            borrowed = self._moved_momentum(moves)
+            updaters = self.holdings.updaters
+            moves = {param: [to] for param, updater in updaters.items() if updater not in (None, to)}
+            borrowed = self.holdings.momentum_at(moves)
             self._borrowed = list(borrowed)
             for param, buffer in borrowed.items():
                 self._state()[param]["momentum_buffer"] = buffer
@@ -577,67 +516,6 @@ class DistributedExecutor(SingleDevice):
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         return (0,) if self._exchange is None or block not in self._states else self.exchange.owners(block)
-
-    def _recover(self) -> None:
-        """After a checkpoint was loaded: what some rank has, to owners that lack it; what none has starts anew."""
-        rank, ranks = self.main.rank, self.main.world_size
-        lost, everyone = self._lost or {}, range(ranks)
-        homes = {block: set(self.exchange.owners(block)) for block in self._blocks}
-        homes_of_momentum = {
-            param: set(everyone) if owner is None else {owner} for param, owner in self._owners.items()
-        }
-        words = []
-        for has, wanted in (
-            *((block not in lost, rank in homes[block]) for block in self._blocks),
-            *((self._momentum(param) is not None, rank in home) for param, home in homes_of_momentum.items()),
-        ):
-            words += [-rank if has else -ranks, int(wanted and not has)]
-        told = largest(self.main, words, "load", [block.name for block in self._blocks])
-        sources, lacks = [-word for word in told[::2]], told[1::2]
-        found = self._copied(
-            {
-                block: (source, homes[block])
-                for block, source, is_lacking in zip(self._blocks, sources, lacks, strict=False)
-                if is_lacking and source < ranks
-            }
-        )
-        for block, source in zip(self._blocks, sources, strict=False):
-            if block not in lost:
-                continue
-            if source < ranks:
-                block.clock = lost[block].clock
-                # What was taken when nothing was known here may be too much, or measured by results that were missing.
-                measuring = any(part.measuring for part in block.inverse.parts(block.spec.by_blocks()))
-                if measuring or not block.wants_statistics():
-                    block.discard()
-            elif lost[block].elsewhere:
-                self._restarted.append(block.name)
-            if block in found:
-                block.inverse.load(block.state, found[block])
-        count, state = len(self._blocks), self._state()
-        buffers = self._sent_momentum(
-            {
-                param: (source, home)
-                for (param, home), source, is_lacking in zip(
-                    homes_of_momentum.items(), sources[count:], lacks[count:], strict=True
-                )
-                if is_lacking and source < ranks
-            }
-        )
-        for param, buffer in buffers.items():
-            state[param]["momentum_buffer"] = buffer
-        self._lost = None
-
-    def _let_go_of_momentum(self) -> None:
-        """Of parameters that another rank updates: a buffer of two would go into checkpoints."""
-        for param, owner in self._owners.items():
-            if owner not in (None, self.main.rank) and self._momentum(param) is not None:
-                del self._state()[param]["momentum_buffer"]
-
-    @property
-    def _owners(self) -> dict[nn.Parameter, int | None]:
-        assert self.plan is not None
-        return _owners(self.plan, self._params)
 
 
 def _may_shard(strategy: Strategy | Auto) -> bool:
@@ -668,14 +546,6 @@ def _check_equal(difference: float) -> None:
             "the gradients of all ranks before step(); or use DistributedConfig(strategy=Sharded()), which brings them "
             "together itself. Where each rank is to train a model of its own, pass distributed=False."
         )
-
-
-def _owners(plan: Plan, params: Mapping[str, Sequence[nn.Parameter]]) -> dict[nn.Parameter, int | None]:
-    """The rank that updates each parameter; None where all do."""
-    sharded = isinstance(plan.strategy, Sharded)
-    owners: dict[str, int | None] = {layer.name: layer.workers.start if sharded else None for layer in plan.layers}
-    owners |= {each.name: each.owner for each in plan.parameters}
-    return {param: owners[name] for name, held in params.items() for param in held if name in owners}
 
 
 def _layout(

@@ -217,6 +217,8 @@ def _average(param: nn.Parameter, others: Tensor, ranks: int) -> None:
 
 def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
     if param.grad is None:
+        if not bool(value.any()):
+            return  # the owner has none
         param.grad = torch.empty_like(param)
     param.grad.copy_(value)
 

@@ -13,8 +13,7 @@ from kfac_optim.layers.base import (
     WeightBiasAdapter,
     find_adapter,
 )
-from kfac_optim.layers.conv import ConvAdapter
-from kfac_optim.layers.conv_transpose import ConvTransposeAdapter
+from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.norm import (

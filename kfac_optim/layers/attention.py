@@ -85,11 +85,9 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
     owns_children = True
 
     def refusal(self, module: nn.MultiheadAttention) -> str | None:
-        weights = dict(module.named_parameters())
-        needed = [_OUT[0]] + ([_PACKED[0]] if module._qkv_same_embed_dim else list(_SEPARATE))
-        if any(weight not in weights for weight in needed):
-            return COMPUTED_WEIGHT
-        return None
+        needed = [_PACKED[0]] if module._qkv_same_embed_dim else list(_SEPARATE)
+        weights = [module.out_proj._parameters.get("weight"), *map(module._parameters.get, needed)]
+        return COMPUTED_WEIGHT if any(weight is None for weight in weights) else None
 
     def specs(self, module: nn.MultiheadAttention, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
         wide = module.embed_dim

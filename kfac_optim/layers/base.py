@@ -5,26 +5,20 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 """
 
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.autograd import no_view
 from kfac_optim.calls import LayerCall, LayerWatch
 from kfac_optim.capture import CaptureWindow
-from kfac_optim.correlation import correlated_gram, correlation_pays
-from kfac_optim.functions import Function, substitute, traceable
-from kfac_optim.hooks import Handle, Handles, is_on
+from kfac_optim.hooks import Handle
 from kfac_optim.partition import cut, level_padding
-from kfac_optim.patches import Patches
-from kfac_optim.rows import active_rows, bordered, channel_rows, gram, mean_over_shared, on_host, sum_of_squares, total
+from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, sum_of_squares, total
 from kfac_optim.sampling import Draw, RowSample
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
@@ -278,107 +272,6 @@ class RowStatistics(LayerStatistics):
         return rows if self._sample is None else self._sample.of(rows)
 
 
-class PatchStatistics(RowStatistics):
-    """Statistics of a layer whose rows are patches of feature maps: a convolution's, in one view or another.
-
-    Rows are copies, `prod(kernel)` times as large as the input. They are made where rows are asked for. Moments are had
-    without: the diagonal of `A`, and `A` of means over positions, by sums of what each element of the kernel sees; all
-    of `A` by correlations, where that pays (`correlation_pays`), as follows. Those count every position. Where some are
-    not active, they are made and taken off again, if they are few; if they are many, or if `A` drowns in what they
-    hold, the active ones are made. An accelerator would have to be asked how many there are: there all are made.
-
-    Args:
-        ndim: dimensions of space.
-        spec: as in `RowStatistics`, as are `call` and `dtype`.
-    """
-
-    def __init__(self, ndim: int, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
-        super().__init__(spec, call, dtype)
-        self.ndim = ndim
-
-    @abstractmethod
-    def patches(self, features: Tensor) -> Patches:
-        """Those of some of the examples of the input, `[batch, channels, *space]`."""
-
-    def context_by_axis(self) -> list[tuple[int, ...]]:
-        """What the context of the call tells, a number for each dimension of space."""
-        context, ndim = self.call.context, self.ndim
-        return [context[start : start + ndim] for start in range(0, len(context), ndim)]
-
-    def refuse_positions(self, seen: tuple[int, ...], whose: str) -> NoReturn:
-        """Raise where what the kernel sees are not the positions of the output."""
-        output, expected = (_by_times(each) for each in (self.call.gradient.shape[-self.ndim :], seen))
-        raise RuntimeError(
-            f"kfac_optim: the gradient of layer {self.spec.name!r} has {output} positions, which its {whose} of "
-            f"{expected} does not give: a hook, or a forward put in the place of the layer's own since the optimizer "
-            f"was built, changes what it reads or returns. Build the optimizer after that, or list the layer in "
-            f"skip_layers."
-        )
-
-    def input_rows(self, layer_input: Tensor) -> Tensor:
-        return self._checked_patches(self._batched(layer_input)).rows()
-
-    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
-        return self._checked_patches(sample.of_batch(self._batched(layer_input))).rows(sample.positions)
-
-    def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
-        patches = self._checked_patches(self._batched(layer_input))
-        counts = math.prod(patches.positions) if active is None else active.sum(1, keepdim=True).clamp(min=1)
-        return (patches.sums(active) / counts).unsqueeze(2).to(layer_input.dtype)
-
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        return channel_rows(self._batched(gradient), self.spec.groups)
-
-    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
-        expand = self.spec.weight_sharing is WeightSharing.EXPAND
-        drawn = self._sample is not None and self._sample.positions is not None
-        if drawn or not expand or self.spec.blocks(0) > 1:
-            return super()._moment_over(active, structure)
-        assert self.call.input is not None, "the input was released after the first backward"
-        features = self._batched(self.call.input)
-        if self._sample is not None:
-            features = self._sample.of_batch(features)
-        patches = self._checked_patches(features.to(self.dtype))
-        if structure is Structure.DIAGONAL:
-            squares = replace(patches, features=patches.features.square()).total(active)
-            if self.spec.has_bias:
-                squares = torch.cat([squares, active.sum().to(squares).expand(len(squares), 1)], dim=-1)
-            return squares.to(self.dtype)
-        if not on_host(active):
-            return super()._moment_over(active, structure)
-        inactive = active.numel() - int(active.sum())
-        # To make rows takes several times as long as to correlate as many.
-        if 3 * inactive <= active.numel() and correlation_pays(patches):
-            moment = self._correlated(patches)
-            if inactive == 0:
-                return moment
-            excess = gram(patches.marked_rows(~active), structure, constant=self._constant)
-            moment -= excess
-            left, taken = (each.diagonal(dim1=1, dim2=2)[:, : patches.width].sum(1) for each in (moment, excess))
-            if bool((taken <= left).all()):  # and so finite, and of the digits at most one lost
-                return moment
-        if inactive == 0:
-            return gram(patches.rows(), structure, constant=self._constant)
-        return gram(patches.marked_rows(active), structure, constant=self._constant)
-
-    def _checked_patches(self, features: Tensor) -> Patches:
-        patches = self.patches(features)
-        if patches.positions != tuple(self.call.gradient.shape[-self.ndim :]):
-            self.refuse_positions(patches.positions, "patches")
-        return patches
-
-    def _correlated(self, patches: Patches) -> Tensor:
-        """`Σ a aᵀ` over all positions."""
-        moment = correlated_gram(patches)
-        if not self.spec.has_bias:
-            return moment
-        count = len(patches.features) * math.prod(patches.positions)
-        return bordered(moment, patches.total(), count, self.bias_input)
-
-    def _batched(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)
-
-
 class StatisticsSink(Protocol):
     """Where an adapter's statistics go."""
 
@@ -423,7 +316,7 @@ class LayerAdapter(ABC, Generic[M]):
 
     @abstractmethod
     def refusal(self, module: M) -> str | None:
-        """Why this very module cannot be preconditioned, or None when it can."""
+        """Why this very module cannot be preconditioned, or None when it can. Asked at every step, so it is cheap."""
 
     @abstractmethod
     def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
@@ -526,87 +419,6 @@ class WeightBiasAdapter(LayerAdapter[M]):
         )
 
 
-class PatchAdapter(WeightBiasAdapter[M]):
-    """A convolution, in one view or another.
-
-    A forward of its own may pad and crop as it likes, call torch's function several times, or hand it something
-    computed from the weight. So there the function is looked at in the place of the module: each call with the weight
-    itself counts, as what that call does; what else is done with the weight has no statistics, rather than wrong ones.
-    """
-
-    in_rows = True
-    functions: ClassVar[Mapping[type[nn.Module], Function]]
-    """What torch's own module calls."""
-
-    @abstractmethod
-    def context(self, module: M, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
-        """What a call of the function did, as `LayerCall.context`; None where it is not the matrix of the layer.
-
-        Args:
-            module: the layer.
-            args: those of the function that come after the bias.
-            kwargs: likewise.
-        """
-
-    def capture(
-        self,
-        module: M,
-        specs: Sequence[LayerSpec],
-        window: CaptureWindow,
-        sink: StatisticsSink,
-    ) -> Handle:
-        family = next((cls for cls in type(module).__mro__ if cls in self.functions), None)
-        if family is None or not _overrides(module, family, ("forward", "_conv_forward")):
-            return super().capture(module, specs, window, sink)
-        watch, function = self._watch(module, specs, sink), self.functions[family]
-        noted = _NotedFunction(window, self, module, watch, function)
-        return Handles(window.watch_calls(watch), substitute(window, module, {function: noted}, noted.wanted))
-
-
-class _NotedFunction:
-    """Torch's own function, its calls with the weight of one module noted.
-
-    Hooks hold it, so it holds the window and the watch weakly.
-    """
-
-    def __init__(
-        self, window: CaptureWindow, adapter: PatchAdapter[M], module: M, watch: LayerWatch, function: Function
-    ) -> None:
-        self._window = weakref.ref(window)
-        self._adapter = adapter
-        self._module = module
-        self._watch = weakref.ref(watch)
-        self._function = function
-
-    def wanted(self) -> bool:
-        # Where the window's mode is on it takes the call for a use by somebody else, until it is told.
-        window, watch = self._window(), self._watch()
-        return window is not None and watch is not None and (is_on(window.mode) or watch.wanted())
-
-    def __call__(
-        self,
-        input: Tensor,  # noqa: A002 (torch's name)
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        output: Tensor = traceable(self._function)(input, weight, bias, *args, **kwargs)
-        window, watch, module = self._window(), self._watch(), self._module
-        if window is None or watch is None or weight is not watch.used:
-            return output
-        if is_on(window.mode):
-            window.layer_ran(watch.weight)
-        if bias is not None and bias is not module._parameters.get("bias"):
-            return output
-        context = self._adapter.context(module, *args, **kwargs)
-        if context is None:
-            return output
-        noted, unbatched = no_view(output), input.dim() == self._adapter.unbatched_ndim(module)
-        window.note(watch, input, noted, training=module.training, unbatched=unbatched, context=context)
-        return noted
-
-
 def weight_and_bias(trained: Collection[str]) -> tuple[str, ...]:
     """Of a weight and its bias those that are trained; none without the weight."""
     return tuple(name for name in ("weight", "bias") if name in trained) if "weight" in trained else ()
@@ -617,21 +429,6 @@ def own_forward(module: nn.Module, family: type[nn.Module]) -> str | None:
     if type(module).forward is family.forward:
         return None
     return f"{type(module).__name__} has a forward of its own, which may not be that of {family.__name__}"
-
-
-def _overrides(module: nn.Module, family: type[nn.Module], methods: Collection[str]) -> bool:
-    """Whether the class of `module`, or it alone, has put something in the place of a method of `family`."""
-    return any(name in vars(module) or getattr(type(module), name) is not getattr(family, name) for name in methods)
-
-
-def by_axis(amount: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """As torch's functions read a number that may be one for each dimension of space."""
-    amounts = (amount,) if isinstance(amount, int) else tuple(amount)
-    return amounts * ndim if len(amounts) == 1 else amounts
-
-
-def _by_times(sizes: Collection[int]) -> str:
-    return "×".join(map(str, sizes))
 
 
 Adapters = Mapping[type[nn.Module], LayerAdapter[Any]]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from volumes import control, replicated, sharded
 
 from kfac_optim import (
     EKFAC,
@@ -45,7 +46,6 @@ from kfac_optim.distributed import (
     Strategy,
 )
 from kfac_optim.distributed.buckets import Payload
-from kfac_optim.distributed.volumes import control, replicated, sharded
 
 INVERSES: dict[str, Any] = {
     type(inverse).__name__: inverse

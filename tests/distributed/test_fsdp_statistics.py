@@ -216,7 +216,7 @@ def of_unmeasured_use(rank: int) -> None:
     root_only(model, flat(2))
     optimizer = KFACOptimizer(model, distributed=False)
     wrapped.once(model, optimizer, rank)
-    with pytest.warns(UserWarning, match="'conv.weight' is used by conv1d outside its own layer"):
+    with pytest.warns(UserWarning, match="'conv.weight' is used by conv1d in a way that is not measured"):
         assert list(statistics(optimizer)) == ["last"]
 
 

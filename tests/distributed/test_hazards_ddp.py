@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from ranks import RankError, Ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import EXAMPLES, TIMEOUT, Batch, Mixed, build, close, examples, share, squares, wrap
 
@@ -29,6 +31,7 @@ from kfac_optim import (
     Together,
 )
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
+from kfac_optim.distributed.gradients import _set_gradient
 from kfac_optim.distributed.strategies import Strategy
 from kfac_optim.refresh import Refresh
 
@@ -412,19 +415,82 @@ def made_zeros_before_backward(model: nn.Module, optimizer: KFACOptimizer, x: Te
     optimizer.step()
 
 
+def made_zeros_after_evaluation(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    with torch.no_grad():
+        model(x)
+    model.zero_grad(set_to_none=False)
+    squares(model(x), y).mean().backward()
+    optimizer.step()
+
+
 def never_zeroed(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
     (squares(model(x), y).mean() / 10).backward()
     optimizer.step()
 
 
+def never_zeroed_in_parts(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _: int) -> None:
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        (squares(model(x), y).mean() / 20).backward()
+    (squares(model(x).sin(), y).mean() / 20).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize(
-    "step", [zeroed_by_the_model, zeroed_before_backward, made_zeros, made_zeros_before_backward, never_zeroed]
+    "step",
+    [
+        zeroed_by_the_model,
+        zeroed_before_backward,
+        made_zeros,
+        made_zeros_before_backward,
+        made_zeros_after_evaluation,
+        never_zeroed,
+        never_zeroed_in_parts,
+    ],
 )
 def test_gradients_may_be_dropped_anywhere_or_not_at_all(two_ranks: Ranks, step: Step, flags: dict[str, Any]) -> None:
     if flags and step is made_zeros_before_backward:
         pytest.skip("of gradients that are written to together one cannot tell")
     check(two_ranks, step, strategy=Sharded(), flags=flags)
+
+
+def test_gradients_of_layers_that_ran_elsewhere_may_be_dropped_before_backward(two_ranks: Ranks) -> None:
+    flags = {"find_unused_parameters": True}
+    check(two_ranks, zeroed_before_backward, net=Routed, strategy=Sharded(), flags=flags)
+
+
+def frozen_later(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(bare, Mixed)
+    for param in bare.first.parameters():
+        param.requires_grad_(number != 1)
+    plain(model, optimizer, x, y, number)
+
+
+@pytest.mark.parametrize("flags", [None, {"find_unused_parameters": True}], ids=str)
+def test_a_layer_may_be_frozen_for_a_step(two_ranks: Ranks, flags: dict[str, Any] | None) -> None:
+    check(two_ranks, frozen_later, strategy=Sharded(), flags=flags)
+
+
+def pausing(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
+    assert isinstance(model, Mixed)
+    for param in (model.gain, model.norm.weight, model.norm.bias):
+        param.requires_grad_(not 3 <= number < 6)
+    model.shift.requires_grad_(number < 5)  # so that owners are others when they come back
+    plain(model, optimizer, x, y, number)
+
+
+def test_momentum_of_what_is_frozen_for_some_steps_is_kept(two_ranks: Ranks) -> None:
+    check(two_ranks, pausing, steps=9, strategy=Sharded(), skip_layers=["norm"])
+
+
+def test_what_no_rank_has_a_gradient_of_gets_none_when_owners_change() -> None:
+    param = nn.Parameter(torch.ones(2))
+    _set_gradient(param, torch.zeros(2))
+    assert param.grad is None
+    _set_gradient(param, torch.ones(2))
+    _set_gradient(param, torch.zeros(2))
+    assert torch.equal(param.grad, torch.zeros(2))  # type: ignore[arg-type]
 
 
 def clipped(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
@@ -508,7 +574,7 @@ def grows(rank: int | None, strategy: Strategy, refresh: Refresh) -> list[Tensor
                 block.under_way = None  # those that began it may own it no more
         optimizer.step()
         if rank is not None:
-            for param, owner in optimizer._executor._owners.items():
+            for param, owner in optimizer._executor.holdings.updaters.items():
                 assert owner in (None, rank) or "momentum_buffer" not in optimizer.state[param]
     return training.params
 

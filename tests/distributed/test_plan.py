@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import COST, INVERSES, equal_layers, gpt, models, options_, strategies_
 from torch import nn
+from volumes import control, fully_sharded, kaisa, local_statistics, replicated, sgd, sharded
 
 from benchmarks import shapes
 from kfac_optim import (
@@ -51,7 +52,6 @@ from kfac_optim.distributed import (
 from kfac_optim.distributed.assignment import LayerLoad, Load, largest_first, place
 from kfac_optim.distributed.buckets import Bucket, Item, Payload, fill
 from kfac_optim.distributed.prediction import Compute, exposed, finished, in_order_of_backward
-from kfac_optim.distributed.volumes import control, fully_sharded, kaisa, local_statistics, replicated, sgd, sharded
 
 DENSE, DIAGONAL = Structure.DENSE, Structure.DIAGONAL
 COMM_OPT = Replicated(1.0)

@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
@@ -324,6 +325,50 @@ def test_every_call_with_the_weight_counts_in_a_forward_of_its_own() -> None:
     assert_same(ours, oracles.factors(a, g, terms=1, bias=True))
 
 
+class _InItsInputsDtype(nn.Conv1d):
+    def _conv_forward(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(features, weight.to(features.dtype), bias.to(features.dtype))
+
+
+def test_a_cast_of_the_weight_counts_as_the_weight() -> None:
+    module, plain = _InItsInputsDtype(2, 3, 3), nn.Conv1d(2, 3, 3)
+    module.load_state_dict(plain.state_dict())
+    module.float()
+    images = torch.randn(4, 2, 7)
+    ours, expected = (
+        measure(each, images, lambda output: output.sin().sum(), factor_dtype=torch.float64).factors[""]
+        for each in (module, plain)
+    )
+    assert_same(ours, expected, rtol=1e-5)
+
+
+class _BiasApart(nn.Conv2d):
+    def forward(self, features: Tensor) -> Tensor:
+        return F.conv2d(features, self.weight) + 2 * self.bias[:, None, None]
+
+
+def test_a_call_without_the_bias_is_none_with_it() -> None:
+    model = nn.Sequential(_BiasApart(2, 3, 2), nn.Flatten(), nn.Linear(27, 2))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    model(torch.randn(4, 2, 4, 4)).square().sum().backward()
+    with pytest.warns(UserWarning, match="1 layers have gradients but no statistics"):
+        optimizer.step()
+    assert optimizer.factors().keys() == {"2"} or optimizer.metrics()["unpreconditioned_blocks"] == 1
+
+
+def test_a_lazy_convolution_with_a_forward_of_its_own_counts_from_its_first_forward() -> None:
+    lazy = nn.LazyConv1d(3, 3)
+    lazy.forward = MethodType(lambda self, features: nn.Conv1d.forward(self, F.pad(features, (2, 0))), lazy)
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), lazy, nn.Flatten(), nn.LazyLinear(2))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(4, 2, 7)).square().sum().backward()
+        optimizer.step()
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+    assert {"0", "1", "3"} == optimizer.factors().keys()
+
+
 class _WeightStandardised(nn.Conv2d):
     def forward(self, features: Tensor) -> Tensor:
         mean, std = self.weight.mean((1, 2, 3), keepdim=True), self.weight.std((1, 2, 3), keepdim=True)
@@ -367,12 +412,12 @@ def test_a_forward_that_is_replaced_after_construction_and_changes_the_positions
     optimizer.remove_hooks()
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+@pytest.mark.parametrize("mode", ["zeros", "numbers", "reflect", "circular"])
 def test_stride_padding_and_dilation_may_be_set_after_construction(mode: str) -> None:
     ours, plain = nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Conv2d(2, 3, 3, padding=2, dilation=2)
     ours.load_state_dict(plain.state_dict())
-    ours.stride, ours.dilation, ours.padding = (1, 1), (2, 2), (2, 2)
-    if mode != "zeros":  # such a forward pads by what was fixed at construction
+    ours.stride, ours.dilation, ours.padding = (1, 2, 2) if mode == "numbers" else ((1, 1), (2, 2), (2, 2))
+    if mode in ("reflect", "circular"):  # such a forward pads by what was fixed at construction
         ours, plain = (nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode) for _ in range(2))
         ours.load_state_dict(plain.state_dict())
         ours.padding = (2, 2)

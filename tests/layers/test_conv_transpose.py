@@ -371,6 +371,19 @@ def test_in_a_forward_of_its_own_what_torchs_function_does_counts(
     assert_same(*factors)
 
 
+def test_stride_padding_and_dilation_may_be_set_after_construction() -> None:
+    plain, ours = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, dilation=2), nn.ConvTranspose2d(2, 3, 3)
+    ours.load_state_dict(plain.state_dict())
+    ours.stride, ours.padding, ours.dilation = 2, (1, 1), 2
+    features, factors = torch.randn(4, 2, 5, 5), []
+    for each in (ours, plain):
+        optimizer = KFACOptimizer(each, lr=0.0)
+        each(features).sin().sum().backward()
+        optimizer.step()
+        factors.append(optimizer.factors()[""])
+    assert_same(*factors)
+
+
 def test_a_forward_that_is_replaced_after_construction_and_changes_the_positions_is_refused_by_name() -> None:
     model = nn.Sequential(nn.ConvTranspose1d(2, 3, 4, stride=2))
     optimizer = KFACOptimizer(model, lr=0.1)

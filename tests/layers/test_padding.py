@@ -169,7 +169,7 @@ def assert_same_factors(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tensors hold is not looked at, as where an accelerator would have to be waited for."""
-    for module in ("rows", "patches", "layers.base", "pairs"):
+    for module in ("rows", "patches", "layers.base", "layers.convolution.base", "pairs"):
         monkeypatch.setattr(f"kfac_optim.{module}.on_host", lambda _: False)
 
 

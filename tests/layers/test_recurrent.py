@@ -690,7 +690,7 @@ def test_a_matrix_parametrized_after_construction_is_no_longer_measured() -> Non
     optimizer = kfac(module, lr=0.1)
     parametrizations.weight_norm(module, "weight_hh_l0")
     module(torch.randn(5, 2, 3))[0].square().sum().backward()
-    with pytest.warns(UserWarning, match="parametrized since"):
+    with pytest.warns(UserWarning, match="parametrized or pruned since"):
         optimizer.step()
     counted = {name: bool(a.count_nonzero() > 0) for name, (a, _) in optimizer.factors().items()}
     assert counted == {"weight_ih_l0": True, "weight_hh_l0": False}

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerStatistics, PatchAdapter, PatchStatistics, by_axis
+from kfac_optim.layers.base import LayerStatistics
+from kfac_optim.layers.convolution.base import PatchAdapter, PatchStatistics, by_axis
 from kfac_optim.patches import Patches, pad
 from kfac_optim.specs import LayerSpec
 
@@ -34,13 +35,14 @@ class ConvStatistics(PatchStatistics):
             zeros = tuple(zip(before, after, strict=True))
             return Patches(features, zeros, module.kernel_size, stride, dilation, self.spec.groups)
         if module.padding_mode == "zeros":
-            zeros = _zeros(module.padding, module.kernel_size, module.dilation)
+            zeros = _zeros(module.padding, module.kernel_size, by_axis(module.dilation, self.ndim))
         else:
             # What such a forward pads by was fixed with the module, in the order of F.pad: last first.
             amounts = module._reversed_padding_repeated_twice
             features = pad(features, tuple(zip(amounts[-2::-2], amounts[::-2], strict=True)), module.padding_mode)
             zeros = ((0, 0),) * self.ndim
-        return Patches(features, zeros, module.kernel_size, module.stride, module.dilation, self.spec.groups)
+        stride, dilation = (by_axis(each, self.ndim) for each in (module.stride, module.dilation))
+        return Patches(features, zeros, module.kernel_size, stride, dilation, self.spec.groups)
 
 
 def _zeros(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerStatistics, PatchAdapter, PatchStatistics, by_axis, weight_and_bias
+from kfac_optim.layers.base import LayerStatistics, weight_and_bias
+from kfac_optim.layers.convolution.base import PatchAdapter, PatchStatistics, by_axis
 from kfac_optim.patches import Patches, pad
 from kfac_optim.specs import LayerSpec
 
@@ -44,9 +45,11 @@ class ConvTransposeStatistics(PatchStatistics):
 
     def patches(self, features: Tensor) -> Patches:
         module = self.module
-        stride, dilation, padding = module.stride, module.dilation, tuple(map(int, module.padding))
         if self.call.context:
             stride, dilation, padding = self.context_by_axis()
+        else:
+            given = (module.stride, module.dilation, module.padding)
+            stride, dilation, padding = (by_axis(each, self.ndim) for each in given)  # type: ignore[arg-type]
         interleaved = _interleaved(features, stride)
         # The output's size tells what padding its end has: `output_padding`, or the `output_size` of that forward.
         positions = self.call.gradient.shape[-self.ndim :]
