@@ -47,11 +47,11 @@ def no_view(output: Tensor) -> Tensor:
 
 
 def is_cast_of(tensor: Tensor, param: Tensor | None) -> bool:
-    """Whether it is a parameter, or what `to` made of it in another dtype or on another device."""
+    """Whether it is a parameter, or what `to` made of it in another dtype."""
     if tensor is param or torch.compiler.is_compiling():  # graphs being traced do not tell
         return tensor is param
     node = tensor.grad_fn
-    if param is None or node is None or node.name() != "ToCopyBackward0":
+    if param is None or node is None or node.name() != "ToCopyBackward0" or tensor.device != param.device:
         return False
     leaf = node.next_functions[0][0]
     return leaf is not None and getattr(leaf, "variable", None) is param

@@ -138,12 +138,14 @@ class ModelBinding:
         if is_new and self.model is not None:
             self._build()
 
-    def blocks_beside(self, marks: checkpoint.States) -> Sequence[KFACBlock]:
-        """Those that there would be after `leave_out(marks)`."""
-        if self.model is None or marks.keys() == self._left_out.keys():
-            return self.coverage.blocks
-        reasons = dict.fromkeys(marks, "")
-        return build_blocks(self.model, self._groups, self._options, self.coverage.blocks, reasons).blocks
+    def brought_back(self, marks: checkpoint.States) -> list[KFACBlock]:
+        """Blocks of what was left to SGD, and would not be after `leave_out(marks)`."""
+        params = self._left_out.keys() - marks.keys()
+        if self.model is None or not params:
+            return []
+        kept = dict.fromkeys(self._left_out.keys() & marks.keys(), "")
+        found = build_blocks(self.model, self._groups, self._options, (), kept).blocks
+        return [block for block in found if block.params[0] in params]
 
     def does_nothing(self) -> bool:
         """Whether nothing is preconditioned against the user's wish, nor can yet be."""
@@ -302,8 +304,9 @@ class ModelBinding:
         return grows
 
     def _grow_within(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        known = self._window.hooked()
         if self._grow():
-            self._window.catch_up(module, args)
+            self._window.catch_up(module, args, known)
 
     def _claim(self, product: Product) -> KFACBlock | None:
         assert self.model is not None

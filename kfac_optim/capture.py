@@ -11,7 +11,7 @@ along; a pickled or copied model carries inert hooks.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -103,10 +103,15 @@ class CaptureWindow(Ledger):
             self.catch_up(model, args_under_way)
         return handle
 
-    def catch_up(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hooks were put on a module whose forward has begun, for which torch has already listed those to call."""
+    def hooked(self) -> Collection[LayerHooks]:
+        """Those that are put on layers now."""
+        return frozenset(self._hooks)
+
+    def catch_up(self, module: nn.Module, args: tuple[Any, ...], known: Collection[LayerHooks] = ()) -> None:
+        """Hooks but those `known` were put on a module whose forward has begun, when torch has listed those to call."""
         for layer in self._hooks:
-            layer.begin(module, args)
+            if layer not in known:
+                layer.begin(module, args)
 
     def watch_layer(
         self, module: nn.Module, watch: LayerWatch, *, unbatched_ndim: int = -1, is_product: bool = False

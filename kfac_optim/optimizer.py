@@ -638,9 +638,6 @@ class KFACOptimizer(Optimizer):
         self._window.drop_stale()
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
-            # A step that is skipped asks for no number of terms, and whether it is may be another process's say.
-            if not (scale.overflowed or self._executor.several):
-                self._window.check_terms()
             unscale(gradients.values(), scale.factor)
         self._window.scaled |= scale.factor != 1
         deferred = None
@@ -663,6 +660,13 @@ class KFACOptimizer(Optimizer):
             self._skipped.skip()
             self._skipped.check_limit(self._nonfinite_limit, gradients, self._names)
             return False
+        if scale.in_gradients:
+            # Not before: a step that is skipped, as another process may have it, asks for no number of terms.
+            try:
+                self._window.check_terms()
+            except RuntimeError:
+                unscale(gradients.values(), 1 / scale.factor)
+                raise
         if deferred is None:
             self._skipped.take()
         else:
@@ -835,8 +839,8 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     names = [checkpoint.layer_name(states[param]) for param in strays]
     any_prefix = not binding.given
     checkpoint.check(blocks, list(of_blocks.values()), names, any_prefix=any_prefix)
-    coming = [block for block in binding.blocks_beside(marks) if block.params[0] not in of_blocks]
-    checkpoint.check(coming, [states.get(block.params[0]) for block in coming], [], any_prefix=any_prefix)
+    back = binding.brought_back(marks)
+    checkpoint.check(back, [states.get(block.params[0]) for block in back], [], any_prefix=any_prefix)
     optimizer._incoming = states, marks
     return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
 

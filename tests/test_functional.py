@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LayerSpec, Structure, WeightSharing, functional
+from kfac_optim import DEFAULT_ADAPTERS, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing, functional
 from kfac_optim.calls import LayerCall
 from kfac_optim.layers.product import ProductStatistics
 
@@ -1320,6 +1320,19 @@ def test_going_back_to_before_the_first_use_out_of_sight_preconditions_again() -
     assert owners(optimizer)["embedding.weight"] == "embedding"
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
     assert_identical(optimizer.state_dict(), fresh.state_dict())
+
+
+def test_a_load_that_brings_a_layer_back_in_another_shape_is_refused_before_anything_is_changed() -> None:
+    model = Filters()
+    other = KFACOptimizer(model, lr=0.1, inverse={"embedding": Eigen()})
+    train(model, other, 1)
+    trained, optimizer = trained_out_of_sight({"embedding"})
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"'embedding'.*"):
+        optimizer.load_state_dict(other.state_dict())
+    assert_identical(optimizer.state_dict(), before)
+    trained.again = set()
+    train(trained, optimizer, 1, start=3)
 
 
 def test_a_layer_left_to_sgd_may_be_skipped_in_the_run_that_resumes_and_is_told_from_another() -> None:

@@ -77,6 +77,8 @@ class OwnersHook:
 
     def _before_accumulation(self, param: Tensor) -> None:
         version = self._stepped.pop(param, None)
+        if self._views:  # from now on their versions say nothing
+            self._stepped.clear()
         if param.grad is None or (not self._views and self._was_written_to(param, version)):
             self._drop(param)
 

@@ -16,7 +16,7 @@ from kfac_optim.distributed.voting import largest
 
 
 class Holdings:
-    """What ranks hold under one plan. Methods are collectives, but for `let_go`.
+    """What ranks hold under one plan. Methods are collectives, but for `homes` and `let_go`.
 
     Args:
         plan: the plan.

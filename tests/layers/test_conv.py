@@ -342,6 +342,23 @@ def test_a_cast_of_the_weight_counts_as_the_weight() -> None:
     assert_same(ours, expected, rtol=1e-5)
 
 
+def test_a_use_elsewhere_is_not_made_up_for_by_a_cast() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = _InItsInputsDtype(2, 2, 1).float(), nn.Linear(14, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.conv(F.conv1d(x.float(), self.conv.weight).double()).flatten(1))
+            return out
+
+    model = Twice()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    model(torch.randn(4, 2, 7)).square().sum().backward()
+    with pytest.warns(UserWarning, match="'conv.weight' is used by conv1d in a way that is not measured"):
+        optimizer.step()
+
+
 class _BiasApart(nn.Conv2d):
     def forward(self, features: Tensor) -> Tensor:
         return F.conv2d(features, self.weight) + 2 * self.bias[:, None, None]

@@ -201,7 +201,7 @@ class _NotedFunction:
         window, watch, module = self._window(), self._watch(), self._module
         if window is None or watch is None or not is_cast_of(weight, watch.used):
             return output
-        if is_on(window.mode) and output.requires_grad:
+        if weight is watch.used and is_on(window.mode) and output.requires_grad:  # the mode knows no casts
             window.layer_ran(watch.weight)
         if self._has_bias if bias is None else not is_cast_of(bias, module._parameters.get("bias")):
             return output
