@@ -15,7 +15,7 @@ from kfac_optim.discovery import build_blocks, claim
 from kfac_optim.finder import ModelFinder
 from kfac_optim.functional import FunctionalUses
 from kfac_optim.functions import Product
-from kfac_optim.hooks import Handle, Handles, PicklableHook
+from kfac_optim.hooks import Handle, Handles, PicklableHook, call_if_there
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames
 from kfac_optim.shards import is_sharded, local
@@ -294,7 +294,7 @@ class ModelBinding:
             self._lazy.pop(module).remove()
         for module in lazy - self._lazy.keys():
             grow = weakref.WeakMethod(self._grow_within)
-            hook = PicklableHook(lambda *given, grow=grow: _call(grow, *given))
+            hook = PicklableHook(lambda *given, grow=grow: call_if_there(grow, *given))
             self._lazy[module] = module.register_forward_pre_hook(hook)
 
     def _grow(self) -> bool:
@@ -322,11 +322,6 @@ class ModelBinding:
             checkpoint.check([block], [state], [], any_prefix=not self.given)
             checkpoint.restore(block, state, several=self._several)
             del self.waiting[block.params[0]]
-
-
-def _call(method: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:
-    if (bound := method()) is not None:
-        bound(*args)
 
 
 def _says_something(gradient: Tensor | None) -> bool:

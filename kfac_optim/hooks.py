@@ -1,5 +1,6 @@
 """Forward hooks and torch function modes: put on, taken off, and left in order."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -47,6 +48,13 @@ class PicklableHook:
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()
+
+
+def call_if_there(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    """Call it, where the object that it is of is there still."""
+    found = method()
+    if found is not None:
+        found(*args)
 
 
 def _do_nothing(*args: Any) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_optim.autograd import on_gradient
 from kfac_optim.distributed.comm import Cause, Launch
 from kfac_optim.distributed.gradients import ShardedGradients
-from kfac_optim.hooks import PicklableHook
+from kfac_optim.hooks import PicklableHook, call_if_there
 
 
 def find_wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
@@ -51,7 +51,7 @@ class OwnersHook:
         self._watched: set[int] = set()
         self._views = wrapper.gradient_as_bucket_view
         look = weakref.WeakMethod(self._before_forward)
-        wrapper.register_forward_pre_hook(PicklableHook(lambda *_: _call(look)))
+        wrapper.register_forward_pre_hook(PicklableHook(lambda *_: call_if_there(look)))
         try:
             wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
@@ -94,7 +94,7 @@ class OwnersHook:
         if param.requires_grad and id(param) not in self._watched:
             self._watched.add(id(param))  # DDP's parameters stay
             look, watched = weakref.WeakMethod(self._before_accumulation), weakref.ref(param)
-            on_gradient(param, lambda _: _call(look, watched()))
+            on_gradient(param, lambda _: call_if_there(look, watched()))
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -109,11 +109,11 @@ class OwnersHook:
             work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
             mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
             return mean
+        rank = dist.get_rank(self._group)
         pieces = _by_owner(bucket.parameters(), bucket.gradients(), flow.owner_of, ranks)
         sizes = [sum(piece.numel() for piece in owned) for owned in pieces]
-        own = pieces[dist.get_rank(self._group)]
-        owner = dist.get_rank(self._group)
-        params = [param for param in bucket.parameters() if flow.owner_of[param] == owner]
+        own, share = pieces[rank], sizes[rank]
+        params = [param for param in bucket.parameters() if flow.owner_of[param] == rank]
         for param, piece in zip(params, own, strict=True):
             self._watch(param)
             self._stepped.pop(param, None)
@@ -122,7 +122,6 @@ class OwnersHook:
             if param in self._to_mean:
                 piece.sub_(self._to_mean[param])
         sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
-        share = sizes[dist.get_rank(self._group)]
         received = sent.new_empty(ranks * share)
         work = dist.all_to_all_single(received, sent, [share] * ranks, sizes, group=self._group, async_op=True)
         assert work is not None
@@ -143,13 +142,6 @@ class OwnersHook:
 
         done: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
         return done
-
-
-def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
-    """Call it, where its hook is there still."""
-    found = method()
-    if found is not None:
-        found(*args)
 
 
 def _by_owner(
