@@ -207,7 +207,7 @@ class KFACBlock:
             # These terms of the loss have no gradient here, which is a sample of zeros.
             self.inverse.age(self.state, self._decay(), self._here(count.averaged))
         clock.folded_at = clock.step
-        clock.summed_terms = count.summed
+        clock.summed_terms = count.summed or clock.summed_terms
         clock.folds += 1
 
     def folded_ahead(self, count: LossCount, gradient_scale: float | Tensor) -> Any:

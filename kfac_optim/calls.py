@@ -160,6 +160,24 @@ class Ledger:
         """A backward goes through this forward of the model; None for a layer that ran outside of any."""
         self._tally.count(root)
 
+    def pass_through(self, root: RootCall, *, in_graph: bool) -> None:
+        """A backward goes through the output of this forward of the model, whether or not its layers are captured.
+
+        Args:
+            root: the forward.
+            in_graph: whether this is told by an operator of a compiled graph.
+        """
+        if not self.listening:
+            return
+        if not any(reaches(watch.used, watch.node if in_graph else None) for watch in self._watches):
+            return
+        if self._tally.has_counted(root):
+            self._stale = False
+            return
+        if self._stale:
+            self.discard()
+        self._tally.count(root)
+
     def keep(self, calls: Iterable["ForwardCall"]) -> None:
         """A backward goes on through a forward whose calls have been committed: they are not thrown away."""
         if any(call in self._open for call in calls):
@@ -171,7 +189,7 @@ class Ledger:
         Not at once: further backwards through the same forward go on from the same running sum, as when several
         losses are backpropagated one by one and their gradients combined by hand.
         """
-        if self._open:  # else keep what set_loss_terms said of the backward to come
+        if self._open or self._tally.has_counted():  # else keep what set_loss_terms said of the backward to come
             self._stale = True
 
     def drop_stale(self) -> None:

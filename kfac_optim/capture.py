@@ -25,7 +25,7 @@ from kfac_optim.calls import ForwardCall, LayerWatch, Ledger
 from kfac_optim.compiled import Tape
 from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook, is_on
 from kfac_optim.loss_terms import LossCount, RootCall, first_tensor, read_terms
-from kfac_optim.roots import Roots
+from kfac_optim.roots import OutputPass, Roots, on_output_gradients
 from kfac_optim.specs import LossTerms
 
 # Of calls in graphs that are kept between two steps; some hundred forwards of a large model.
@@ -87,8 +87,8 @@ class CaptureWindow(Ledger):
         self.step = self.worker = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
-        self._traced: dict[int, ForwardCall] = {}
-        self._traced_before: dict[int, ForwardCall] = {}
+        self._traced: dict[int, ForwardCall | OutputPass] = {}
+        self._traced_before: dict[int, ForwardCall | OutputPass] = {}
         self._calls = itertools.count()
 
     def watch_root(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> Handle:
@@ -242,6 +242,17 @@ class CaptureWindow(Ledger):
         if self.mode is not None and torch.is_grad_enabled() and self.mode_wanted():
             self.modes.enter(self.mode)
 
+    def await_sum(self, root: RootCall, output: Any) -> None:
+        """Count the terms of a summed loss when a backward comes to the model's output, also on ordinary steps."""
+        if self.loss_is_sum and root.terms is not None and torch.is_grad_enabled():
+            on_output_gradients(output, OutputPass(self, root))
+
+    def await_sum_in_graph(self, model: int, terms: int | None, output: Any) -> None:
+        """`await_sum` for a forward that is being traced."""
+        if terms is not None:
+            call = self.tape.run(model, terms)
+            on_output_gradients(output, lambda gradient: self.tape.commit(call, call, gradient))
+
     def end_forward(self) -> None:
         """The model's outermost forward ends, whether or not it failed."""
         self.modes.leave()
@@ -260,6 +271,11 @@ class CaptureWindow(Ledger):
         if (root := self.roots.leave()) is not None:
             root.terms = None if terms < 0 else terms
 
+    def run_call(self, model: int, terms: int) -> int:
+        root = RootCall(model)
+        root.terms = terms
+        return self._keep(OutputPass(self, root))
+
     def trace_call(self, watch: int) -> None:
         # What stands for a sharded weight may not have been there when the watch was set up.
         for each in self._watches:
@@ -270,9 +286,13 @@ class CaptureWindow(Ledger):
         found = next((each for each in self._watches if each.number == watch), None)
         if found is None or not found.wanted():
             return -1
-        number = next(self._calls)
         root = self.roots.of_layer(unbatched) or self.roots.of_graph_within_backward()
-        self._traced[number] = ForwardCall(self, found, root, None, training, context)
+        return self._keep(ForwardCall(self, found, root, None, training, context))
+
+    def _keep(self, call: ForwardCall | OutputPass) -> int:
+        """Keep what a graph has told of until its backward; the number by which that asks for it."""
+        number = next(self._calls)
+        self._traced[number] = call
         if len(self._traced) > _MOST_CALLS:  # forwards that no step follows
             del self._traced[next(iter(self._traced))]
         return number
@@ -368,6 +388,8 @@ class _RootHooks:
                 _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
                 terms = read_terms(window.rule, (args, kwargs), output)
                 window.tape.end(-1 if terms is None else terms)
+            elif window.loss_is_sum and window.estimate is None and torch.is_grad_enabled():
+                window.await_sum_in_graph(self._number, read_terms(window.rule, (args, kwargs), output), output)
             return
         if window is None or (root := window.roots.leave()) is None:
             return
@@ -377,7 +399,9 @@ class _RootHooks:
                 window.recorder.end(root, model, args, kwargs, output)
             if window.estimate is not None:
                 window.estimate(root, window.roots.take_expected(), output)
+                window.await_sum(root, output)
                 return
         root.terms = read_terms(window.rule, (args, kwargs), output)
+        window.await_sum(root, output)
         if root.recomputes and torch.is_grad_enabled():
             window.roots.await_backward(root, output)

@@ -1,11 +1,12 @@
 """Layer calls inside compiled graphs: operators that `torch.compile` leaves standing where our hooks were traced.
 
 `torch.compile` traces forward hooks together with the model, so what a hook does at every call must be in the graph. It
-stands there as one of four operators, and the work behind them is Python as in eager mode: `begin` and `end` of a
+stands there as one of few operators, and the work behind them is Python as in eager mode: `begin` and `end` of a
 forward of the model, `note` of a layer's call, and `commit`, inside backward, of its input and output gradient. Each
 of those in the forward changes a token, so that the compiler neither drops them nor changes their order; `commit` hands
-the gradient on, so that whoever needs it needs the operator. On steps without statistics none of them is traced: the
-graph is the model's own.
+the gradient on, so that whoever needs it needs the operator. On steps without statistics none of them is traced, and
+the graph is the model's own; but for a summed loss, whose terms count at every step: there `run` stands for the forward
+of the model, and `commit` for a backward that has come to its output.
 """
 
 import weakref
@@ -24,6 +25,9 @@ class Recorder(Protocol):
 
     def end_call(self, terms: int) -> None:
         """It ends; the loss terms read off it, -1 where there are none to read."""
+
+    def run_call(self, model: int, terms: int) -> int:
+        """The forward of a model has run whose graph captures nothing; the number by which a backward tells of it."""
 
     def trace_call(self, watch: int) -> None:
         """A layer's call is being traced."""
@@ -53,6 +57,11 @@ class Tape:
 
     def end(self, terms: int) -> None:
         torch.ops.kfac_optim.end(self.token, self.number, terms)
+
+    def run(self, model: int, terms: int) -> Tensor:
+        """The number of a forward that is not captured, `[]`."""
+        call: Tensor = torch.ops.kfac_optim.run(self.token, self.number, model, terms)
+        return call
 
     def note(self, watch: int, training: bool, unbatched: bool, context: Sequence[int]) -> Tensor:
         """The number of the call, `[]`."""
@@ -94,6 +103,13 @@ def _end(token: Tensor, recorder: int, terms: int) -> None:
         found.end_call(terms)
 
 
+@torch.library.custom_op("kfac_optim::run", mutates_args=("token",))
+def _run(token: Tensor, recorder: int, model: int, terms: int) -> Tensor:
+    token += 1
+    found = _RECORDERS.get(recorder)
+    return torch.tensor(-1 if found is None else found.run_call(model, terms), dtype=torch.int64, device="cpu")
+
+
 @torch.library.custom_op("kfac_optim::note", mutates_args=("token",))
 def _note(token: Tensor, recorder: int, watch: int, training: bool, unbatched: bool, context: Sequence[int]) -> Tensor:
     token += 1
@@ -115,5 +131,6 @@ def _nothing(*_: Any) -> None:
 
 _begin.register_fake(_nothing)
 _end.register_fake(_nothing)
+_run.register_fake(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))
 _note.register_fake(lambda *_: torch.empty((), dtype=torch.int64, device="cpu"))
 _commit.register_fake(lambda *args: torch.empty_like(args[-1]))

@@ -157,10 +157,13 @@ class _Watcher:
 
     def __call__(self, root: RootCall, calls: Sequence[tuple[ForwardCall, GradientEdge]], output: Any) -> None:
         window = self._window()
-        if window is None or not calls:
+        if window is None or not (calls or window.loss_is_sum):
             return
         outputs = self._estimate.outputs_of(output)
         if len(outputs) != self._estimate.likelihood.outputs or not all(o.requires_grad for o in outputs):
+            return
+        root.terms = self._estimate.terms(outputs)
+        if not calls:
             return
         self._forwards = self._forwards + 1 if window.step == self._step else 0
         self._step = window.step
@@ -172,7 +175,7 @@ class _Watcher:
             weakref.ref(window),
             self._estimate.likelihood,
             self._estimate.vectors,
-            self._estimate.terms(outputs),
+            root.terms,
             root,
             calls,
             detached,

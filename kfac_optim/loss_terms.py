@@ -18,7 +18,7 @@ class LossCount(NamedTuple):
     averaged: float | Tensor
     """`M`, the terms that the mean runs over; 1 for a summed loss; a tensor `[]` where it was stated as one."""
     summed: float
-    """Terms that are summed instead; 1 for a mean, infinity where the number is unknown."""
+    """Terms that are summed instead; 1 for a mean, infinity where the number is unknown, 0 where nothing was seen."""
 
 
 class RootCall:
@@ -64,6 +64,7 @@ class LossTally:
         self._rule = rule
         self._number = 0
         self._counted: Counter[int] = Counter()
+        self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
         self._rootless = False
 
@@ -82,16 +83,29 @@ class LossTally:
             self._rootless = True
         elif root.counted_in != self._number:
             root.counted_in = self._number
-            # A model that gets a single example without a batch dimension hands none to its layers.
-            single = self._rule in _BY_INPUT and root.unbatched and not root.batched
-            self._counted[root.model] += 1 if single else root.terms
+            self._counted[root.model] += 1 if self._is_single(root) else root.terms
+
+    def has_counted(self, root: RootCall | None = None) -> bool:
+        """Whether a backward went through this call of the model since the last step; None is any call."""
+        return bool(self._counted) if root is None else root.counted_in == self._number
+
+    def _is_single(self, root: RootCall) -> bool:
+        """Whether the model got a single example without a batch dimension: it hands none to its layers then.
+
+        Layers tell on statistics steps alone. On others the call is taken to be as the last one that was told of.
+        """
+        if self._rule not in _BY_INPUT:
+            return False
+        if root.batched or root.unbatched:
+            self._single[root.model] = not root.batched
+        return self._single.get(root.model, False)
 
     def state(self, terms: float | Tensor) -> None:
         """Add stated terms, which stand for all counted ones."""
         self._stated = terms if self._stated is None else self._stated + terms
 
     def summed(self) -> float:
-        """Terms so far that are summed; 1 for a mean, infinity where the number is unknown."""
+        """`LossCount.summed` so far."""
         if not self.is_sum:
             return 1
         return math.inf if self._rootless else max(self._counted.values(), default=0)

@@ -8,6 +8,7 @@ forward they belong to has ended. Such a forward leaves a hook on the model's ou
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.autograd import GradientEdge, in_backward, on_gradient
-from kfac_optim.calls import ForwardCall
+from kfac_optim.calls import ForwardCall, Ledger
 from kfac_optim.loss_terms import RootCall
 
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -77,10 +78,7 @@ class Roots:
 
     def await_backward(self, root: RootCall, output: Any) -> None:
         """Layers that the backward from `output` runs again are to belong to `root`."""
-        enter = functools.partial(_enter_backward, weakref.ref(self), root)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                on_gradient(leaf, enter)
+        on_output_gradients(output, functools.partial(_enter_backward, weakref.ref(self), root))
 
     def of_layer(self, unbatched: bool) -> RootCall | None:
         """The forward of the model in which a layer is called, by a single example or by a batch."""
@@ -100,9 +98,37 @@ class Roots:
         return self._recomputed if in_backward() else None
 
 
+class OutputPass:
+    """Tensor hook on an output of the model, which tells the ledger of every backward through it.
+
+    It counts the terms of a summed loss on the steps without statistics, when no layer tells.
+
+    Args:
+        ledger: is held weakly.
+        root: the forward.
+    """
+
+    __slots__ = ("_ledger", "_root")
+
+    def __init__(self, ledger: Ledger, root: RootCall) -> None:
+        self._ledger = weakref.ref(ledger)
+        self._root = root
+
+    def __call__(self, _gradient: Tensor, call: Tensor | None = None) -> None:
+        if (ledger := self._ledger()) is not None:
+            ledger.pass_through(self._root, in_graph=call is not None)
+
+
 def _enter_backward(roots: "weakref.ref[Roots]", root: RootCall, _gradient: Tensor) -> None:
     if (found := roots()) is not None:
         found._recomputed = root
+
+
+def on_output_gradients(output: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Call `hook` in every backward that comes to a tensor of the model's `output`."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            on_gradient(leaf, hook)
 
 
 def _is_nested(model: nn.Module) -> bool:

@@ -161,7 +161,7 @@ class TrustRegion(StepSize):
         rates = [(_scalar(group["lr"], one.device), product) for group, product in proposal.products]
         decrease = torch.stack([rate * product for rate, product in rates]).sum()
         quadratic = torch.stack([rate**2 * product for rate, product in rates]).sum()
-        summed = max(block.clock.summed_terms for block in proposal.covered)
+        summed = _summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         buffers = _buffers(proposal)
         promised = proposal.executor.all_reduce_scalars(_promised(buffers, one.device).reshape(1))[0]
@@ -183,7 +183,7 @@ class TrustRegion(StepSize):
                 grads.append(block.matrix(grad))
         sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, grads, one.device)])
         quadratic, decrease = executor.add_up(sums).unbind()
-        summed = max(block.clock.summed_terms for block in proposal.covered)
+        summed = _summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         _scale(chain.from_iterable(proposal.parts), scale)
         _scale_momentum(proposal, _buffers(proposal), scale)
@@ -299,6 +299,11 @@ def _dot(left: Direction, right: Direction, device: torch.device) -> Tensor:
     """Over the parameters that both have."""
     shared = [param for param in left if param in right]
     return inner_product([left[param] for param in shared], [right[param] for param in shared], device)
+
+
+def _summed_terms(proposal: Proposal) -> float:
+    """The terms of the step's summed loss; of the last statistics where none were seen in this step."""
+    return proposal.count.summed or max(block.clock.summed_terms for block in proposal.covered)
 
 
 def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
