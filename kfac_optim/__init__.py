@@ -9,7 +9,6 @@ to that of a folder around it):
     dynamo                      L0  what torch.compile makes of functions of ours
     precision                   L0  autocast kept out of our arithmetic; are these numbers finite?
     loss_scale                  L0  what a GradScaler multiplied the loss by
-    notices                     L0  warnings of what a user may not expect
     random_state                L0  torch's generators, put back to where they stood
     memory                      L0  tensors that give up their memory and get it back
     shards                      L0  parameters kept in shards, and what stands for them in use
@@ -17,6 +16,7 @@ to that of a folder around it):
     hooks                       L1  forward hooks and torch function modes, put on and taken off
     compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has
+    notices                     L2  warnings of what a user may not expect
     likelihoods                 L1  losses as likelihoods, for estimates that do not look at targets
     rows                        L1  canonical rows and their second moments
     patches                     L2  what the kernel of a convolution sees at each position

@@ -89,6 +89,11 @@ def graph_is_kept() -> bool:
     return kept
 
 
+def running_backward() -> int:
+    """The number of the backward that is running on this thread."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether a backward is running, on this thread."""
     return torch._C._current_graph_task_id() != -1

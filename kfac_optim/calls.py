@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.autograd import Node, accumulator, graph_is_kept, reaches, version
+from kfac_optim.autograd import Node, accumulator, graph_is_kept, reaches, running_backward, version
 from kfac_optim.hooks import Handle
 from kfac_optim.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.precision import without_autocast
@@ -126,39 +126,32 @@ class Ledger:
         return self._tally.is_sum
 
     def close(self) -> LossCount:
-        """End the window and count the loss terms in it.
-
-        Raises:
-            RuntimeError: `M` is unknown: a layer was called outside the model's forward, or neither the model's input
-                nor its output has a tensor to read it off.
-        """
+        """End the window and count the loss terms in it."""
         self.drop_stale()
         count = self._tally.result()
         self._forget_calls()
         return count
-
-    def check_terms(self) -> None:
-        """Raise what `close` would, and end nothing."""
-        self._tally.result()
 
     def summed(self) -> float:
         """`LossCount.summed` of the terms so far."""
         return self._tally.summed()
 
     def so_far(self) -> LossCount | None:
-        """The terms, if the step came now; None where their number is not known."""
-        try:
-            return self._tally.result()
-        except RuntimeError:
-            return None
+        """The terms, if the step came now; None where further layers may show others."""
+        count = self._tally.result()
+        return None if count.assumed else count
 
     def name_loss(self, *, mean: bool) -> None:
         """The loss is known, and with it the terms of each forward of the model."""
         self._tally.name_loss(mean=mean)
 
-    def count(self, root: RootCall | None) -> None:
-        """A backward goes through this forward of the model; None for a layer that ran outside of any."""
+    def count(self, root: RootCall) -> None:
+        """A backward goes through this forward of the model."""
         self._tally.count(root)
+
+    def count_layer(self, root: RootCall | None, examples: int | None, output: Tensor) -> RootCall:
+        """A backward comes to a layer, see `LossTally.count_layer`; `output` is shaped like that of the layer."""
+        return self._tally.count_layer(root, examples, output.shape, running_backward())
 
     def pass_through(self, root: RootCall, *, in_graph: bool) -> None:
         """A backward goes through the output of this forward of the model, whether or not its layers are captured.
@@ -218,17 +211,22 @@ class ForwardCall:
         ledger: that the call may come to stand in; held weakly, as is `watch`.
         watch: the layer.
         root: the forward of the model that it is part of; None outside of any.
+        examples: that the layer was handed; None for a single one without a batch dimension.
         layer_input: None in a compiled graph, which hands it over with each gradient.
         training: as in `LayerCall`, as is `context`.
     """
 
-    __slots__ = ("_committed", "_gradient", "_input", "_ledger", "_root", "_training", "_version", "_watch", "context")
+    __slots__ = (
+        *("_committed", "_examples", "_gradient", "_input", "_ledger"),
+        *("_root", "_training", "_version", "_watch", "context"),
+    )
 
     def __init__(
         self,
         ledger: Ledger,
         watch: LayerWatch,
         root: RootCall | None,
+        examples: int | None,
         layer_input: Tensor | None,
         training: bool,
         context: tuple[int, ...],
@@ -236,6 +234,7 @@ class ForwardCall:
         self._ledger = weakref.ref(ledger)
         self._watch = weakref.ref(watch)
         self._root = root
+        self._examples = examples
         self._input = None if layer_input is None else layer_input.detach()
         self._version = 0 if layer_input is None else version(layer_input)
         self._gradient: Tensor | None = None
@@ -272,7 +271,7 @@ class ForwardCall:
             ledger._open.append(self)
         kept = graph_is_kept()
         self._gradient = gradient if kept else None
-        ledger.count(self._root)
+        self._root = ledger.count_layer(self._root, self._examples, gradient)
         with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
             keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
         if keep and kept and not traced:
@@ -298,7 +297,8 @@ class ForwardCall:
             ledger.discard()
         self._committed = True
         ledger._open.append(self)
-        ledger.count(self._root)
+        if self._root is not None:
+            ledger.count(self._root)
         return True
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from kfac_optim.autograd import GradientEdge, accumulator, edge, in_function_tra
 from kfac_optim.calls import ForwardCall, LayerWatch, Ledger
 from kfac_optim.compiled import Tape
 from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook, is_on
-from kfac_optim.loss_terms import LossCount, RootCall, first_tensor, read_terms
+from kfac_optim.loss_terms import LossCount, RootCall, examples_of, first_tensor, read_terms
 from kfac_optim.roots import OutputPass, Roots, on_output_gradients
 from kfac_optim.specs import LossTerms
 
@@ -145,8 +145,8 @@ class CaptureWindow(Ledger):
         layer_input: Tensor,
         output: Tensor,
         *,
+        examples: int | None,
         training: bool = True,
-        unbatched: bool = False,
         context: tuple[int, ...] = (),
     ) -> ForwardCall | None:
         """Within a forward: `output` came of `layer_input` and `watch.used`; commit when a backward reaches both.
@@ -155,8 +155,8 @@ class CaptureWindow(Ledger):
             watch: the layer.
             layer_input: as `LayerCall.input` will hand it over.
             output: non-leaf, or a leaf that stands for it in the graph.
+            examples: that the layer was handed; None for a single one without a batch dimension.
             training: whether the layer is in training mode.
-            unbatched: whether the layer was handed a single example without a batch dimension.
             context: becomes `LayerCall.context`.
 
         Returns:
@@ -167,11 +167,11 @@ class CaptureWindow(Ledger):
         if torch.compiler.is_compiling():
             if watch.sharded is not None:
                 self.tape.trace(watch.number)
-            self.note_in_graph(watch.number, layer_input, output, training, unbatched, context)
+            self.note_in_graph(watch.number, layer_input, output, training, examples, context)
             return None
         if not watch.wanted():
             return None
-        call = ForwardCall(self, watch, self.roots.of_layer(unbatched), layer_input, training, context)
+        call = ForwardCall(self, watch, self.roots.of_layer(examples), examples, layer_input, training, context)
         if self.estimate is None:
             on_gradient(output, call)
         else:
@@ -184,11 +184,14 @@ class CaptureWindow(Ledger):
         layer_input: Tensor,
         output: Tensor,
         training: bool,
-        unbatched: bool,
+        examples: int | None,
         context: tuple[int, ...],
     ) -> None:
         """`note` for the watch of this number, in a forward that is being traced."""
-        call, kept = self.tape.note(watch, training, unbatched, context), layer_input.detach()
+        call, kept = (
+            self.tape.note(watch, training, -1 if examples is None else examples, context),
+            layer_input.detach(),
+        )
         on_gradient(output, lambda gradient: self.tape.commit(call, kept, gradient))
 
     def takes(self, output: Tensor) -> bool:
@@ -282,12 +285,13 @@ class CaptureWindow(Ledger):
             if each.number == watch:
                 each.node = accumulator(each.used) or each.node
 
-    def note_call(self, watch: int, training: bool, unbatched: bool, context: tuple[int, ...]) -> int:
+    def note_call(self, watch: int, training: bool, examples: int, context: tuple[int, ...]) -> int:
         found = next((each for each in self._watches if each.number == watch), None)
         if found is None or not found.wanted():
             return -1
-        root = self.roots.of_layer(unbatched) or self.roots.of_graph_within_backward()
-        return self._keep(ForwardCall(self, found, root, None, training, context))
+        handed = None if examples < 0 else examples
+        root = self.roots.of_layer(handed) or self.roots.of_graph_within_backward()
+        return self._keep(ForwardCall(self, found, root, handed, None, training, context))
 
     def _keep(self, call: ForwardCall | OutputPass) -> int:
         """Keep what a graph has told of until its backward; the number by which that asks for it."""
@@ -354,8 +358,9 @@ class _LayerHook:
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
         if layer_input is None:
             return None
-        noted, unbatched = no_view(output), layer_input.dim() == self._unbatched_ndim
-        window.note(watch, layer_input, noted, training=module.training, unbatched=unbatched)
+        noted = no_view(output)
+        examples = examples_of(layer_input, self._unbatched_ndim)
+        window.note(watch, layer_input, noted, examples=examples, training=module.training)
         return noted
 
 

@@ -32,8 +32,12 @@ class Recorder(Protocol):
     def trace_call(self, watch: int) -> None:
         """A layer's call is being traced."""
 
-    def note_call(self, watch: int, training: bool, unbatched: bool, context: tuple[int, ...]) -> int:
-        """A layer was called; the number of the call, -1 where it does not count."""
+    def note_call(self, watch: int, training: bool, examples: int, context: tuple[int, ...]) -> int:
+        """A layer was called with so many examples, or a single one without a batch dimension (-1).
+
+        Returns:
+            The number of the call, -1 where it does not count.
+        """
 
     def commit_call(self, call: int, layer_input: Tensor, gradient: Tensor) -> None:
         """A backward has come to the output of the call."""
@@ -63,9 +67,9 @@ class Tape:
         call: Tensor = torch.ops.kfac_optim.run(self.token, self.number, model, terms)
         return call
 
-    def note(self, watch: int, training: bool, unbatched: bool, context: Sequence[int]) -> Tensor:
+    def note(self, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
         """The number of the call, `[]`."""
-        call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, unbatched, list(context))
+        call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, examples, list(context))
         return call
 
     def trace(self, watch: int) -> None:
@@ -111,10 +115,10 @@ def _run(token: Tensor, recorder: int, model: int, terms: int) -> Tensor:
 
 
 @torch.library.custom_op("kfac_optim::note", mutates_args=("token",))
-def _note(token: Tensor, recorder: int, watch: int, training: bool, unbatched: bool, context: Sequence[int]) -> Tensor:
+def _note(token: Tensor, recorder: int, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
     token += 1
     found = _RECORDERS.get(recorder)
-    call = -1 if found is None else found.note_call(watch, training, unbatched, tuple(context))
+    call = -1 if found is None else found.note_call(watch, training, examples, tuple(context))
     return torch.tensor(call, dtype=torch.int64, device="cpu")
 
 

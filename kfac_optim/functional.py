@@ -22,6 +22,7 @@ from kfac_optim.hooks import Handle
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
+from kfac_optim.loss_terms import examples_of
 from kfac_optim.shards import ShardedParameter, Shards
 
 Claim = Callable[[Product], KFACBlock | None]
@@ -191,7 +192,7 @@ class FunctionalUses:
             self._watch(window, block, opposed),
             product.input,
             output,
-            unbatched=product.input.dim() == 1,
+            examples=examples_of(product.input, 1),
             context=ADDS_BIAS if adds_bias else (),
         )
         if call is not None and not opposed:
@@ -215,7 +216,8 @@ class FunctionalUses:
         watch, adds_bias = _watch_in_graph(self.number, index, bias, product.bias is not None, product.transposed)
         if watch >= 0:
             context = ADDS_BIAS if adds_bias else ()
-            window.note_in_graph(watch, product.input, output, True, product.input.dim() == 1, context)
+            examples = examples_of(product.input, 1)
+            window.note_in_graph(watch, product.input, output, True, examples, context)
 
     def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
         """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""

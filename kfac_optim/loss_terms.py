@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,29 +20,38 @@ class LossCount(NamedTuple):
     averaged: float | Tensor
     """`M`, the terms that the mean runs over; 1 for a summed loss; a tensor `[]` where it was stated as one."""
     summed: float
-    """Terms that are summed instead; 1 for a mean, infinity where the number is unknown, 0 where nothing was seen."""
+    """Terms that are summed instead; 1 for a mean, 0 where nothing was seen."""
+    assumed: bool = False
+    """Whether `averaged` was read off layers, for want of a forward of the model that shows it."""
 
 
 class RootCall:
     """One forward call of the whole model, whose loss terms count once in each window that has a backward through it.
 
+    Layers that run outside any forward of the model share one such call in each backward.
+
     Attributes:
-        model: identity of the model.
+        model: identity of the model; `_OUTSIDE` where there is none.
         terms: what the window's rule reads off the call; None where it finds nothing to read.
+        of_layers: what the rule reads off the layers in the call, in the place of `terms`.
         counted_in: number of the window that counted it last.
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
     """
 
-    __slots__ = ("batched", "counted_in", "model", "recomputes", "terms", "unbatched")
+    __slots__ = ("batched", "counted_in", "model", "of_layers", "recomputes", "terms", "unbatched")
 
     def __init__(self, model: int) -> None:
         self.model = model
         self.terms: int | None = None
+        self.of_layers = 0
         self.counted_in = -1
         self.batched = False
         self.unbatched = False
         self.recomputes = False
+
+
+_OUTSIDE = 0
 
 
 def read_terms(rule: LossTerms, inputs: Any, output: Any) -> int | None:
@@ -50,7 +61,11 @@ def read_terms(rule: LossTerms, inputs: Any, output: Any) -> int | None:
         return None
     if rule in _BY_INPUT:
         return tensor.shape[0]
-    return tensor.numel() // max(tensor.shape[-1], 1) if rule is LossTerms.POSITIONS else tensor.numel()
+    return _terms_of_output(rule, tensor.shape)
+
+
+def _terms_of_output(rule: LossTerms, shape: Sequence[int]) -> int:
+    return math.prod(shape[:-1] if rule is LossTerms.POSITIONS else shape)
 
 
 class LossTally:
@@ -64,9 +79,10 @@ class LossTally:
         self._rule = rule
         self._number = 0
         self._counted: Counter[int] = Counter()
+        self._unread: list[RootCall] = []
+        self._outside: dict[int, RootCall] = {}
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
-        self._rootless = False
 
     def name_loss(self, *, mean: bool) -> None:
         """The loss is known, and with it the terms of each call of the model."""
@@ -77,17 +93,61 @@ class LossTally:
         """Whether the loss is a sum, which has no number of terms."""
         return self._rule is LossTerms.SUM
 
-    def count(self, root: RootCall | None) -> None:
-        """A backward went through this call of the model; None for a layer that ran outside the model's forward."""
-        if root is None or root.terms is None:
-            self._rootless = True
-        elif root.counted_in != self._number:
-            root.counted_in = self._number
+    def count(self, root: RootCall) -> None:
+        """A backward went through this call of the model."""
+        if root.counted_in == self._number:
+            return
+        root.counted_in = self._number
+        if root.terms is None:
+            self._unread.append(root)
+        else:
             self._counted[root.model] += 1 if self._is_single(root) else root.terms
+
+    def count_layer(self, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int) -> RootCall:
+        """A backward came to the output of a layer.
+
+        Where no terms can be read off a call of the model, its layers show them: the batch is the largest that any was
+        handed, for it may have been folded into other dimensions, or be missing, in some; and the output of the model
+        is that of the last layer that ran, to which the backward comes first.
+
+        Args:
+            root: the call of the model that the layer was part of, or what an earlier backward through the layer's call
+                returned; None outside of any.
+            examples: that the layer was handed; None for a single one without a batch dimension.
+            shape: of the layer's output.
+            backward: number of the backward that is running.
+
+        Returns:
+            The call of the model, or what stands for it.
+        """
+        if root is None or root.model == _OUTSIDE:
+            root = self._outside_of_models(root, backward)
+        if root.terms is None:
+            if self._rule in _BY_INPUT:
+                root.of_layers = max(root.of_layers, 1 if examples is None else examples)
+            elif root.of_layers == 0:
+                root.of_layers = _terms_of_output(self._rule, shape)
+        self.count(root)
+        return root
+
+    def _outside_of_models(self, earlier: RootCall | None, backward: int) -> RootCall:
+        """What stands for the model where layers ran outside of any: all of one backward are taken to be of one call.
+
+        Args:
+            earlier: what stood for it when a backward came to the layer's call before, which this one then goes on
+                from; None where this is the first.
+            backward: the number of this one.
+        """
+        known = self._outside.get(backward)
+        root = earlier or known or RootCall(_OUTSIDE)
+        if known is not None and known is not root:
+            root.of_layers, known.of_layers = max(root.of_layers, known.of_layers), 0
+        self._outside[backward] = root
+        return root
 
     def has_counted(self, root: RootCall | None = None) -> bool:
         """Whether a backward went through this call of the model since the last step; None is any call."""
-        return bool(self._counted) if root is None else root.counted_in == self._number
+        return bool(self._counted or self._unread) if root is None else root.counted_in == self._number
 
     def _is_single(self, root: RootCall) -> bool:
         """Whether the model got a single example without a batch dimension: it hands none to its layers then.
@@ -106,40 +166,56 @@ class LossTally:
 
     def summed(self) -> float:
         """`LossCount.summed` so far."""
-        if not self.is_sum:
-            return 1
-        return math.inf if self._rootless else max(self._counted.values(), default=0)
+        return max(self._read(), self._of_layers()) if self.is_sum else 1
 
     def result(self) -> LossCount:
-        """The terms so far.
-
-        Raises:
-            RuntimeError: their number is unknown, and was not stated.
-        """
-        # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
-        counted = max(self._counted.values(), default=0)
+        """The terms so far."""
         if self.is_sum:
             return LossCount(averaged=1, summed=self.summed())
         if self._stated is not None:
             return LossCount(averaged=self._stated, summed=1)
-        if self._rootless:
-            raise RuntimeError(
-                "kfac_optim: the number of terms in the loss's mean is unknown: a layer ran outside the model's "
-                f"forward (a submodule or another method was called directly), or loss_terms={self._rule} finds no "
-                "tensor with a dimension to read it off. Call optimizer.set_loss_terms(n) before backward(), with n "
-                "the number of terms the loss is averaged over, or run the model through its own forward, or build the "
-                "optimizer with model=<the module that is called>."
-            )
-        return LossCount(averaged=counted, summed=1)
+        read, of_layers = self._read(), self._of_layers()
+        return LossCount(averaged=max(read, of_layers), summed=1, assumed=of_layers > read)
+
+    def _read(self) -> int:
+        # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
+        return max(self._counted.values(), default=0)
+
+    def _of_layers(self) -> int:
+        terms: Counter[int] = Counter()
+        for root in self._unread:
+            terms[root.model] += root.of_layers
+        return max(terms.values(), default=0)
 
     def reset(self) -> None:
         """Begin the next step."""
         self._number += 1
-        self._stated, self._rootless = None, False
+        self._stated = None
         self._counted.clear()
+        self._unread.clear()
+        self._outside.clear()
+
+
+def examples_of(layer_input: Tensor, unbatched_ndim: int) -> int | None:
+    """The batch that a layer was handed; None for a single example, which has `unbatched_ndim` dimensions."""
+    return None if layer_input.dim() == unbatched_ndim else layer_input.shape[0]
 
 
 def first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
     """The first tensor with a dimension; a scalar in front of the batch (a time, a temperature) is not the batch."""
-    leaves = tree_leaves(structures)
-    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() >= least_ndim), None)
+    for leaf in tree_leaves(structures):
+        if isinstance(leaf, Tensor):
+            if leaf.dim() >= least_ndim:
+                return leaf
+        elif (inside := _inside(leaf)) and (found := first_tensor(inside, least_ndim=least_ndim)) is not None:
+            return found
+    return None
+
+
+def _inside(leaf: object) -> list[Any]:
+    """What a container holds that torch's pytrees do not look into."""
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return [getattr(leaf, field.name) for field in fields(leaf)]
+    return []

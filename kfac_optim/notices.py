@@ -3,6 +3,9 @@
 import warnings
 from collections.abc import Sequence
 
+from kfac_optim.loss_terms import LossCount
+from kfac_optim.specs import LossTerms
+
 
 class Notices:
     """What is preconditioned, and what is not; what every step could repeat is said once.
@@ -12,6 +15,7 @@ class Notices:
 
     def __init__(self) -> None:
         self.given = False
+        self._assumed = False
 
     def no_model(self, stacklevel: int) -> None:
         warnings.warn(
@@ -51,6 +55,20 @@ class Notices:
                 "a forward of its own that multiplies by something else than its weight, or, with an estimate that "
                 "names the loss, torch.compile or an output that is not found. Later such steps are counted in "
                 "metrics()['unpreconditioned_blocks'].",
+                stacklevel=stacklevel + 1,
+            )
+
+    def assumed_terms(self, count: LossCount, rule: LossTerms, stacklevel: int) -> None:
+        if count.assumed and not self._assumed:
+            self._assumed = True
+            read = "the largest batch that a layer was handed"
+            if rule in (LossTerms.POSITIONS, LossTerms.ELEMENTS):
+                read = f"the {rule.name.lower()} of the output of the last layer"
+            warnings.warn(
+                f"kfac_optim: the number of terms that the loss is averaged over is taken to be {count.averaged}, "
+                f"{read}: layers ran outside the model's own forward (another method or a part of the model was "
+                f"called), or loss_terms={rule} finds no tensor with a dimension to read it off. If it is another "
+                "number, call optimizer.set_loss_terms(n) before backward(), which ends this warning as well.",
                 stacklevel=stacklevel + 1,
             )
 

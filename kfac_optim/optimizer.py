@@ -318,10 +318,9 @@ class KFACOptimizer(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a layer ran outside the model's forward and `set_loss_terms` was not called; a covered
-                parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_` was called and no
-                `grad_scaler` named; `adapt_damping` has no closure, or one that draws other examples at each call; the
-                curvature of the loss cannot be had; a refresh in the background raised.
+            RuntimeError: a covered parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_`
+                was called and no `grad_scaler` named; `adapt_damping` has no closure, or one that draws other examples
+                at each call; the curvature of the loss cannot be had; a refresh in the background raised.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         judge, number = self._judge, self._window.step
@@ -368,8 +367,9 @@ class KFACOptimizer(Optimizer):
 
         Gradients of a mean carry a factor `1/M` each, so `G = M Σ g gᵀ`. `M` is read off the model's forward by the
         rule `loss_terms`; state it where that rule is wrong: masks and `ignore_index` (the number of targets that
-        count), several forwards in one loss term, layers called outside the model's own forward. It holds until
-        the next `step()`; with accumulated gradients state it for each backward, the numbers add up.
+        count), several forwards in one loss term, layers called outside the model's own forward (by which it is guessed
+        otherwise, with a warning). It holds until the next `step()`; with accumulated gradients state it for each
+        backward, the numbers add up.
 
         Where the mean is weighted, as by the class weights of `nn.CrossEntropyLoss`, state the effective number
         `(Σ w)² / Σ w²` of the terms' weights.
@@ -660,13 +660,6 @@ class KFACOptimizer(Optimizer):
             self._skipped.skip()
             self._skipped.check_limit(self._nonfinite_limit, gradients, self._names)
             return False
-        if scale.in_gradients:
-            # Not before: a step that is skipped, as another process may have it, asks for no number of terms.
-            try:
-                self._window.check_terms()
-            except RuntimeError:
-                unscale(gradients.values(), 1 / scale.factor)
-                raise
         if deferred is None:
             self._skipped.take()
         else:
@@ -688,6 +681,7 @@ class KFACOptimizer(Optimizer):
         )
         self._binding.end_step()
         self._notices.unseen_layers(self._record.unpreconditioned, stacklevel=6)
+        self._notices.assumed_terms(self._record.count, self._window.rule, stacklevel=6)
         if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
             self._notices.few_examples(self._judges, stacklevel=6)
         return True

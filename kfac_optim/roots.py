@@ -80,12 +80,12 @@ class Roots:
         """Layers that the backward from `output` runs again are to belong to `root`."""
         on_output_gradients(output, functools.partial(_enter_backward, weakref.ref(self), root))
 
-    def of_layer(self, unbatched: bool) -> RootCall | None:
-        """The forward of the model in which a layer is called, by a single example or by a batch."""
+    def of_layer(self, examples: int | None) -> RootCall | None:
+        """The forward of the model in which a layer is called, with a batch or (None) with a single example."""
         root = self._current()
         if root is not None:
-            root.unbatched |= unbatched
-            root.batched |= not unbatched
+            root.unbatched |= examples is None
+            root.batched |= examples is not None
         return root
 
     def of_graph_within_backward(self) -> RootCall | None:

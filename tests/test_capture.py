@@ -7,7 +7,6 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -422,7 +421,7 @@ def test_accumulation_goes_on_after_a_broken_forward(forward: Callable[[nn.Modul
     optimizer.step()
     assert_same_factors(optimizer.factors(), factors_after(mlp(), plain_step))
     call_layers(model)
-    with pytest.raises(RuntimeError, match="ran outside the model's forward"):
+    with pytest.warns(UserWarning, match="ran outside the model's own forward"):
         optimizer.step()
 
 
@@ -993,17 +992,6 @@ def call_layers(model: nn.Module) -> None:
     square_loss(model[2](model[1](model[0](batch())))).backward()
 
 
-def test_layers_called_outside_the_models_forward_are_refused_and_the_remedy_works_after_the_error() -> None:
-    model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
-    call_layers(model)
-    with pytest.raises(RuntimeError, match=r"ran outside the model's forward.*optimizer\.set_loss_terms\(n\)"):
-        optimizer.step()
-    optimizer.set_loss_terms(8)
-    optimizer.step()
-    assert_same_factors(optimizer.factors(), factors_after(mlp(), plain_step), rtol=0)
-
-
 @pytest.mark.parametrize("rule", [LossTerms.EXAMPLES, LossTerms.POSITIONS, LossTerms.ELEMENTS])
 def test_layers_called_outside_the_models_forward_count_with_stated_terms(rule: LossTerms) -> None:
     model = mlp()
@@ -1121,26 +1109,6 @@ def test_a_scalar_in_front_of_the_batch_is_not_the_batch() -> None:
     factors = factors_after(model, lambda m: square_loss(m(torch.tensor(1.0), batch())).backward())
     plain = factors_after(mlp(), plain_step)
     assert_same_factors({name: factors[f"net.{name}"] for name in plain}, plain, rtol=0)
-
-
-@dataclass
-class Batch:
-    """No container that torch looks into."""
-
-    x: Tensor
-
-
-def test_an_input_without_a_visible_tensor_is_refused_and_the_remedy_works() -> None:
-    """Rather than taken for one example, which would make G too small by the batch size."""
-    model = OnTheSide(lambda inputs: inputs.x)
-    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
-    square_loss(model(Batch(batch()))).backward()
-    with pytest.raises(RuntimeError, match=r"kfac_optim: .*set_loss_terms\(n\)"):
-        optimizer.step()
-    optimizer.set_loss_terms(8)
-    optimizer.step()
-    plain = factors_after(mlp(), plain_step)
-    assert_same_factors({name: optimizer.factors()[f"net.{name}"] for name in plain}, plain, rtol=0)
 
 
 # -- copies of the model ---------------------------------------------------------------------------------------

@@ -842,24 +842,20 @@ def test_an_overflow_step_leaves_everything_but_the_count_and_the_scale(unscale:
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-def test_where_the_number_of_terms_is_unknown_a_scaled_step_is_refused_before_gradients_are_unscaled(
-    overflow: bool,
-) -> None:
+def test_a_scaled_step_of_layers_outside_the_models_forward(overflow: bool) -> None:
     model, twin = mlp(), mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
     reference = KFACOptimizer(twin, lr=0.1, factor_update_period=1)
-    out = model[2](model[1](model[0](batch(0))))  # outside the model's forward
+    out = model[2](model[1](model[0](batch(0))))
     scaler.scale(square_loss(out)).backward()
     if overflow:
         model[2].weight.grad[0, 0] = torch.inf
         scaler.step(optimizer)
         assert optimizer.metrics()["skipped_steps"] == 1.0
         return
-    with pytest.raises(RuntimeError, match="number of terms in the loss's mean is unknown"):
+    with pytest.warns(UserWarning, match="number of terms that the loss is averaged over is taken to be 8"):
         scaler.step(optimizer)
-    optimizer.set_loss_terms(8)
-    scaler.step(optimizer)
     square_loss(twin(batch(0))).backward()
     reference.step()
     assert_identical(clones(model.parameters()), clones(twin.parameters()))

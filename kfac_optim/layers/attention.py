@@ -144,13 +144,13 @@ class _NotedAttention:
     def __init__(self, window: CaptureWindow, projections: Sequence[_Projection]) -> None:
         self._window = window
         self._projections = projections
-        self._batch = 0  # of the call under way; 0 for a single example
+        self._batch: int | None = None  # of the call under way; None for a single example
         self._of_one_input = _with_linear(partial(self._linear, True), one_input=True)
         self._of_several = _with_linear(partial(self._linear, False), one_input=False)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         attention = self._of_one_input if key is query and value is query else self._of_several
-        self._batch = 0 if query.dim() == 2 else query.shape[1]
+        self._batch = None if query.dim() == 2 else query.shape[1]
         return attention(query, key, value, *args, **kwargs)
 
     def _linear(
@@ -164,11 +164,11 @@ class _NotedAttention:
         if first is None:
             first = 1 if groups == 2 else 0  # key and value together come after the query
         # The out-projection is handed [positions · batch, features].
-        batch = max(self._batch, 1)
+        batch = self._batch or 1
         noted_input = layer_input.view(-1, batch, layer_input.shape[-1])
         noted = no_view(output.view(-1, batch, output.shape[-1]))
         use = _Use(first, groups, shared=one_input or projection.spec.groups == 1)
-        self._window.note(projection.watch, noted_input, noted, unbatched=self._batch == 0, context=use)
+        self._window.note(projection.watch, noted_input, noted, examples=self._batch, context=use)
         return no_view(noted.view(output.shape))
 
     def _projection_of(self, weight: Tensor) -> _Projection | None:

@@ -171,7 +171,8 @@ class _Forwards:
         for watch in (ref() for ref in self._watches):
             if window is not None and watch is not None and watch.used is weight:
                 layer_input = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
-                window.note(watch, layer_input, output, unbatched=self._unbatched and sizes[0] == 1, context=sizes)
+                examples = None if self._unbatched and sizes[0] == 1 else sizes[0]
+                window.note(watch, layer_input, output, examples=examples, context=sizes)
 
 
 def _as_state(hx: Tensor | State) -> State:

@@ -17,6 +17,7 @@ from kfac_optim.correlation import correlated_gram, correlation_pays
 from kfac_optim.functions import Function, substitute, traceable
 from kfac_optim.hooks import Handle, Handles, is_on
 from kfac_optim.layers.base import M, RowStatistics, StatisticsSink, WeightBiasAdapter
+from kfac_optim.loss_terms import examples_of
 from kfac_optim.patches import Patches
 from kfac_optim.rows import bordered, channel_rows, gram, on_host
 from kfac_optim.sampling import RowSample
@@ -208,8 +209,8 @@ class _NotedFunction:
         context = self._adapter.context(module, *args, **kwargs)
         if context is None:
             return output
-        noted, unbatched = no_view(output), input.dim() == self._adapter.unbatched_ndim(module)
-        window.note(watch, input, noted, training=module.training, unbatched=unbatched, context=context)
+        noted, examples = no_view(output), examples_of(input, self._adapter.unbatched_ndim(module))
+        window.note(watch, input, noted, examples=examples, training=module.training, context=context)
         return noted
 
 
