@@ -38,6 +38,7 @@ to that of a folder around it):
     replay                      L5  forwards of the model run again, for the curvature of the loss
     batch_watch                 L6  are the examples few, and others at each step?
     layers/                     L6  a module's input and output gradient as second moments, one family per file
+    gradient_check              L7  do the captured calls account for the whole gradient?
     damping                     L6  how λ is shared among factors
     pairs                       L7  the two factors of a block
     inverses/                   L8  accumulate, refresh (dear), apply (cheap), one representation per file

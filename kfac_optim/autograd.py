@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 Node: TypeAlias = torch.autograd.graph.Node
 GradientEdge = torch.autograd.graph.GradientEdge
@@ -13,6 +14,17 @@ GradientEdge = torch.autograd.graph.GradientEdge
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Call `hook` with the gradient of `tensor` in every backward that comes to it; what it returns replaces it."""
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def on_gradient_first(leaf: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Call `hook` with each gradient that backward brings to `leaf`, before the hooks that others have set on it."""
+    handle: RemovableHandle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = leaf._backward_hooks
+    assert hooks is not None
+    # The engine calls them in the order in which the dict was filled.
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def edge(tensor: Tensor) -> GradientEdge:

@@ -1,7 +1,7 @@
 """The model as the optimizer knows it: found or given, its layers made into blocks, hooks that listen to them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from kfac_optim.hooks import Handle, Handles, PicklableHook, call_if_there
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames
 from kfac_optim.shards import is_sharded, local
+
+UNACCOUNTED = "only a part of its gradient comes by calls that are captured"
+"""Why a block is left to SGD whose captured calls do not add up to its gradient."""
 
 Groups = Mapping[nn.Parameter, dict[str, Any]]
 """The param group of each parameter."""
@@ -120,16 +123,36 @@ class ModelBinding:
 
     def exclude_unmeasured(self) -> list[str]:
         """Leave to SGD what a function used in a way that is out of sight; the reasons, new ones only."""
-        covered = {block.params[0]: (block.name, block.param_names[0]) for block in self.coverage.blocks}
+        covered = {block.params[0]: block for block in self.coverage.blocks}
         reasons = {
-            param: f"{covered[param][1]!r} is used by {function} in a way that is not measured"
+            covered[param]: f"{covered[param].param_names[0]!r} is used by {function} in a way that is not measured"
             for param, function in self._functional.unmeasured().items()
             if param in covered
         }
-        if reasons:
-            self._left_out |= {param: checkpoint.mark(covered[param][0], why) for param, why in reasons.items()}
-            self._build()
+        self.exclude(reasons)
         return list(reasons.values())
+
+    def exclude(self, reasons: Mapping[KFACBlock, str]) -> None:
+        """Leave blocks to SGD from now on, each for a reason that `summary()` and checkpoints tell."""
+        if reasons:
+            self._left_out |= {block.params[0]: checkpoint.mark(block.name, why) for block, why in reasons.items()}
+            self._build()
+
+    def end_check(self, unaccounted: Collection[KFACBlock]) -> list[str]:
+        """Draw the conclusion of a step in which only a part of these blocks' gradients was captured.
+
+        Their statistics start anew. What a backward brings of an earlier step's forward may explain one such step, but
+        not two: then the blocks are left to SGD.
+
+        Returns:
+            The names of those left to SGD.
+        """
+        for block in unaccounted:
+            block.strikes += 1
+            block.restart()
+        convicted = [block for block in self.coverage.blocks if block in unaccounted and block.strikes > 1]
+        self.exclude(dict.fromkeys(convicted, UNACCOUNTED))
+        return [block.name for block in convicted]
 
     def leave_out(self, marks: checkpoint.States) -> None:
         """Leave to SGD what a checkpoint marks as left to it, and nothing else."""

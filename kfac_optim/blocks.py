@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from kfac_optim.calls import LayerCall
 from kfac_optim.capture import CaptureWindow
+from kfac_optim.gradient_check import GradientCheck
 from kfac_optim.hooks import Handle
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.layers.base import LayerAdapter, LayerStatistics
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.partition import matrix_by_blocks, matrix_of_layer
 from kfac_optim.sampling import Draw, Subsample
+from kfac_optim.shards import Shards
 from kfac_optim.specs import Cost, LayerSpec
 
 # The averages change fastest while they are young: an inverse is out of date once they have grown by this factor.
@@ -102,6 +105,8 @@ class KFACBlock:
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         under_way: the refresh that is, if any; a new state has none.
+        check: whether the captured calls account for the gradient; begins anew with the state.
+        strikes: steps in which they did not, on any process.
     """
 
     name: str
@@ -119,6 +124,10 @@ class KFACBlock:
     phase: Fraction = Fraction(0)
     state: Any = field(init=False)
     under_way: RefreshUnderWay | None = field(init=False)
+    check: GradientCheck = field(init=False)
+    strikes: int = 0
+    _layers_seen: tuple[Any, ...] = field(init=False, default=())
+    """What the check has seen of the modules."""
     _home: tuple[torch.dtype, torch.device] = field(init=False)
     """Where the state was made, to be compared with where the model is."""
 
@@ -166,6 +175,32 @@ class KFACBlock:
         """Whether this process takes them at the current step."""
         return self.measured_here and self.wants_statistics()
 
+    def awaits_gradient(self, shards: Shards) -> bool:
+        """Tell whether calls are to be compared with what backward adds to `.grad`, and listen to that from now on.
+
+        They are at first, and again once a module runs otherwise.
+        """
+        layers = tuple(
+            (use.module.training, type(use.module).forward, vars(use.module).get("forward")) for use in self.uses
+        )
+        if layers != self._layers_seen:
+            self._layers_seen = layers
+            self.check.is_done = False
+        if not self.check.is_done:
+            self.check.begin([shards.in_use(param) for param in self.params], self.wide_dtype)
+        return not self.check.is_done
+
+    def verify(
+        self, call: LayerCall | None, statistics: Callable[[LayerCall], LayerStatistics], *, opposed: bool
+    ) -> None:
+        """Take one call into the check, as `StatisticsSink.verify` has it."""
+        if call is None:
+            self.check.spoil()
+        else:
+            stats = statistics(call)
+            stats.opposed = opposed
+            self.check.capture(stats, call)
+
     def accumulate(self, stats: LayerStatistics) -> None:
         self.follow()
         if not self.subsample.takes_all:
@@ -175,6 +210,7 @@ class KFACBlock:
     def discard(self) -> None:
         """Forget the sums of this step."""
         self.inverse.discard(self.state)
+        self.check.reset()
 
     def restart(self) -> None:
         """Forget all statistics; the step count goes on."""
@@ -332,6 +368,7 @@ class KFACBlock:
     def _new_state(self) -> Any:
         self._home = self.dtype, self.params[0].device
         self.under_way = None
+        self.check = GradientCheck(self.adapter, self.spec)
         return self.blank_state()
 
 
@@ -404,6 +441,14 @@ class Sink:
     def emit(self, index: int, stats: LayerStatistics) -> bool:
         block, use = self.attachments[index]
         return deliver(stats, block, opposed=use.opposed, emitted=self.emitted)
+
+    def awaits_gradient(self, index: int, shards: Shards) -> bool:
+        block, _ = self.attachments[index]
+        return block.awaits_gradient(shards)
+
+    def verify(self, index: int, call: LayerCall | None, statistics: Callable[[LayerCall], LayerStatistics]) -> None:
+        block, use = self.attachments[index]
+        block.verify(call, statistics, opposed=use.opposed)
 
     def discard(self) -> None:
         for block, _ in self.attachments:

@@ -45,6 +45,8 @@ class LayerCall:
     """Whether the layer was in training mode in its forward."""
     context: tuple[int, ...] = ()
     """What the adapter that noted the call wants back."""
+    in_operator: bool = False
+    """Whether an operator of a compiled graph hands it over, within which autograd tells nothing of parameters."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -56,6 +58,10 @@ class LayerWatch:
         wanted: whether the layer's next forward should be captured.
         emit: receives each committed call; whether further backwards through it need its input again.
         discard: forgets the calls emitted since the last step.
+        awaits_gradient: tells whether calls are to be handed to `verify`, and listens from now on to what backward adds
+            to `.grad`. It is given the parameters of the model that are kept in shards.
+        verify: receives a call with the gradient of one backward alone, to be compared with what that backward adds to
+            `.grad`; None for a backward that reaches the weight through a call of which nothing is known any more.
         sharded: the weight, where it is kept in shards; the ledger tells.
         number: of the watch, in compiled graphs.
         node: that accumulates into the weight's gradient, as it was when compiled graphs were last asked about.
@@ -65,6 +71,8 @@ class LayerWatch:
     wanted: Callable[[], bool]
     emit: Callable[[LayerCall], bool]
     discard: Callable[[], None]
+    awaits_gradient: Callable[[Shards], bool] = lambda _shards: False
+    verify: Callable[[LayerCall | None], None] = lambda _call: None
     sharded: ShardedParameter | None = None
     number: int = field(default_factory=itertools.count().__next__)
     node: Node | None = None
@@ -253,6 +261,7 @@ class ForwardCall:
             # The call was counted in a window that has closed, or in a backward that was to be the last: only a layer
             # that had autograd save nothing for it sees another.
             ledger.dropped_calls += self in ledger._open
+            watch.verify(None)
             return
         if ledger._stale and not self._committed:
             ledger.discard()
@@ -261,8 +270,11 @@ class ForwardCall:
             if layer_input is not None and version(layer_input) != self._version:
                 self._committed = True
                 ledger.dropped_calls += 1
+                watch.verify(None)
                 return
         earlier, gradient = self._gradient, gradient.detach()
+        if watch.awaits_gradient(ledger.shards):
+            self._verify(watch, layer_input, gradient, in_operator=traced)
         if earlier is not None:
             gradient = earlier + gradient
             ledger._stale = False
@@ -276,6 +288,28 @@ class ForwardCall:
             keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
         if keep and kept and not traced:
             self._input = layer_input
+
+    def _verify(self, watch: LayerWatch, layer_input: Tensor | None, gradient: Tensor, *, in_operator: bool) -> None:
+        call = None
+        if layer_input is not None:
+            call = LayerCall(layer_input, gradient, None, self._training, self.context, in_operator)
+        with without_autocast((gradient.device.type,)):
+            watch.verify(call)
+
+    def verification(self) -> "Callable[[Tensor], None]":
+        """Return a hook on the output that hands over the training loop's own gradients, where others are committed."""
+        layer_input, version_then = self._input, self._version
+
+        @torch.no_grad()
+        def verify(gradient: Tensor) -> None:
+            ledger, watch = self._ledger(), self._watch()
+            if ledger is None or watch is None or not ledger.listening or not reaches(watch.used):
+                return
+            if watch.awaits_gradient(ledger.shards):
+                same = layer_input is not None and version(layer_input) == version_then
+                self._verify(watch, layer_input if same else None, gradient.detach(), in_operator=False)
+
+        return verify
 
     def is_reached(self) -> bool:
         """Whether the backward that is running accumulates into the layer's weight."""

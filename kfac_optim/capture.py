@@ -172,10 +172,13 @@ class CaptureWindow(Ledger):
         if not watch.wanted():
             return None
         call = ForwardCall(self, watch, self.roots.of_layer(examples), examples, layer_input, training, context)
+        verifies = watch.awaits_gradient(self.shards)
         if self.estimate is None:
             on_gradient(output, call)
         else:
             self.roots.expect(call, edge(output))
+            if verifies:
+                on_gradient(output, call.verification())
         return call
 
     def note_in_graph(
@@ -289,6 +292,7 @@ class CaptureWindow(Ledger):
         found = next((each for each in self._watches if each.number == watch), None)
         if found is None or not found.wanted():
             return -1
+        found.awaits_gradient(self.shards)
         handed = None if examples < 0 else examples
         root = self.roots.of_layer(handed) or self.roots.of_graph_within_backward()
         return self._keep(ForwardCall(self, found, root, handed, None, training, context))

@@ -212,7 +212,7 @@ def _precondition(
         for block in blocks:
             if block not in agreement.graded:
                 continue
-            refused = block.is_refused()
+            refused = block.is_refused() or block in agreement.unaccounted
             if block.is_ready and not refused:
                 covered.append(block)
             # Without statistics because the loss did not use it: nothing to precondition, nothing to report.

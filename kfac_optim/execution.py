@@ -29,6 +29,8 @@ class Agreement(NamedTuple):
     """Blocks that took statistics on some worker."""
     graded: Collection[KFACBlock]
     """Blocks that have a gradient on some worker."""
+    unaccounted: Collection[KFACBlock] = ()
+    """Blocks of which some worker has captured only a part of the gradient."""
     restarted: Sequence[str] = ()
     """Names of blocks of which a checkpoint that was loaded has statistics, but no worker; told once."""
 
@@ -234,6 +236,7 @@ class SingleDevice:
             summed,
             sampled={block for block in blocks if block.has_pending()},
             graded={block for block in blocks if block.has_gradient},
+            unaccounted={block for block in blocks if block.check.differs},
         )
 
     def gradients_dropped(self) -> None:

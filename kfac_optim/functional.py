@@ -243,14 +243,17 @@ class FunctionalUses:
                 wanted=block.takes_statistics,
                 emit=partial(self._emit, block, opposed),
                 discard=block.discard,
+                awaits_gradient=block.awaits_gradient,
+                verify=partial(self._verify, block, opposed),
             )
             self._watches[key] = (watch, window.watch_calls(watch))
         return self._watches[key][0]
 
     def _emit(self, block: KFACBlock, opposed: bool, call: LayerCall) -> bool:
-        spec = block.spec.transposed() if opposed else block.spec
-        stats = ProductStatistics(spec, call, block.dtype)
-        return deliver(stats, block, opposed=opposed, emitted=self._emitted)
+        return deliver(_statistics(block, opposed, call), block, opposed=opposed, emitted=self._emitted)
+
+    def _verify(self, block: KFACBlock, opposed: bool, call: LayerCall | None) -> None:
+        block.verify(call, partial(_statistics, block, opposed), opposed=opposed)
 
 
 # `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.
@@ -281,6 +284,10 @@ def _is_noted_in_graph(uses: int, index: int) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
     return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)
+
+
+def _statistics(block: KFACBlock, opposed: bool, call: LayerCall) -> ProductStatistics:
+    return ProductStatistics(block.spec.transposed() if opposed else block.spec, call, block.dtype)
 
 
 def _of_optimizer(product: Product, shards: Shards) -> Product:

@@ -49,11 +49,11 @@ class Notices:
         if names and not self.given:
             self.given = True
             warnings.warn(
-                f"kfac_optim: {len(names)} layers have gradients but no statistics and take the plain SGD step, the "
-                f"first of them {names[0]!r}. Either no finite statistics came yet, or the layer was parametrized or "
-                "pruned since, or its forward or backward is out of sight: torch.func, gradients from autograd.grad, "
-                "a forward of its own that multiplies by something else than its weight, or, with an estimate that "
-                "names the loss, torch.compile or an output that is not found. Later such steps are counted in "
+                f"kfac_optim: {_take_sgd(names, 'gradients but no statistics')}. Either no finite statistics came yet, "
+                "or a layer was parametrized or pruned since, or its forward or backward is out of sight: torch.func, "
+                "gradients from autograd.grad, a forward of its own that multiplies by something else than its weight, "
+                "or, with an estimate that names the loss, torch.compile or an output that is not found. "
+                "optimizer.summary() tells what is measured; later such steps are counted in "
                 "metrics()['unpreconditioned_blocks'].",
                 stacklevel=stacklevel + 1,
             )
@@ -72,6 +72,18 @@ class Notices:
                 stacklevel=stacklevel + 1,
             )
 
+    def unaccounted_layers(self, names: Sequence[str], stacklevel: int) -> None:
+        """Say which layers are left to SGD since their captured calls do not add up to their gradient."""
+        if names:
+            warnings.warn(
+                f"kfac_optim: {_take_sgd(names, 'gradients of which only a part was captured')} from now on. What "
+                "backward adds to .grad is not the sum of output gradients times inputs over the forward calls that "
+                "were seen. The rest comes by a use of the weight that is out of sight: in a derivative of the model "
+                "(a gradient penalty, a loss of derivatives), in torch.func, in a custom autograd.Function, or where "
+                "a hook changes the gradient of a layer's output.",
+                stacklevel=stacklevel + 1,
+            )
+
     def few_examples(self, judges: Sequence[object], stacklevel: int) -> None:
         warnings.warn(
             f"kfac_optim: the examples by which {' and '.join(map(repr, judges))} will judge steps are few, "
@@ -79,3 +91,11 @@ class Notices:
             "TrustRegion() and a fixed damping.",
             stacklevel=stacklevel + 1,
         )
+
+
+def _take_sgd(names: Sequence[str], having: str) -> str:
+    """Say that layers, all of them by name, have something and take the plain SGD step."""
+    listed = ", ".join(map(repr, names))
+    if len(names) == 1:
+        return f"1 layer has {having} and takes the plain SGD step ({listed})"
+    return f"{len(names)} layers have {having} and take the plain SGD step ({listed})"

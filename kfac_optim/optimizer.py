@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from kfac_optim import checkpoint, diagnostics, engine
+from kfac_optim import checkpoint, diagnostics, engine, gradient_check
 from kfac_optim.background import BackgroundRefresher
 from kfac_optim.batch_watch import BatchWatch
 from kfac_optim.binding import ModelBinding
@@ -636,6 +636,7 @@ class KFACOptimizer(Optimizer):
                 "KFACOptimizer(..., grad_scaler=scaler)."
             )
         self._window.drop_stale()
+        gradient_check.conclude(block.check for block in self._binding.coverage.blocks)
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
@@ -679,8 +680,11 @@ class KFACOptimizer(Optimizer):
             nonfinite_limit=self._nonfinite_limit,
             finite=deferred,
         )
+        suspects = {block.name for block in agreement.unaccounted}
+        self._notices.unaccounted_layers(self._binding.end_check(agreement.unaccounted), stacklevel=6)
         self._binding.end_step()
-        self._notices.unseen_layers(self._record.unpreconditioned, stacklevel=6)
+        unseen = [name for name in self._record.unpreconditioned if name not in suspects]
+        self._notices.unseen_layers(unseen, stacklevel=6)
         self._notices.assumed_terms(self._record.count, self._window.rule, stacklevel=6)
         if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
             self._notices.few_examples(self._judges, stacklevel=6)

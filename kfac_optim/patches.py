@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_optim.rows import on_host
+from kfac_optim.rows import channel_rows, on_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +79,13 @@ class Patches:
         space, kernel = range(3, 3 + self.ndim), range(3 + self.ndim, 3 + 2 * self.ndim)
         by_position = windows.permute(1, 0, *space, 2, *kernel)
         return by_position.reshape(self.groups, len(self.features), math.prod(self.positions), self.width)
+
+    def along(self, directions: Tensor) -> Tensor:
+        """Multiply all rows by `directions` `[width, k]`, without making rows: `[groups, batch, positions, k]`."""
+        kernels = directions.T.reshape(-1, self.channels, *self.kernel).repeat(self.groups, *[1] * (1 + self.ndim))
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.ndim - 1]
+        seen = convolve(self.padded(), kernels, stride=self.stride, dilation=self.dilation, groups=self.groups)
+        return channel_rows(seen, self.groups)
 
     def columns(self) -> Tensor:
         """All rows as columns, `[groups, width, batch · positions]`, by `(*kernel, channel)`: copied in longer runs."""

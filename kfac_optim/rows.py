@@ -48,6 +48,21 @@ def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, co
     return moment if constant is None else _border(moment, rows.sum(1), count, constant)
 
 
+def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the outer products of two sets of rows, and tell how large a sum to expect of rows that are unrelated.
+
+    Args:
+        left: `[groups, batch, shared, out]`, of one group where all have the same.
+        right: `[groups, batch, shared, k]`, likewise.
+
+    Returns:
+        The sum `[groups, out, k]`; and `√(Σ ‖left‖² Σ ‖right‖² / rows)`, `[]`, by which rounding errors are judged.
+    """
+    left, right = left.flatten(1, 2), right.flatten(1, 2)
+    size = left.square().sum() * right.square().sum() / max(1, left.shape[1])
+    return left.mT @ right, size.sqrt()
+
+
 def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:
     """Second moments of rows with a constant column behind them, `[groups, d + 1, d + 1]`.
 

@@ -57,6 +57,12 @@ class Shards:
         sharded = self._known_stand_ins().get(tensor)
         return tensor if sharded is None else sharded.param
 
+    def in_use(self, param: nn.Parameter) -> nn.Parameter:
+        """Return what forwards multiply by and backwards accumulate into: `param`, or what stands for it now."""
+        sharded = self._of.get(param)
+        gathered = None if sharded is None else sharded.gathered
+        return param if gathered is None else gathered
+
     def is_stand_in(self, param: Tensor) -> bool:
         """Whether it is held by modules in the place of a sharded parameter."""
         return param in self._known_stand_ins()

@@ -295,7 +295,7 @@ def test_a_layer_parametrized_or_pruned_after_construction_takes_the_step_of_sgd
     square_loss(model(batch())).backward()
     assert any(weight is param for param in optimizer.param_groups[0]["params"])
     before = weight.detach().clone()
-    with pytest.warns(UserWarning, match="1 layers have gradients but no statistics.*parametrized or pruned since"):
+    with pytest.warns(UserWarning, match="1 layer has gradients but no statistics.*parametrized or pruned since"):
         optimizer.step()
     assert torch.equal(weight, sgd_step(before, weight.grad, 0.1))
     assert_identical(optimizer.factors()["0"], factors)

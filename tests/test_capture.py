@@ -36,7 +36,7 @@ def plain_step(model: nn.Module) -> None:
     square_loss(model(batch())).backward()
 
 
-UNSEEN = "layers have gradients but no statistics and take the plain SGD step"
+UNSEEN = r"layers? (have|has) gradients but no statistics and takes? the plain SGD step"
 
 
 class Recorder:
@@ -381,16 +381,14 @@ def test_a_backward_that_reaches_the_bias_alone_counts_nothing() -> None:
     assert not any(factor.any() for pair in factors.values() for factor in pair)
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_of_a_gradient_penalty_only_the_outer_backward_counts(create_graph: bool) -> None:
-    """With `create_graph` the penalty is part of the loss; without it the inner pass is a mere measurement."""
+def test_an_inner_backward_that_is_a_mere_measurement_counts_nothing() -> None:
     model = mlp()
     recorder = Recorder(model)
 
     def run(model: nn.Module) -> None:
         x = batch().requires_grad_()
         output = model(x)
-        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=create_graph, retain_graph=True)
+        (gradient,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
         (square_loss(output) + square_loss(gradient)).backward()
 
     assert_same_factors(factors_after(model, run), recorder.factors(terms=8))
@@ -752,7 +750,7 @@ def test_layers_whose_backward_is_out_of_sight_step_as_under_sgd_and_are_warned_
     for step in range(3):
         optimizer.zero_grad()
         backward(model, batch(step))
-        with pytest.warns(UserWarning, match=f"2 {UNSEEN}, the first of them '0'") if step == 0 else nullcontext():
+        with pytest.warns(UserWarning, match=rf"2 {UNSEEN} \('0', '2'\)") if step == 0 else nullcontext():
             optimizer.step()
         reference.zero_grad()
         square_loss(twin(batch(step))).backward()

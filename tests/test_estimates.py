@@ -347,7 +347,7 @@ def test_a_model_whose_output_is_not_to_be_found_takes_the_plain_step_and_says_s
     model = OnlyLoss()
     optimizer = KFACOptimizer(model, lr=0.1, estimate=MonteCarlo(nn.MSELoss()), loss_terms=LossTerms.EXAMPLES)
     model(normal(6, 3)).backward()
-    with pytest.warns(UserWarning, match="1 layers have gradients but no statistics"):
+    with pytest.warns(UserWarning, match="1 layer has gradients but no statistics"):
         optimizer.step()
 
 

@@ -744,7 +744,7 @@ def test_a_subclass_of_linear_that_multiplies_by_something_else_is_not_measured_
     optimizer = KFACOptimizer(model, lr=0.1)
     any_loss(model(torch.randn(6, 4))).backward()
     expected = torch.add(model.layer.weight.detach(), model.layer.weight.grad, alpha=-0.1)
-    with pytest.warns(UserWarning, match=r"1 layers have gradients but no statistics.*'layer'") as seen:
+    with pytest.warns(UserWarning, match=r"1 layer has gradients but no statistics.*'layer'") as seen:
         optimizer.step()
     assert [str(warning.filename) for warning in seen] == [__file__]
     assert torch.equal(model.layer.weight, expected)

@@ -32,7 +32,7 @@ from kfac_optim.specs import LayerSpec
 from kfac_optim.text import without_addresses
 
 # What a vote knows of a block on one rank; what a higher number says includes what a lower one does.
-_UNUSED, _HAS_GRADIENT, _HAS_STATISTICS = range(3)
+_UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _UNACCOUNTED = range(4)
 
 # Relative difference of gradient norms that rounding explains, where ranks take the same mean in another order; and
 # steps at which it is looked at, as norms may be near by chance.
@@ -173,6 +173,7 @@ class DistributedExecutor(SingleDevice):
             verdict.summed,
             sampled={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_STATISTICS},
             graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
+            unaccounted={block for block, mark in zip(blocks, found, strict=True) if mark >= _UNACCOUNTED},
             restarted=tuple(restarted),
         )
 
@@ -326,10 +327,7 @@ class DistributedExecutor(SingleDevice):
         if self._number != self._agreed:  # as many marks as others may give
             return Ballot(finite, summed, self._number, numbers, checksum, (0,) * self._marks())
         self._place_anew()
-        marks = [
-            _HAS_STATISTICS if block.has_pending() else _HAS_GRADIENT if block.has_gradient else _UNUSED
-            for block in self._blocks
-        ]
+        marks = list(map(_mark, self._blocks))
         stale = [0] * (self._marks() - len(marks))
         if self._reports is not None and (coming := self._coming_refresh()):
             reducer = self.exchange.reducer(coming)
@@ -516,6 +514,15 @@ class DistributedExecutor(SingleDevice):
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         return (0,) if self._exchange is None or block not in self._states else self.exchange.owners(block)
+
+
+def _mark(block: KFACBlock) -> int:
+    """What this rank says of a block in a vote."""
+    if block.check.differs:
+        return _UNACCOUNTED
+    if block.has_pending():
+        return _HAS_STATISTICS
+    return _HAS_GRADIENT if block.has_gradient else _UNUSED
 
 
 def _may_shard(strategy: Strategy | Auto) -> bool:

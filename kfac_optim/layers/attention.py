@@ -14,7 +14,7 @@ from kfac_optim.calls import LayerCall, LayerWatch
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.functions import substitute
 from kfac_optim.hooks import Handle, Handles
-from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink
+from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink, watch_of
 from kfac_optim.specs import LayerSpec, Structure
 
 _PACKED = ("in_proj_weight", "in_proj_bias")
@@ -113,12 +113,8 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
     ) -> Handle:
         projections = []
         for index, spec in enumerate(specs):
-            watch = LayerWatch(
-                weight=module.get_parameter(spec.params[0]),
-                wanted=sink.wanted,
-                emit=partial(_emit, sink, index, spec),
-                discard=sink.discard,
-            )
+            weight = module.get_parameter(spec.params[0])
+            watch = watch_of(weight, sink, index, partial(_statistics, sink, index, spec))
             projections.append(_Projection(watch, spec))
         attention = _NotedAttention(window, projections)
         return Handles(
@@ -132,10 +128,10 @@ class _Projection(NamedTuple):
     spec: LayerSpec
 
 
-def _emit(sink: StatisticsSink, index: int, spec: LayerSpec, call: LayerCall) -> bool:
+def _statistics(sink: StatisticsSink, index: int, spec: LayerSpec, call: LayerCall) -> ProjectionStatistics:
     if not _Use._make(call.context).shared:
         sink.separate_inputs(index)
-    return sink.emit(index, ProjectionStatistics(spec, call, sink.dtype))
+    return ProjectionStatistics(spec, call, sink.dtype)
 
 
 class _NotedAttention:

@@ -6,7 +6,7 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,8 +18,9 @@ from kfac_optim.calls import LayerCall, LayerWatch
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.hooks import Handle
 from kfac_optim.partition import cut, level_padding
-from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, sum_of_squares, total
+from kfac_optim.rows import active_rows, gram, mean_over_shared, on_host, product_along, sum_of_squares, total
 from kfac_optim.sampling import Draw, RowSample
+from kfac_optim.shards import Shards
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
@@ -63,6 +64,20 @@ class LayerStatistics(ABC):
     @abstractmethod
     def rows(self) -> tuple[Tensor, Tensor]:
         """`a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
+
+    def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Give the gradient that the call adds to the block's matrix, along some directions, for the gradient check.
+
+        It is asked of all rows, before weight sharing and before `subsample`.
+
+        Args:
+            directions: `V` `[in, k]`, of the block's matrix `[groups, out, in]`.
+
+        Returns:
+            `Σ g aᵀ V` over all rows, `[groups, out, k]` (`Σ a gᵀ V` where `opposed`), and its size as
+            `rows.product_along` has it; None where it is not known, so that nothing can be checked.
+        """
+        return None
 
     @property
     def weight(self) -> float:
@@ -136,6 +151,20 @@ class RowStatistics(LayerStatistics):
     def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
         """`mean_over_shared` of `input_rows`. A family whose rows are copies makes none."""
         return mean_over_shared(self.input_rows(layer_input), active)
+
+    def input_rows_along(self, layer_input: Tensor, directions: Tensor) -> Tensor:
+        """Multiply `input_rows` by `directions` `[in, k]`. A family whose rows are copies makes none."""
+        return self.input_rows(layer_input) @ directions
+
+    def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
+        assert self.call.input is not None
+        layer_input = self.call.input.to(directions.dtype)
+        g = self.gradient_rows(self.call.gradient.to(directions.dtype))
+        if self.opposed:
+            return product_along(self._homogeneous(self.input_rows(layer_input)), g @ directions)
+        constant = directions[-1] * self.bias_input if self.spec.has_bias else None
+        a = self.input_rows_along(layer_input, directions if constant is None else directions[:-1])
+        return product_along(g, a if constant is None else a + constant)
 
     def subsample(self, draw: Draw) -> None:
         rows = self.gradient_rows(self.call.gradient)
@@ -285,11 +314,44 @@ class StatisticsSink(Protocol):
     def emit(self, index: int, stats: LayerStatistics) -> bool:
         """Take the statistics of spec number `index` at once; `LayerStatistics.keeps_input` of them."""
 
+    def awaits_gradient(self, index: int, shards: Shards) -> bool:
+        """Tell whether calls of spec number `index` go to `verify`, as `LayerWatch.awaits_gradient` does."""
+
+    def verify(self, index: int, call: LayerCall | None, statistics: Callable[[LayerCall], LayerStatistics]) -> None:
+        """Compare one call with what the backward that is running adds to `.grad`.
+
+        Args:
+            index: number of the spec.
+            call: with the gradient of this backward alone; None where it is not known any more.
+            statistics: makes those of a call.
+        """
+
     def discard(self) -> None:
         """Forget what was emitted since the last step."""
 
     def separate_inputs(self, index: int) -> None:
         """Told of a call in which the groups of spec number `index` read different inputs."""
+
+
+def watch_of(
+    weight: nn.Parameter, sink: StatisticsSink, index: int, statistics: Callable[[LayerCall], LayerStatistics]
+) -> LayerWatch:
+    """Make the watch of one matrix, whose calls go to a sink.
+
+    Args:
+        weight: the parameter that a backward must reach to count.
+        sink: takes the statistics.
+        index: number of the spec there.
+        statistics: makes them of a call.
+    """
+    return LayerWatch(
+        weight=weight,
+        wanted=sink.wanted,
+        emit=lambda call: sink.emit(index, statistics(call)),
+        discard=sink.discard,
+        awaits_gradient=lambda shards: sink.awaits_gradient(index, shards),
+        verify=lambda call: sink.verify(index, call, statistics),
+    )
 
 
 class LayerAdapter(ABC, Generic[M]):
@@ -411,12 +473,8 @@ class WeightBiasAdapter(LayerAdapter[M]):
     def _watch(self, module: M, specs: Sequence[LayerSpec], sink: StatisticsSink) -> LayerWatch:
         """What is asked of the layer, whoever notes its calls."""
         (spec,) = specs
-        return LayerWatch(
-            weight=module.get_parameter("weight"),
-            wanted=sink.wanted,
-            emit=lambda call: sink.emit(0, self.statistics(module, spec, call, sink.dtype)),
-            discard=sink.discard,
-        )
+        weight = module.get_parameter("weight")
+        return watch_of(weight, sink, 0, lambda call: self.statistics(module, spec, call, sink.dtype))
 
 
 def weight_and_bias(trained: Collection[str]) -> tuple[str, ...]:

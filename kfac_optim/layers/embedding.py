@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_optim.calls import LayerCall
 from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, own_forward
-from kfac_optim.rows import turned
+from kfac_optim.rows import product_along, turned
 from kfac_optim.sampling import Draw
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
@@ -43,6 +43,14 @@ class EmbeddingStatistics(RowStatistics):
     def input_rows(self, layer_input: Tensor) -> Tensor:
         tokens = torch.arange(self.spec.in_dim, device=layer_input.device)
         return (self.ids.unsqueeze(-1) == tokens).to(self.dtype).unsqueeze(0)
+
+    def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor]:
+        g = self.gradient_rows(self.call.gradient.to(directions.dtype))
+        if not self.opposed:
+            return product_along(g, directions[self.ids].unsqueeze(0))
+        turned_g = (g @ directions).flatten(1, 2)
+        summed = turned_g.new_zeros(1, self.spec.in_dim, directions.shape[1])
+        return summed.index_add_(1, self.ids.flatten(), turned_g), torch.linalg.vector_norm(turned_g)
 
     def subsample(self, draw: Draw) -> None:
         super().subsample(draw)

@@ -115,6 +115,17 @@ class NormStatistics(LayerStatistics):
         u = torch.stack(columns, dim=-1).permute(2, 0, 1, 3).mul(self.weight**0.5).to(self.dtype)
         return u.new_ones(*u.shape[:-1], 1), u
 
+    def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor]:
+        examples = self._shape[0]
+        step = examples_at_once(batched(self.call.gradient, self.unbatched_ndim))
+        total = directions.new_zeros(self.spec.groups, self.spec.out_dim)
+        squares = directions.new_zeros(())
+        for start in range(0, examples, step):
+            columns = [column.to(directions.dtype) for column in self._columns(self.call.gradient, start, start + step)]
+            total += torch.stack([column.sum((0, 1)) for column in columns], dim=-1)
+            squares += torch.stack([column.square().sum() for column in columns]).sum()
+        return total.unsqueeze(-1) * directions, squares.sqrt() * torch.linalg.vector_norm(directions)
+
     def _moment_of(self, gradient: Tensor, structure: Structure) -> Tensor:
         examples = self._taken[0]
         step = examples_at_once(batched(gradient, self.unbatched_ndim))

@@ -25,7 +25,7 @@ from kfac_optim.calls import LayerWatch
 from kfac_optim.capture import CaptureWindow
 from kfac_optim.functions import substitute
 from kfac_optim.hooks import Handle, Handles
-from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink
+from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink, watch_of
 from kfac_optim.specs import LayerSpec
 
 _Module = nn.RNNBase | nn.RNNCellBase
@@ -102,12 +102,8 @@ class RecurrentAdapter(LayerAdapter[_Module]):
         sink: StatisticsSink,
     ) -> Handle:
         def watch(index: int, spec: LayerSpec) -> LayerWatch:
-            return LayerWatch(
-                weight=module.get_parameter(spec.params[0]),
-                wanted=sink.wanted,
-                emit=lambda call: sink.emit(index, SequenceStatistics(spec, call, sink.dtype)),
-                discard=sink.discard,
-            )
+            weight = module.get_parameter(spec.params[0])
+            return watch_of(weight, sink, index, lambda call: SequenceStatistics(spec, call, sink.dtype))
 
         watches = [watch(index, spec) for index, spec in enumerate(specs)]
         forwards = _Forwards(window, watches, unbatched_ndim=2 if isinstance(module, nn.RNNBase) else 1)

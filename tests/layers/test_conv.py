@@ -368,7 +368,7 @@ def test_a_call_without_the_bias_is_none_with_it() -> None:
     model = nn.Sequential(_BiasApart(2, 3, 2), nn.Flatten(), nn.Linear(27, 2))
     optimizer = KFACOptimizer(model, lr=0.1)
     model(torch.randn(4, 2, 4, 4)).square().sum().backward()
-    with pytest.warns(UserWarning, match="1 layers have gradients but no statistics"):
+    with pytest.warns(UserWarning, match="1 layer has gradients but no statistics"):
         optimizer.step()
     assert optimizer.factors().keys() == {"2"} or optimizer.metrics()["unpreconditioned_blocks"] == 1
 
@@ -410,7 +410,7 @@ def test_a_convolution_by_something_else_than_its_parameters_takes_the_step_of_s
     optimizer = KFACOptimizer(model, lr=0.1, kl_clip=None)
     before = snapshot(model)
     any_loss(model(torch.randn(3, 4, 6, 6))).backward()
-    with pytest.warns(UserWarning, match=r"1 layers have gradients but no statistics .* the first of them '0'"):
+    with pytest.warns(UserWarning, match=r"1 layer has gradients but no statistics .*'0'"):
         optimizer.step()
     for name in ("weight", "bias"):
         param = model[0].get_parameter(name)

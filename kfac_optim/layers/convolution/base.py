@@ -72,6 +72,9 @@ class PatchStatistics(RowStatistics):
         counts = math.prod(patches.positions) if active is None else active.sum(1, keepdim=True).clamp(min=1)
         return (patches.sums(active) / counts).unsqueeze(2).to(layer_input.dtype)
 
+    def input_rows_along(self, layer_input: Tensor, directions: Tensor) -> Tensor:
+        return self._checked_patches(self._batched(layer_input)).along(directions)
+
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         return channel_rows(self._batched(gradient), self.spec.groups)
 

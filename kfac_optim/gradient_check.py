@@ -1,0 +1,198 @@
+"""The check that the captured calls of a block account for its whole gradient.
+
+Backward adds `Σ g zᵀ` to the gradient of a matrix, summed over every use of it: `z` is what the matrix is multiplied by
+and `g` the gradient of the product. `A` and `G` are right only if all these uses were captured. So on the first step
+with statistics of a block both sides are compared: what backward adds to `.grad` on this process, before hooks on the
+parameter, clipping, unscaling or a reduction over ranks; and `Σ g zᵀ` of the calls that were captured. Where they
+differ, part of the gradient came by a way that nobody has seen, whatever that way is, and the block is not
+preconditioned.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kfac_optim.autograd import on_gradient_first, reaches
+from kfac_optim.calls import LayerCall
+from kfac_optim.layers.base import LayerAdapter, LayerStatistics
+from kfac_optim.specs import LayerSpec
+
+# Directions along which the two sides are compared: enough for the norm of a difference to show.
+_DIRECTIONS = 8
+
+# The relative difference that counts as none, by the dtype in which the sides are compared.
+_TOLERANCE = {torch.float64: 1e-6}
+_TOLERANCE_ELSEWHERE = 1e-3
+
+# Rounding errors that are allowed for, in units of the coarsest dtype that took part.
+_ROUNDINGS = 16
+
+
+class GradientCheck:
+    """Compares what backward adds to the gradients of one block with what was captured, in one step.
+
+    The sides are matrices `[groups, out, in]`. Only their products with a few random directions `V` `[in, 8]` are kept:
+    matrices that differ, differ there too with probability one, and the check takes next to no memory.
+
+    Attributes:
+        is_done: whether there is nothing left to compare.
+        differs: whether the present step has shown a difference.
+
+    Args:
+        adapter: that of the block, which makes one matrix of tensors shaped like its parameters.
+        spec: the block's.
+    """
+
+    def __init__(self, adapter: LayerAdapter[Any], spec: LayerSpec) -> None:
+        self.is_done = False
+        self._adapter, self._spec = adapter, spec
+        self._handles: list[RemovableHandle] = []
+        self._params: list[weakref.ref[nn.Parameter]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget this step: its gradients were thrown away."""
+        self.differs = False
+        self.end()
+
+    def end(self) -> None:
+        """Let go of what this step has shown."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._spoilt = False
+        self._directions: Tensor | None = None
+        self._added: Tensor | None = None
+        self._captured: Tensor | None = None
+        self._size: Tensor | None = None
+        self._rounding = 0.0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients are listened to."""
+        return self._directions is not None
+
+    def begin(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        """Listen to what backward adds to the gradients from now on, unless that is so already.
+
+        Args:
+            params: what backward accumulates into, in the order of the block's parameters.
+            dtype: in which the sides are compared.
+        """
+        if self._directions is not None:
+            return
+        self._params = [weakref.ref(param) for param in params]
+        for index, param in enumerate(params):
+            if param.requires_grad:
+                self._handles.append(on_gradient_first(param, _Added(self, index)))
+        generator = torch.Generator("cpu").manual_seed(0)
+        shape = self._spec.in_dim, _DIRECTIONS
+        directions = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        self._directions = directions.to(params[0].device, dtype)
+
+    def spoil(self) -> None:
+        """Have this step show nothing, as part of what backward went through is not known any more."""
+        self._spoilt = True
+
+    def capture(self, stats: LayerStatistics, call: LayerCall) -> None:
+        """Add one captured call, within the backward that has come to its output.
+
+        Args:
+            stats: statistics of the call.
+            call: the call, with the gradient of this backward alone.
+        """
+        params = self._known_params()
+        # What this backward does not add to `.grad`, though the call has it, would be taken for a difference.
+        reached = call.in_operator or all(map(reaches, params))
+        if self._directions is None or not params or not reached:
+            self.spoil()
+            return
+        found = stats.gradient_along(self._directions)
+        if found is None:  # the adapter does not say what its calls add
+            self.end()
+            self.is_done = True
+            return
+        product, size = found
+        self._captured = product if self._captured is None else self._captured + product
+        self._size = size if self._size is None else self._size + size
+        tensors = (call.gradient, *params, *([] if call.input is None else [call.input]))
+        self._rounding = max(self._rounding, *map(_rounding, tensors))
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add what a backward brings to parameter number `index`."""
+        params = self._known_params()
+        if self._directions is None or not params or not reaches(params[index]):
+            return
+        if gradient.layout is not torch.strided:
+            self.spoil()
+            return
+        dtype = self._directions.dtype
+        tensors = [torch.zeros_like(param, dtype=dtype) for param in params]
+        tensors[index] = gradient.to(dtype)
+        product = self._adapter.pack(self._spec, tensors) @ self._directions
+        self._added = product if self._added is None else self._added + product
+
+    def _known_params(self) -> list[nn.Parameter]:
+        """The parameters; none where some are gone."""
+        params = [param for ref in self._params if (param := ref()) is not None]
+        return params if len(params) == len(self._params) else []
+
+    def measures(self) -> Tensor | None:
+        """Give norms of the difference, of what was added, of what was captured, and its size; None without those."""
+        if self._spoilt or self._added is None or self._captured is None or self._size is None:
+            return None
+        sides = self._added - self._captured, self._added, self._captured
+        return torch.stack([*map(torch.linalg.vector_norm, sides), self._size]).double()
+
+    def conclude(self, difference: float, added: float, captured: float, size: float) -> None:
+        """Judge the step by its `measures`; one whose numbers are zero or not finite shows nothing."""
+        larger, rounding = max(added, captured), _ROUNDINGS * self._rounding
+        if larger > 0 and math.isfinite(difference) and self._directions is not None:
+            tolerance = max(_TOLERANCE.get(self._directions.dtype, _TOLERANCE_ELSEWHERE), rounding)
+            self.differs = difference > tolerance * larger + rounding * size
+            self.is_done = not self.differs
+
+
+def conclude(checks: Iterable[GradientCheck]) -> None:
+    """Judge the steps of all checks that have begun: one host synchronisation, where there is any."""
+    begun = [check for check in checks if check.has_begun]
+    if not begun:
+        return
+    measured = [(check, measures) for check in begun if (measures := check.measures()) is not None]
+    if measured:
+        device = measured[0][1].device
+        numbers = torch.stack([measures.to(device, non_blocking=True) for _, measures in measured]).tolist()
+        for (check, _), four in zip(measured, numbers, strict=True):
+            check.conclude(*four)
+    for check in begun:
+        check.end()
+
+
+class _Added:
+    """Hook on a parameter. The check holds it, by its handle, so it holds the check weakly."""
+
+    def __init__(self, check: GradientCheck, index: int) -> None:
+        self._check = weakref.ref(check)
+        self._index = index
+
+    @torch.no_grad()
+    def __call__(self, gradient: Tensor) -> None:
+        if (check := self._check()) is not None:
+            check.add(self._index, gradient.detach())
+
+
+def _rounding(tensor: Tensor) -> float:
+    """Relative rounding error of products with `tensor`; those of float32 may be made in fewer bits."""
+    if not tensor.is_floating_point():
+        return 0.0
+    if tensor.dtype is torch.float32:
+        if torch.get_float32_matmul_precision() == "medium":
+            return torch.finfo(torch.bfloat16).eps
+        if tensor.device.type != "cpu":  # convolutions in TensorFloat-32 are the default there
+            return torch.finfo(torch.float16).eps
+    return torch.finfo(tensor.dtype).eps
