@@ -227,8 +227,10 @@ class KFACBlock:
     def revise(self, spec: LayerSpec) -> None:
         """Take on what a forward has shown of the layer; where that is new, statistics start anew."""
         if spec != self.spec:
+            check = self.check
             self.spec = spec
             self.restart()
+            self.check = check  # which may be listening, to the same matrix
 
     def has_pending(self) -> bool:
         """Whether this step gave statistics."""

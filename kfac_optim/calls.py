@@ -273,7 +273,8 @@ class ForwardCall:
                 watch.verify(None)
                 return
         earlier, gradient = self._gradient, gradient.detach()
-        if watch.awaits_gradient(ledger.shards):
+        verifies = watch.awaits_gradient(ledger.shards)
+        if verifies:
             self._verify(watch, layer_input, gradient, in_operator=traced)
         if earlier is not None:
             gradient = earlier + gradient
@@ -286,7 +287,7 @@ class ForwardCall:
         self._root = ledger.count_layer(self._root, self._examples, gradient)
         with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
             keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
-        if keep and kept and not traced:
+        if (keep or verifies) and kept and not traced:
             self._input = layer_input
 
     def _verify(self, watch: LayerWatch, layer_input: Tensor | None, gradient: Tensor, *, in_operator: bool) -> None:

@@ -50,7 +50,8 @@ class Summary:
                 )
             ]
             sharing = [block.weight_sharing.value] if block.weight_sharing is not WeightSharing.EXPAND else []
-            remarks = "; ".join([*sharing, *block.notes])
+            unmeasured = ["no statistics so far: SGD"] if block.measured is False else []
+            remarks = "; ".join([*sharing, *block.notes, *unmeasured])
             rows.append(
                 (
                     parameter.name,
@@ -63,13 +64,15 @@ class Summary:
                     remarks,
                 )
             )
-        covered = sum(math.prod(p.shape) for p in self.parameters if p.shape is not None and p.block is not None)
-        total = sum(math.prod(p.shape) for p in self.parameters if p.shape is not None)
+        sizes = {p: math.prod(p.shape) for p in self.parameters if p.shape is not None}
+        total, covered = sum(sizes.values()), sum(sizes[p] for p in sizes if p.block is not None)
         state = sum(block.state_bytes for block in self.blocks)
-        footer = (
-            f"{len(self.blocks)} blocks cover {covered:,} of {total:,} parameters; their state takes "
-            f"{describe_bytes(state)}."
-        )
+        blocks = f"{len(self.blocks)} block{' covers' if len(self.blocks) == 1 else 's cover'}"
+        footer = f"{blocks} {covered:,} of {total:,} parameters; their state takes {describe_bytes(state)}."
+        if any(block.measured is not None for block in self.blocks):
+            names = {block.name for block in self.blocks if block.measured}
+            measured = sum(sizes[p] for p in sizes if p.block in names)
+            footer += f" Statistics were taken of {measured:,} ({_percent(measured, total)}) so far."
         return "\n".join([*table(rows), footer])
 
 
@@ -97,6 +100,7 @@ def summary(
 
 def metrics(
     blocks: Sequence[KFACBlock],
+    params: Sequence[nn.Parameter],
     record: StepRecord | None,
     *,
     dropped_calls: int,
@@ -111,6 +115,7 @@ def metrics(
         "dropped_calls": float(dropped_calls),
         "skipped_steps": float(skipped_steps),
         "rejected_steps": float(rejected_steps),
+        **_shares(blocks, params),
     }
     if reduction_ratio is not None:
         numbers["reduction_ratio"] = reduction_ratio
@@ -143,12 +148,26 @@ def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tenso
     """`{layer name: (A, G)}`, copies; see `KFACOptimizer.factors`."""
     result: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     for block in blocks:
+        if block.clock.folds == 0:
+            continue
         a, g = (None if factor is None else factor.clone() for factor in block.inverse.factors(block.state))
         for side, (factor, dim) in enumerate(((a, block.spec.in_dim), (g, block.spec.out_dim))):
             if factor is not None and block.spec.blocks(side) > 1:
                 clear_padding(factor, dim)
         result[block.name] = (a, g)
     return result
+
+
+def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict[str, float]:
+    """Tell which shares of all parameters are covered, measured and left out."""
+    total = sum(param.numel() for param in params if not is_lazy(param))
+    covered = sum(param.numel() for block in blocks for param in block.params)
+    measured = sum(param.numel() for block in blocks if block.clock.folds > 0 for param in block.params)
+    return {
+        "covered_parameters": covered / max(1, total),
+        "measured_parameters": measured / max(1, total),
+        "left_out_parameters": (total - covered) / max(1, total),
+    }
 
 
 def _merged_counters(blocks: Sequence[KFACBlock]) -> dict[str, float]:
@@ -182,6 +201,7 @@ def _record(block: KFACBlock, owners: tuple[int, ...]) -> BlockRecord:
         state_bytes=sum(t.nbytes for t in _tensors(block.inverse.held(block.state)) if not t.is_meta or on_meta),
         owners=owners,
         notes=block.notes,
+        measured=block.clock.folds > 0 if block.clock.step > 0 else None,
     )
 
 
@@ -207,3 +227,11 @@ def _describe_factor(groups: int, dim: int, dims: Sequence[int], kept: Kept) -> 
         groups, dims = kept.blocks(dim), (kept.width(dim),)
     size = f"diag {dim}" if kept is Structure.DIAGONAL else " ⊗ ".join(f"{each}×{each}" for each in dims)
     return f"{groups}·{size}" if groups > 1 else size
+
+
+def _percent(part: int, whole: int) -> str:
+    """Write a share so that only all is 100% and only nothing is 0%."""
+    share = 100 * part / max(1, whole)
+    if part in (0, whole):
+        return f"{share:.0f}%"
+    return f"{min(max(share, 0.1), 99.9):.1f}%"

@@ -23,7 +23,7 @@ from kfac_optim.layers.base import LayerAdapter, LayerStatistics
 from kfac_optim.specs import LayerSpec
 
 # Directions along which the two sides are compared: enough for the norm of a difference to show.
-_DIRECTIONS = 8
+_DIRECTIONS = 4
 
 # The relative difference that counts as none, by the dtype in which the sides are compared.
 _TOLERANCE = {torch.float64: 1e-6}
@@ -36,7 +36,7 @@ _ROUNDINGS = 16
 class GradientCheck:
     """Compares what backward adds to the gradients of one block with what was captured, in one step.
 
-    The sides are matrices `[groups, out, in]`. Only their products with a few random directions `V` `[in, 8]` are kept:
+    The sides are matrices `[groups, out, in]`. Only their products with a few random directions `V` `[in, 4]` are kept:
     matrices that differ, differ there too with probability one, and the check takes next to no memory.
 
     Attributes:
@@ -93,7 +93,7 @@ class GradientCheck:
         generator = torch.Generator("cpu").manual_seed(0)
         shape = self._spec.in_dim, _DIRECTIONS
         directions = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        self._directions = directions.to(params[0].device, dtype)
+        self._directions = directions.to(dtype).to(params[0].device, non_blocking=True)
 
     def spoil(self) -> None:
         """Have this step show nothing, as part of what backward went through is not known any more."""

@@ -454,11 +454,14 @@ class KFACOptimizer(Optimizer):
         changed in place before backward, or a second backward though the graph was not retained), of `EKFAC`
         `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`; of `LowRank` `cutoff_A` and `cutoff_G` (the
         smallest eigenvalue kept, in units of the damping); `blocks`, `blocks_without_statistics`, and
-        `unpreconditioned_blocks` in this step. What is not known yet is absent.
+        `unpreconditioned_blocks` in this step. `covered_parameters` is the share of all parameters that belong to
+        blocks, `measured_parameters` of those whose statistics were taken so far, `left_out_parameters` of those left
+        to SGD, each from 0 to 1. What is not known yet is absent.
         """
         self._skipped.look()
         return diagnostics.metrics(
             self._binding.coverage.blocks,
+            self._params(),
             self._record,
             dropped_calls=self._window.dropped_calls,
             skipped_steps=self._skipped.total,
@@ -467,7 +470,7 @@ class KFACOptimizer(Optimizer):
         )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        """`{layer name: (A, G)}`, copies of the undamped running averages.
+        """`{layer name: (A, G)}`, copies of the undamped running averages, of the layers with statistics so far.
 
         `A` is `[groups, in, in]` (bias column last) and `G` `[groups, out, out]`; a diagonal factor is `[groups, d]`,
         an identity None. A factor kept by a `BlockDiagonal` is `[blocks, width, width]`, zero in what the last block

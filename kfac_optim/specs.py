@@ -247,6 +247,8 @@ class BlockRecord:
     owners: tuple[int, ...]
     """Ranks that refresh the block, or each of its parts; 0 on one process."""
     notes: tuple[str, ...]
+    measured: bool | None = None
+    """Whether statistics were taken of it so far; None before the first step."""
 
 
 @dataclass(frozen=True, slots=True)

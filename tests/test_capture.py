@@ -364,7 +364,7 @@ def test_a_backward_with_inputs_counts_the_layers_whose_weights_it_reaches() -> 
 
     factors, plain = factors_after(mlp(), some), factors_after(mlp(), plain_step)
     assert_same_factors({"0": factors["0"]}, {"0": plain["0"]}, rtol=0)
-    assert not factors["2"][0].any()
+    assert factors.keys() == {"0"}
 
     def all_weights(model: nn.Module) -> None:
         square_loss(model(batch())).backward(inputs=[model[0].weight, model[2].weight])
@@ -377,8 +377,7 @@ def test_a_backward_that_reaches_the_bias_alone_counts_nothing() -> None:
         square_loss(model(batch())).backward(inputs=[model[0].bias, model[2].bias])
 
     with pytest.warns(UserWarning, match=UNSEEN):
-        factors = factors_after(mlp(), run)
-    assert not any(factor.any() for pair in factors.values() for factor in pair)
+        assert factors_after(mlp(), run) == {}
 
 
 def test_an_inner_backward_that_is_a_mere_measurement_counts_nothing() -> None:
@@ -625,7 +624,7 @@ def test_an_output_that_the_loss_does_not_use_counts_nothing() -> None:
             return self.net(x), self.unused(x)
 
     factors = factors_after(Extra(), lambda m: square_loss(m(batch())[0]).backward())
-    assert not any(factor.any() for factor in factors["unused.0"])
+    assert not any(name.startswith("unused") for name in factors)
     plain = factors_after(mlp(), plain_step)
     assert_same_factors({name: factors[f"net.{name}"] for name in plain}, plain, rtol=0)
 

@@ -293,6 +293,9 @@ def test_before_the_first_step_what_is_unknown_is_absent() -> None:
     assert metrics == {
         "blocks": 2.0,
         "blocks_without_statistics": 2.0,
+        "covered_parameters": 1.0,
+        "measured_parameters": 0.0,
+        "left_out_parameters": 0.0,
         "dropped_calls": 0.0,
         "skipped_steps": 0.0,
         "rejected_steps": 0.0,
@@ -308,7 +311,7 @@ def test_the_metrics_are_plain_floats_after_a_step() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics.keys() == {
         *("blocks", "blocks_without_statistics", "dropped_calls", "skipped_steps", "rejected_steps"),
-        "unpreconditioned_blocks",
+        *("covered_parameters", "measured_parameters", "left_out_parameters", "unpreconditioned_blocks"),
         *("trust_region_scale", "momentum_scale", "cosine", "gradient_norm", "direction_norm"),
         *("damping", "factor_age", "inverse_age", "condition_A", "condition_G"),
         *("refused_statistics", "retried_refreshes", "failed_refreshes"),

@@ -17,6 +17,7 @@ FINITE = "precision.all_finite: _local_scalar_dense"  # are the gradients?
 SKIPPED = "skipped.look: tolist"  # how many steps did the device skip since?
 SCALE = "loss_scale.read_loss_scale: tolist"
 USED = "binding._says_something: _local_scalar_dense"  # does any gradient say something yet? The first step alone.
+CHECKED = "gradient_check.conclude: tolist"  # do the captured calls account for the gradients? The first step alone.
 SETBACKS = "execution.setbacks: tolist"  # too many of them in a row?
 HELD = "inverses.base.has_statistics: _local_scalar_dense"  # of each block, until it has some
 HELD_THREE = "inverses.doubly_factored.has_statistics: _local_scalar_dense"
@@ -51,7 +52,7 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
         elif name != "OnlineEigen":
             found[CHOLESKY] = step["stacks"]
     if kind == "first":
-        found[USED] = 1
+        found[USED] = found[CHECKED] = 1
         found[HELD] = step["blocks"]
         if name == "OnlineEigen":
             found[ONLINE] = step["stacks"]

@@ -195,37 +195,6 @@ def pairs_of_inputs_through_one_network(kind: str) -> Pair:
 # -- gradients with respect to inputs ------------------------------------------------------------------------------
 
 
-def penalised(model: nn.Module, x: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    loss = square_loss(model(x))
-    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    return loss + 10 * slope.square().sum() / len(x)
-
-
-def critic_penalty(model: nn.Module, x: Tensor) -> Tensor:
-    """As in WGAN-GP: the penalty comes of a forward of its own, on other inputs."""
-    mixed = (0.3 * x + 0.7 * x.flip(0)).requires_grad_()
-    output = model(mixed).tanh().sum()
-    (slope,) = torch.autograd.grad(output, mixed, create_graph=True)
-    return (slope.norm(dim=1) - 1).square().mean()
-
-
-@hazard("loops", penalised, critic_penalty)
-def gradient_penalty(loss: Callable[[nn.Module, Tensor], Tensor]) -> Pair:
-    """What the outer backward sends into each output counts; the last bias of a critic is out of its reach."""
-    run = Training(mlp())
-    for x in run.steps():
-        (square_loss(run.model(x)) + loss(run.model, x) if loss is critic_penalty else loss(run.model, x)).backward()
-    if loss is penalised:
-        return run.result(), by_hand(forward=loss)
-    plain = ByHand(mlp())
-    for i in range(STEPS):
-        x = batch(100 + i)
-        plain.backward(square_loss(plain.model(x)) + loss(plain.model, x), terms=16)
-        plain.step()
-    return run.result(), plain.result()
-
-
 def by_autograd_grad(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = square_loss) -> Tensor:
     x = x.clone().requires_grad_()
     return (x + 0.1 * torch.autograd.grad(loss(model(x)), x)[0].sign()).detach()
