@@ -18,7 +18,7 @@ from kfac_optim.functions import Product
 from kfac_optim.hooks import Handle, Handles, PicklableHook, call_if_there
 from kfac_optim.options import BlockOptions
 from kfac_optim.selection import ModuleNames
-from kfac_optim.shards import is_sharded, local
+from kfac_optim.shards import is_sharded, local, refuse_flat
 
 UNACCOUNTED = "only a part of its gradient comes by calls that are captured"
 """Why a block is left to SGD whose captured calls do not add up to its gradient."""
@@ -83,6 +83,7 @@ class ModelBinding:
         if self._to_adopt is not None:
             self._adopt(self._to_adopt)
         else:
+            refuse_flat(groups, {})
             self._finder = ModelFinder(groups, self._found, self._window.roots.is_under_way)
         self._prepare()
 
@@ -92,6 +93,7 @@ class ModelBinding:
         if self._roots:
             self._build()
         if self._finder is not None:
+            refuse_flat(groups, {})
             self._finder.params = set(groups)
         self._prepare()
 
@@ -251,6 +253,7 @@ class ModelBinding:
         assert self.model is not None
         names = ModuleNames(self.model)
         self._refuse_stand_ins(names)
+        refuse_flat(self._groups, names.parameters())
         self._window.shards = names.shards
         left_out = {param: checkpoint.reason_of(mark) for param, mark in self._left_out.items()}
         self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, left_out)
@@ -287,15 +290,17 @@ class ModelBinding:
                 )
 
     def refuse_replaced(self) -> None:
-        """Raise where the model has sharded parameters now in the place of the optimizer's.
+        """Raise where the model was sharded since the optimizer was built.
 
         Raises:
-            RuntimeError: it has.
+            RuntimeError: it has sharded parameters now in the place of the optimizer's.
+            NotImplementedError: see `refuse_flat`.
         """
         if self.model is None:
             return
         names = ModuleNames(self.model)
         held = names.parameters()
+        refuse_flat(self._groups, held)
         if not any(map(is_sharded, held)):
             return
         was_held = {

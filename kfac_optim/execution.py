@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock, Missing, laid_out
 from kfac_optim.inverses.base import Inverse
-from kfac_optim.shards import is_sharded
+from kfac_optim.shards import is_part
 
 Names = Callable[[], Mapping[nn.Parameter, str]]
 """Fully qualified names of the optimizer's parameters."""
@@ -214,13 +214,13 @@ class SingleDevice:
         pass
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
-        for block in blocks:
-            for param, name in zip(block.params, block.param_names, strict=True):
-                if param.grad is not None and is_sharded(param):
-                    raise RuntimeError(
-                        f"kfac_optim: {name!r} is sharded, and no process alone can precondition its gradient. Leave "
-                        "distributed at None, or pass a DistributedConfig(...) with the group that it is sharded over."
-                    )
+        if sharded := [block.name for block in blocks if any(map(is_part, block.params))]:
+            raise RuntimeError(
+                f"kfac_optim: the parameters of {sharded[0]!r} are sharded, and no process alone can precondition "
+                "their gradient. Where fully_shard keeps them, leave distributed at None, or pass a "
+                "DistributedConfig(...) with the group that they are sharded over; otherwise leave the layers to SGD: "
+                f"skip_layers={sharded}."
+            )
 
     def emitted(self, block: KFACBlock) -> None:
         pass

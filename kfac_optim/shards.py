@@ -6,7 +6,7 @@ modules stay gathered after a forward (`reshard_after_forward=False`, and the ro
 evaluation leaves stand-ins where parameters are looked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,7 +108,35 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")  # the import of DTensor takes half as long as that of torch
 
 
+def is_part(param: nn.Parameter) -> bool:
+    """Whether processes hold parts of it, as a DTensor or without a sign of it in its type."""
+    # Private, but DistributedDataParallel with a `device_mesh` puts plain tensors in the place of DTensors, so marked.
+    return is_sharded(param) or hasattr(param, "_st_info")
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor, which shares its memory; plain tensors are their own."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
+
+
+def refuse_flat(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    """Raise where FSDP1 keeps parameters as pieces of a vector, in which no process sees a matrix.
+
+    Args:
+        params: of the optimizer.
+        names: as far as they are known.
+
+    Raises:
+        NotImplementedError: there are such parameters.
+    """
+    for param in params:
+        # Private, but the vector and, with `use_orig_params=True`, each parameter that is a view of it carry the mark.
+        if hasattr(param, "_fsdp_flattened"):
+            name = f"{names[param]!r}" if param in names else f"a parameter, {list(param.shape)},"
+            raise NotImplementedError(
+                f"kfac_optim: {name} is kept by FullyShardedDataParallel (FSDP1) as a piece of a vector, cut anywhere, "
+                "so that no process can tell the matrix that its gradient belongs to. Shard the model by FSDP2 "
+                "instead, torch.distributed.fsdp.fully_shard(module) in the place of the wrapper, before the optimizer "
+                "is built; or wrap it by DistributedDataParallel."
+            )

@@ -23,6 +23,7 @@ Imports within this folder go only to a lower storey of its own:
     transfer                    L5  tensors of one rank copied to others outside of steps
     gradients                   L5  how gradients come to those that precondition and update
     gradient_rows               L6  likewise, of parameters that FSDP2 has sharded
+    sharding                    L6  layers kept in parts, and which of them can be trained
     ddp                         L6  DistributedDataParallel: the last backward, gradients to owners alone
     statistics                  L6  statistics to those that refresh, results to those that need them
     holdings                    L7  who holds what of blocks and momentum, and bringing it to another

@@ -238,7 +238,10 @@ class Communicator:
         return InFlight(result, event)
 
     def check_agreement(
-        self, mine: Mapping[str, str], differences: Callable[[Mapping[str, str], Mapping[str, str]], Sequence[str]]
+        self,
+        mine: Mapping[str, str],
+        differences: Callable[[Mapping[str, str], Mapping[str, str]], Sequence[str]],
+        remedy: Callable[[Mapping[str, str], Mapping[str, str]], str],
     ) -> None:
         """Raise on all ranks alike, unless all have planned the same.
 
@@ -246,6 +249,7 @@ class Communicator:
             mine: all that decides on the order and the sizes of collectives, by name (`Plan.agreement`).
             differences: tells in what two of these differ, in words that call the first "here" and the second "there"
                 (`plan.differences`).
+            remedy: tells what the user may do about it, likewise (`plan.remedy`).
 
         Raises:
             RuntimeError: names layers, owners or options in which ranks differ.
@@ -270,8 +274,7 @@ class Communicator:
         raise RuntimeError(
             f"kfac_optim: the ranks disagree about what is to be communicated. Of {self.world_size} ranks "
             f"{', '.join(map(str, odd))} differ from rank 0 (this is rank {self.rank}). Rank 0 (here) and rank "
-            f"{odd[0]} (there): {'; '.join(found[:_SHOWN])}{more}. Build the same model, with the same arguments of "
-            f"KFACOptimizer, on every rank."
+            f"{odd[0]} (there): {'; '.join(found[:_SHOWN])}{more}. {remedy(everyones[0], everyones[odd[0]])}"
         )
 
     def _scatters(self, bucket: ReduceBucket) -> bool:

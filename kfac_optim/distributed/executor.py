@@ -19,15 +19,17 @@ from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.ddp import OwnersHook, find_wrapper, synchronises
 from kfac_optim.distributed.early import EarlyReports, Terms
 from kfac_optim.distributed.fsdp import rows_of
-from kfac_optim.distributed.gradient_rows import RowGradients, check_sharding
+from kfac_optim.distributed.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.holdings import Holdings
-from kfac_optim.distributed.plan import Plan, PlanOptions, differences
+from kfac_optim.distributed.plan import Plan, PlanOptions, differences, remedy
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
+from kfac_optim.distributed.sharding import check_sharding
 from kfac_optim.distributed.statistics import StatisticsExchange
 from kfac_optim.distributed.strategies import Auto, FullySharded, Replicated, Sharded, Strategy
 from kfac_optim.distributed.voting import Ballot, vote
 from kfac_optim.execution import Agreement, Names, Parts, SingleDevice, check_rank
+from kfac_optim.shards import Shards
 from kfac_optim.specs import LayerSpec
 from kfac_optim.text import without_addresses
 
@@ -78,6 +80,7 @@ class DistributedExecutor(SingleDevice):
         self.worker = dist.get_rank(self._groups[0])
         self._communicators: list[Communicator] = []
         self._wrapper: nn.parallel.DistributedDataParallel | None = None
+        self._shards = Shards()
         self._hook: OwnersHook | None = None
         self._exchange: StatisticsExchange | None = None
         self._holdings: Holdings | None = None
@@ -111,6 +114,7 @@ class DistributedExecutor(SingleDevice):
         self._borrowed: list[nn.Parameter] = []
 
     def attach(self, model: nn.Module | None) -> None:
+        self._shards = Shards(model)
         self._wrapper = self._wrapper or find_wrapper(model)
         if self._wrapper is not None and self._hook is None and _may_shard(self.config.strategy):
             self._hook = OwnersHook(self._wrapper, self.config.observe)
@@ -122,16 +126,21 @@ class DistributedExecutor(SingleDevice):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
-        covered = {n: p for b in blocks for n, p in zip(b.param_names, b.params, strict=True)}
+        covered = [name for block in blocks for name in block.param_names]
         looked_at: tuple[int | str, ...] = (*map(id, params), *covered)
         if looked_at == self._checked:
             return
-        if _any_sharded(params):
-            check_sharding(covered, self._groups[0])
-        elif isinstance(self.config.strategy, FullySharded) and params:
+        check_sharding(blocks, self._shards, self._groups[0])
+        in_parts, of_layers = _any_sharded(params), [param for block in blocks for param in block.params]
+        if isinstance(self.config.strategy, FullySharded) and params and not in_parts:
             raise RuntimeError(
                 "kfac_optim: FullySharded() is for parameters that fully_shard has sharded, and none is. Shard the "
                 "model before the optimizer is built, or use Replicated() or Sharded()."
+            )
+        if _may_shard(self.config.strategy) and in_parts and of_layers and not _any_sharded(of_layers):
+            raise RuntimeError(
+                "kfac_optim: Sharded() gathers whole parameters after each step, and some are in parts on several "
+                "ranks, though none that K-FAC preconditions. Use Replicated()."
             )
         self._checked = looked_at
 
@@ -292,7 +301,8 @@ class DistributedExecutor(SingleDevice):
                 f"kfac_optim: parameters lie on {', '.join(sorted(map(str, devices)))}; several processes train models "
                 "on one device each. Place the model on one, or pass distributed=False."
             )
-        (device,) = devices
+        # A rank that has no parameter tells the others so.
+        (device,) = devices or {_device_of(self._groups[0])}
         if not self._communicators:
             self._communicators = [
                 Communicator(group, device, self.config.timeout, self.config.observe) for group in self._groups
@@ -320,7 +330,7 @@ class DistributedExecutor(SingleDevice):
                 self._explain_disagreement()
             self._adopt_plan()
         if verdict.numbers < 0:
-            self.main.check_agreement(arguments, differences)
+            self.main.check_agreement(arguments, differences, remedy)
         return verdict
 
     def _ballot(self, finite: bool, summed: float, numbers: int, checksum: float) -> Ballot:
@@ -342,7 +352,7 @@ class DistributedExecutor(SingleDevice):
 
     def _explain_disagreement(self) -> NoReturn:
         plan = self._make_plan()
-        self.main.check_agreement(plan.agreement() | {"checkpoints loaded": self._loaded}, differences)
+        self.main.check_agreement(plan.agreement() | {"checkpoints loaded": self._loaded}, differences, remedy)
         raise RuntimeError(
             "kfac_optim: the ranks disagree about what they train, although their plans are equal. Build the same "
             "model, with the same arguments of KFACOptimizer, on every rank."
@@ -370,7 +380,8 @@ class DistributedExecutor(SingleDevice):
     def _strategy(self) -> Strategy | Auto:
         """Of parameters that FSDP2 has sharded, gradients and momentum are FSDP2's business."""
         wished = self.config.strategy
-        if not _any_sharded(param for held in self._params.values() for param in held):
+        of_layers = [param for block in self._blocks for param in block.params]
+        if not _any_sharded(of_layers or [param for held in self._params.values() for param in held]):
             return wished
         return FullySharded() if isinstance(wished, Auto) else FullySharded(wished.placement, wished.statistics)
 
@@ -379,7 +390,7 @@ class DistributedExecutor(SingleDevice):
         self._abandon_round()
         old, loaded = self.plan, self._lost is not None
         plan = self._make_plan()
-        self.main.check_agreement(plan.agreement(), differences)
+        self.main.check_agreement(plan.agreement(), differences, remedy)
         main, early = self._communicators
         exchange = StatisticsExchange(plan, early, main)
         earlier = {} if self._holdings is None else self._holdings.updaters
@@ -540,8 +551,9 @@ def _hash(lines: Iterable[str]) -> int:
 
 
 def _checksum(params: Sequence[nn.Parameter]) -> float:
-    """The norm of all gradients."""
-    grads = [param.grad.double() for param in params if param.grad is not None and not param.grad.is_sparse]
+    """The norm of all gradients that are whole on each rank."""
+    found = [param.grad for param in params if param.grad is not None]
+    grads = [grad.double() for grad in found if not (grad.is_sparse or isinstance(grad, DTensor))]
     return float(nn.utils.get_total_norm(grads))
 
 
@@ -581,6 +593,12 @@ def _shards(params: Sequence[nn.Parameter], names: Sequence[str]) -> tuple[int, 
     """Elements that each rank holds, where parameters are sharded."""
     sharded = [rows_of(p, name) for p, name in zip(params, names, strict=True) if isinstance(p, DTensor)]
     return tuple(sum(held.elements for held in of_rank) for of_rank in zip(*sharded, strict=True))
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """On which tensors can be sent."""
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if accelerator is None or "gloo" in dist.get_backend(group) else accelerator
 
 
 def _group_of_our_own(config: DistributedConfig) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from kfac_optim.blocks import KFACBlock, regularised
 from kfac_optim.distributed.comm import Communicator
-from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, rows_of, to_owners
+from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, to_owners
 from kfac_optim.distributed.gradients import sum_scalars, total_norm
 from kfac_optim.distributed.layouts import ShareBucket
 from kfac_optim.distributed.plan import Plan
@@ -120,29 +120,6 @@ class RowGradients:
             for number, params in enumerate(filled)
         ]
         return {parcel: piece for flight in flights for parcel, piece in flight.wait().items()}
-
-
-def check_sharding(params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Refuse parameters of covered layers that are not kept as rows on the ranks that train together.
-
-    Raises:
-        NotImplementedError: they are laid out in another way.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    for name, param in params.items():
-        if not isinstance(param, DTensor):
-            raise NotImplementedError(
-                f"kfac_optim: {name!r} is not sharded, while other parameters are. Wrap its module by fully_shard too, "
-                "or leave its layer to SGD by skip_layers."
-            )
-        rows_of(param, name)
-        mesh = param.device_mesh
-        if mesh.ndim > 1 or dist.get_process_group_ranks(mesh.get_group(0)) != ranks:
-            raise NotImplementedError(
-                f"kfac_optim: {name!r} is sharded over the mesh {mesh.mesh.tolist()}, but ranks {ranks} train "
-                "together. Shard over one mesh dimension that has all of them; a part of all ranks is told by group of "
-                "DistributedConfig."
-            )
 
 
 def _norm(grad: Tensor, order: float) -> Tensor:

@@ -397,6 +397,20 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str
     )
 
 
+def remedy(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """What a user may do about `differences`, in whole sentences."""
+    same = "Build the same model, with the same arguments of KFACOptimizer, on every rank."
+    if all(mine.get(n) == theirs.get(n) for n in {**mine, **theirs} if n.startswith(("layer ", "parameter "))):
+        return same
+    return (
+        "Where ranks train different models or hold different parts of one, as the stages of a pipeline are, pass "
+        "distributed=False, or the group of those ranks that train the same: "
+        "distributed=DistributedConfig(group=...). ZeroRedundancyOptimizer deals parameters out to ranks: in its place "
+        "take KFACOptimizer(model, distributed=DistributedConfig(strategy=Sharded())), which does so itself. Where all "
+        "ranks are to train one model, hand over the same parameters, with the same arguments, on every rank."
+    )
+
+
 def _describe_range(ranks: range) -> str:
     if len(ranks) == 1:
         return str(ranks.start)

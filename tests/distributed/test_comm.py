@@ -18,6 +18,7 @@ from kfac_optim import Cholesky, LayerSpec
 from kfac_optim.distributed import CostModel, Covered, Plan, Sharded, differences, make_plan
 from kfac_optim.distributed.comm import Communicator, Event, InFlight, Launch
 from kfac_optim.distributed.layouts import Contributions, Parcel, ReduceBucket, ShareBucket, Slot
+from kfac_optim.distributed.plan import remedy
 
 SEEDS = range(24)
 
@@ -226,10 +227,10 @@ def agree(rank: int) -> list[str]:
         for odd in range(-1, comm.world_size):
             mine = plan_of(rank, comm.world_size, odd).agreement()
             if odd < 0:
-                comm.check_agreement(dict(reversed(mine.items())) if rank else mine, differences)
+                comm.check_agreement(dict(reversed(mine.items())) if rank else mine, differences, remedy)
                 continue
             with pytest.raises(RuntimeError) as error:
-                comm.check_agreement(mine, differences)
+                comm.check_agreement(mine, differences, remedy)
             told.append(str(error.value))
         assert comm.all_reduce("after", torch.ones(1)).wait() == comm.world_size
     return told
@@ -244,19 +245,19 @@ def test_ranks_that_planned_otherwise_are_told_so_on_all_ranks(four_ranks: Ranks
             assert f"ranks {others} differ from rank 0 (this is rank {rank}). Rank 0 (here) and rank " in message
             assert f"rank {odd or 1} (there): layer 'l1': weight 1×4×{here}, " in message
             assert f" here, weight 1×4×{there}, " in message
-            assert "Build the same model" in message
+            assert "hand over the same parameters, with the same arguments, on every rank" in message
 
 
 def disagree_about_much(rank: int) -> str:
     with communicator() as comm, pytest.raises(RuntimeError) as error:
-        comm.check_agreement({f"layer {i}": str(rank) for i in range(20)}, differences)
+        comm.check_agreement({f"layer {i}": str(rank) for i in range(20)}, differences, remedy)
     return str(error.value)
 
 
 def test_only_the_first_differences_are_told(two_ranks: Ranks) -> None:
     for message in two_ranks.run(disagree_about_much):
         assert message.count(" here, 1 there") == 8
-        assert "; layer 7: 0 here, 1 there and 12 more. Build" in message
+        assert "; layer 7: 0 here, 1 there and 12 more. Where" in message
 
 
 # -- faults ------------------------------------------------------------------------------------------------------
