@@ -6,6 +6,10 @@ with statistics of a block both sides are compared: what backward adds to `.grad
 parameter, clipping, unscaling or a reduction over ranks; and `Σ g zᵀ` of the calls that were captured. Where they
 differ, part of the gradient came by a way that nobody has seen, whatever that way is, and the block is not
 preconditioned.
+
+One difference is none: the gradient of a penalty on the weights themselves. It has no examples behind it, and so no
+part in the Fisher; it is preconditioned with the rest. The usual ones are recognised: multiples of `W`, of `sign W` and
+of `W Wᵀ W`, which squares, absolute values and deviations from orthogonality give.
 """
 
 import math
@@ -28,6 +32,9 @@ _DIRECTIONS = 4
 # The relative difference that counts as none, by the dtype in which the sides are compared.
 _TOLERANCE = {torch.float64: 1e-6}
 _TOLERANCE_ELSEWHERE = 1e-3
+
+# The smallest singular value, in units of the largest, of directions that count as independent.
+_INDEPENDENT = 1e-5
 
 # Rounding errors that are allowed for, in units of the coarsest dtype that took part.
 _ROUNDINGS = 16
@@ -70,7 +77,9 @@ class GradientCheck:
         self._added: Tensor | None = None
         self._captured: Tensor | None = None
         self._size: Tensor | None = None
-        self._rounding = 0.0
+        self._penalties: dict[int, list[Tensor]] = {}
+        self._calls = 0
+        self._dtypes: set[tuple[torch.dtype, str]] = set()
 
     @property
     def has_begun(self) -> bool:
@@ -120,8 +129,9 @@ class GradientCheck:
         product, size = found
         self._captured = product if self._captured is None else self._captured + product
         self._size = size if self._size is None else self._size + size
+        self._calls += 1
         tensors = (call.gradient, *params, *([] if call.input is None else [call.input]))
-        self._rounding = max(self._rounding, *map(_rounding, tensors))
+        self._dtypes |= {(each.dtype, each.device.type) for each in tensors if each.is_floating_point()}
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add what a backward brings to parameter number `index`."""
@@ -131,11 +141,20 @@ class GradientCheck:
         if gradient.layout is not torch.strided:
             self.spoil()
             return
+        product = self._matrix(params, index, gradient) @ self._directions
+        self._added = product if self._added is None else self._added + product
+        if index not in self._penalties:  # now, as a parameter kept in shards is whole within backward alone
+            held = self._matrix(params, index, params[index].detach())
+            along = held @ self._directions
+            self._penalties[index] = [along, held.sign() @ self._directions, held @ (held.mT @ along)]
+
+    def _matrix(self, params: Sequence[nn.Parameter], index: int, tensor: Tensor) -> Tensor:
+        """Make the matrix `[groups, out, in]` of a tensor that is shaped like one parameter, the others being zero."""
+        assert self._directions is not None
         dtype = self._directions.dtype
         tensors = [torch.zeros_like(param, dtype=dtype) for param in params]
-        tensors[index] = gradient.to(dtype)
-        product = self._adapter.pack(self._spec, tensors) @ self._directions
-        self._added = product if self._added is None else self._added + product
+        tensors[index] = tensor.to(dtype)
+        return self._adapter.pack(self._spec, tensors)
 
     def _known_params(self) -> list[nn.Parameter]:
         """The parameters; none where some are gone."""
@@ -151,11 +170,30 @@ class GradientCheck:
 
     def conclude(self, difference: float, added: float, captured: float, size: float) -> None:
         """Judge the step by its `measures`; one whose numbers are zero or not finite shows nothing."""
-        larger, rounding = max(added, captured), _ROUNDINGS * self._rounding
-        if larger > 0 and math.isfinite(difference) and self._directions is not None:
+        larger = max(added, captured)
+        if larger > 0 and math.isfinite(difference) and self._directions is not None and self._added is not None:
+            # Where weights are cast, as under autocast, the sum over calls is taken in the narrow dtype.
+            rounding = _ROUNDINGS * max(_rounding(*each) for each in self._dtypes) * math.sqrt(self._calls)
             tolerance = max(_TOLERANCE.get(self._directions.dtype, _TOLERANCE_ELSEWHERE), rounding)
-            self.differs = difference > tolerance * larger + rounding * size
+            # Elements of a gradient below that are lost; float16 has them where the loss is not scaled.
+            lost = max(torch.finfo(dtype).smallest_normal for dtype, _ in self._dtypes)
+            elements = self._added.numel() * self._spec.in_dim
+            allowed = tolerance * larger + rounding * size + lost * math.sqrt(elements)
+            self.differs = difference > allowed and self._unexplained() > allowed
             self.is_done = not self.differs
+
+    def _unexplained(self) -> float:
+        """Give the norm of what no penalty on the weights explains of the difference."""
+        assert self._added is not None
+        assert self._captured is not None
+        rest = (self._added - self._captured).double().flatten()
+        # One kind of penalty after the other, and not many: few elements may be the sum of as many columns by chance.
+        columns = [each.double().flatten() for kind in zip(*self._penalties.values(), strict=True) for each in kind]
+        basis = torch.stack(columns[: max(1, rest.numel() // 2)], dim=1)
+        basis = basis / torch.linalg.vector_norm(basis, dim=0).clamp(min=torch.finfo(basis.dtype).tiny)
+        turned, lengths, _ = torch.linalg.svd(basis, full_matrices=False)
+        kept = turned[:, lengths > _INDEPENDENT * lengths[0]]
+        return float(torch.linalg.vector_norm(rest - kept @ (kept.T @ rest)))
 
 
 def conclude(checks: Iterable[GradientCheck]) -> None:
@@ -186,13 +224,11 @@ class _Added:
             check.add(self._index, gradient.detach())
 
 
-def _rounding(tensor: Tensor) -> float:
-    """Relative rounding error of products with `tensor`; those of float32 may be made in fewer bits."""
-    if not tensor.is_floating_point():
-        return 0.0
-    if tensor.dtype is torch.float32:
+def _rounding(dtype: torch.dtype, device: str) -> float:
+    """Relative rounding error of products in `dtype`; those of float32 may be made in fewer bits."""
+    if dtype is torch.float32:
         if torch.get_float32_matmul_precision() == "medium":
             return torch.finfo(torch.bfloat16).eps
-        if tensor.device.type != "cpu":  # convolutions in TensorFloat-32 are the default there
+        if device != "cpu":  # convolutions in TensorFloat-32 are the default there
             return torch.finfo(torch.float16).eps
-    return torch.finfo(tensor.dtype).eps
+    return torch.finfo(dtype).eps

@@ -79,8 +79,10 @@ class Notices:
                 f"kfac_optim: {_take_sgd(names, 'gradients of which only a part was captured')} from now on. What "
                 "backward adds to .grad is not the sum of output gradients times inputs over the forward calls that "
                 "were seen. The rest comes by a use of the weight that is out of sight: in a derivative of the model "
-                "(a gradient penalty, a loss of derivatives), in torch.func, in a custom autograd.Function, or where "
-                "a hook changes the gradient of a layer's output.",
+                "(a gradient penalty, a loss of derivatives), in torch.func, in a custom autograd.Function, in a "
+                "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
+                "which are no harm), or where a hook changes the gradient of a layer's output. The gradient of a "
+                "penalty may be added to .grad after backward.",
                 stacklevel=stacklevel + 1,
             )
 

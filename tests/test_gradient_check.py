@@ -114,6 +114,37 @@ def of_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
     return out.square().sum()
 
 
+class Rolled(nn.Module):
+    """Its weight is cast once and used a hundred times, so that its gradient is summed in the narrow dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(100):
+            x = torch.tanh(self.cell(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_sums_in_a_narrow_dtype_and_gradients_that_it_cannot_hold_are_no_difference(
+    dtype: torch.dtype, scale: float
+) -> None:
+    torch.manual_seed(0)
+    model = Rolled()
+    optimizer = optimizer_of(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype), no_warning():
+            out = model(torch.randn(64, 8))
+        (scale * out.float().square().mean()).backward()
+        with no_warning():
+            optimizer.step()
+    assert optimizer.metrics()["left_out_parameters"] == 0
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("loss", [of_half_precision, of_two_backwards])
 def test_rounding_several_backwards_and_graphs_are_no_difference(
@@ -189,9 +220,8 @@ class _Doubled(torch.autograd.Function):
 
 
 def weight_seen_twice(model: nn.Module, x: Tensor) -> Tensor:
-    """A penalty on products of the weight, such as orthogonal regularisation has."""
-    first = model[0].weight
-    return square_loss(model(x)) + (first @ _Doubled.apply(first).mT).square().sum()
+    """A product with the weight that hides behind a function of its own."""
+    return square_loss(model(x)) + (x @ (model[0].weight * 1).mT).square().sum()
 
 
 @pytest.mark.parametrize(
@@ -248,6 +278,46 @@ def test_a_resumed_run_leaves_out_what_the_saved_one_did() -> None:
             steps(each, lambda net=net: weight_seen_twice(net, batch()), 2)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+# -- penalties on the weights ----------------------------------------------------------------------------------
+
+
+def squares(model: nn.Module) -> Tensor:
+    return sum(0.1 * param.square().sum() for param in model.parameters())
+
+
+def absolute_values_and_squares(model: nn.Module) -> Tensor:
+    return squares(model) + sum(param.abs().sum() for name, param in model.named_parameters() if "weight" in name)
+
+
+def not_orthogonal(model: nn.Module) -> Tensor:
+    first = model[0].weight
+    return (first.mT @ first - torch.eye(first.shape[1], dtype=first.dtype)).square().sum()
+
+
+@pytest.mark.parametrize("penalty", [squares, absolute_values_and_squares, not_orthogonal])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_penalties_on_the_weights_are_preconditioned_with_the_rest(
+    penalty: Callable[[nn.Module], Tensor], dtype: torch.dtype
+) -> None:
+    model, twin = mlp(dtype=dtype, sizes=(4, 6, 3)), mlp(dtype=dtype, sizes=(4, 6, 3))
+    ours, by_hand = optimizer_of(model), optimizer_of(twin)
+    for i in range(3):
+        x = batch(i, dtype=dtype)
+        with no_warning():
+            steps(ours, lambda x=x: square_loss(model(x)) + penalty(model), 1)
+        by_hand.zero_grad()
+        square_loss(twin(x)).backward()
+        added = torch.autograd.grad(penalty(twin), list(twin.parameters()), allow_unused=True)
+        for param, gradient in zip(twin.parameters(), added, strict=True):
+            if gradient is not None:
+                param.grad += gradient
+        by_hand.step()
+    assert ours.metrics()["unpreconditioned_blocks"] == 0
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-10}[dtype]
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 # -- what comes later ------------------------------------------------------------------------------------------
@@ -384,7 +454,7 @@ def test_a_named_loss_looks_at_the_gradient_of_the_training_loss(estimate: type[
     optimizer = KFACOptimizer(model, lr=0.05, factor_update_period=1, estimate=estimate(nn.MSELoss()))
 
     def loss() -> Tensor:
-        return F.mse_loss(model(batch()), torch.ones(8, 3, dtype=torch.float64)) + (model[0].weight ** 2).sum()
+        return F.mse_loss(model(batch()), torch.ones(8, 3, dtype=torch.float64)) + (model[0].weight ** 4).sum()
 
     with pytest.warns(UserWarning, match=f"{PARTLY}.*'0'"):
         steps(optimizer, loss, 3)

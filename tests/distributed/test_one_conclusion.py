@@ -45,7 +45,7 @@ def penalty(model: nn.Module) -> Tensor:
     first: nn.Linear = next(module for module in inner.modules() if isinstance(module, nn.Linear))
     # As a function of the module's own parameter, which FSDP2 has gathered here.
     first_weight: Tensor = first.weight
-    return first_weight.square().sum()
+    return first_weight.pow(4).sum()
 
 
 def of_one_rank(rank: int, strategy: Strategy | None) -> tuple[list[str], dict[str, float]]:
