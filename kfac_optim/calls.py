@@ -38,7 +38,8 @@ class LayerCall:
     input: Tensor | None
     """The layer's input. None from the second backward on, unless statistics of an earlier one kept it."""
     gradient: Tensor
-    """Gradient with respect to the layer's output, summed over the backwards so far."""
+    """Gradient with respect to the layer's output, summed over the backwards so far; or one of several gradients whose
+    statistics add up."""
     earlier: Tensor | None = None
     """The same sum before this backward, to be taken back; None at the first backward."""
     training: bool = True
@@ -47,6 +48,8 @@ class LayerCall:
     """What the adapter that noted the call wants back."""
     in_operator: bool = False
     """Whether an operator of a compiled graph hands it over, within which autograd tells nothing of parameters."""
+    reach: Tensor | None = None
+    """Shaped as the gradient, and not zero in the rows that any of several gradients comes to; None for a lone one."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -88,10 +91,12 @@ class LayerWatch:
 class _WatchHandle:
     watches: list[LayerWatch]
     watch: LayerWatch
+    removed: list[LayerWatch]
 
     def remove(self) -> None:
         if self.watch in self.watches:
             self.watches.remove(self.watch)
+            self.removed.append(self.watch)
 
 
 class Ledger:
@@ -111,6 +116,7 @@ class Ledger:
         self.dropped_calls = 0
         self.shards = Shards()
         self._watches: list[LayerWatch] = []
+        self._removed: list[LayerWatch] = []  # since the last step, which may yet forget what these have emitted
         self._open: list[ForwardCall] = []
         self._tally = LossTally(rule)
         self._stale = False
@@ -121,7 +127,7 @@ class Ledger:
         watch.sharded = self.shards.of(watch.weight)
         watch.weight = self.shards.known(watch.weight)
         watch.node = accumulator(watch.used)
-        return _WatchHandle(self._watches, watch)
+        return _WatchHandle(self._watches, watch, self._removed)
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
@@ -200,7 +206,7 @@ class Ledger:
 
     def discard(self) -> None:
         """Forget everything captured and stated since the last step. Also runs inside backward."""
-        for watch in self._watches:
+        for watch in (*self._watches, *self._removed):
             watch.discard()
         self._forget_calls()
 
@@ -208,6 +214,7 @@ class Ledger:
         for call in self._open:
             call.release()
         self._open.clear()
+        self._removed.clear()
         self._tally.reset()
         self._stale = False
 
@@ -337,12 +344,12 @@ class ForwardCall:
         return True
 
     @torch.no_grad()
-    def take(self, gradient: Tensor) -> None:
-        """One of the gradients of an opened call; their outer products add up."""
+    def take(self, gradient: Tensor, reach: Tensor | None) -> None:
+        """One of the gradients of an opened call, whose outer products add up; `reach` as in `LayerCall`."""
         watch = self._watch()
         if watch is not None:
             with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
-                watch.emit(LayerCall(self._input, gradient.detach(), None, self._training, self.context))
+                watch.emit(LayerCall(self._input, gradient.detach(), None, self._training, self.context, reach=reach))
 
     def release(self) -> None:
         """Drop the tensors; further backwards through the call do not count."""

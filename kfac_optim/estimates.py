@@ -8,7 +8,7 @@ nothing. The others name the loss once, `estimate=MonteCarlo(nn.CrossEntropyLoss
 | `Empirical` | those of the training | none | the default: where the loss is not known, or not one of these |
 | `MonteCarlo` | drawn from the predictions | 1 | first, where the loss is known |
 | `CurvaturePropagation` | none: random signs | 1 | as `MonteCarlo`, where predictions are nearly certain |
-| `ExactGGN` | none | one per output element | for a few outputs, and to test the others by |
+| `ExactGGN` | none | one per output element, and one | for a few outputs, and to test the others by |
 
 The passes are made on statistics steps alone: with a larger `factor_update_period` they cost little. Steps taken by
 `MonteCarlo` and by `Empirical` are about equally good on classifiers; on deep autoencoders (`python -m benchmarks
@@ -115,6 +115,9 @@ class NamedLoss(Estimate):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.criterion!r})"
 
+    several = False
+    """Whether `vectors` gives several for one forward, whose statistics add up."""
+
     @abstractmethod
     def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
         """Gradients of single terms with respect to `outputs`, one pass of backward for each."""
@@ -165,22 +168,30 @@ class _Watcher:
         root.terms = self._estimate.terms(outputs)
         if not calls:
             return
-        self._forwards = self._forwards + 1 if window.step == self._step else 0
-        self._step = window.step
-        # One stream of random numbers for each forward of each step, and for each worker, whose examples are others.
-        stream = (self._estimate.seed, window.step, self._forwards)
-        seed = hash((*stream, window.worker) if window.worker else stream) % 2**63
         detached = tuple(o.detach() for o in outputs)
         Estimation(
             weakref.ref(window),
             self._estimate.likelihood,
             self._estimate.vectors,
+            self._estimate.several,
             root.terms,
             root,
             calls,
             detached,
-            seed,
+            self._seed,
         ).await_backward(outputs)
+
+    def _seed(self) -> int:
+        """One stream of random numbers for each forward of each step that a backward comes to, and for each worker.
+
+        Their examples are others. Forwards without a backward draw nothing, so that an evaluation changes nothing.
+        """
+        window = self._window()
+        step, worker = (0, 0) if window is None else (window.step, window.worker)
+        self._forwards = self._forwards + 1 if step == self._step else 0
+        self._step = step
+        stream = (self._estimate.seed, step, self._forwards)
+        return hash((*stream, worker) if worker else stream) % 2**63
 
 
 class MonteCarlo(NamedLoss):
@@ -206,10 +217,12 @@ class CurvaturePropagation(NamedLoss):
 
 
 class ExactGGN(NamedLoss):
-    """The generalised Gauss-Newton matrix without noise: a pass for each element of an example's output.
+    """The generalised Gauss-Newton matrix without noise: a pass for each element of an example's output, and one more.
 
     Use it for small outputs, and to test the others by.
     """
+
+    several = True
 
     def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
         return self.likelihood.columns(outputs)

@@ -16,6 +16,7 @@ from kfac_optim.autograd import GradientEdge, on_gradient, pull_back, running_ed
 from kfac_optim.calls import ForwardCall, Ledger
 from kfac_optim.likelihoods import Likelihood, Outputs, Vectors
 from kfac_optim.loss_terms import RootCall
+from kfac_optim.random_state import normal_like
 
 
 @dataclass(eq=False)
@@ -26,22 +27,25 @@ class Estimation:
         ledger: that the calls come to stand in, held weakly.
         likelihood: of the loss.
         vectors: gradients of single terms with respect to the outputs, whose outer products make the Fisher.
+        several: whether these are several for one forward; one more pass then tells where any of them comes to.
         terms: of the loss.
         root: the forward.
         calls: of layers in it, and where their gradients pass.
         outputs: of the model, detached.
-        seed: of random numbers.
+        seed: of random numbers; asked when the first backward comes.
     """
 
     ledger: "weakref.ref[Ledger]"
     likelihood: Likelihood
     vectors: Callable[[Outputs, torch.Generator], Iterator[Vectors]]
+    several: bool
     terms: int
     root: RootCall
     calls: Sequence[tuple[ForwardCall, GradientEdge]]
     outputs: Outputs
-    seed: int
+    seed: Callable[[], int]
     _arrived: set[int] = field(default_factory=set)
+    _drawn: int | None = None
 
     def await_backward(self, outputs: Outputs) -> None:
         """Run when a backward comes to `outputs`, those of the model as they are in the graph.
@@ -72,16 +76,26 @@ class Estimation:
     def _run(
         self, place: int, at: GradientEdge, gradient: Tensor, calls: Sequence[tuple[ForwardCall, GradientEdge]]
     ) -> None:
+        if not calls:
+            return
+        if self._drawn is None:
+            self._drawn = self.seed()
         used = self.likelihood.used(gradient)
-        generator = torch.Generator(self.outputs[0].device).manual_seed(self.seed)
-        for vectors in self.vectors(self.outputs, generator) if calls else ():
+
+        def at_layers(vectors: Vectors) -> list[Tensor | None]:
             vector = vectors[place]
             if vector is None:
-                continue
-            found = pull_back([at], [vector * used.to(vector.dtype)], [there for _, there in calls])
-            for (call, _), of_layer in zip(calls, found, strict=True):
+                return [None] * len(calls)
+            return pull_back([at], [vector * used.to(vector.dtype)], [there for _, there in calls])
+
+        generator = torch.Generator(self.outputs[0].device).manual_seed(self._drawn)
+        reach: list[Tensor | None] = [None] * len(calls)
+        if self.several:  # by numbers that do not cancel, as signs may
+            reach = at_layers(tuple(normal_like(output, generator) for output in self.outputs))
+        for vectors in self.vectors(self.outputs, generator):
+            for (call, _), of_layer, reached in zip(calls, at_layers(vectors), reach, strict=True):
                 if of_layer is not None:
-                    call.take(of_layer)
+                    call.take(of_layer, reached)
 
 
 @dataclass(frozen=True, slots=True)

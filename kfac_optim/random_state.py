@@ -28,3 +28,8 @@ class RandomState:
 def random_state(params: Iterable[Tensor]) -> RandomState:
     """As it is now, for a model with these parameters."""
     return RandomState(sorted({param.device.index or 0 for param in params if param.is_cuda}))
+
+
+def normal_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers from `generator`, in shape, dtype and device like `tensor`."""
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)

@@ -307,13 +307,13 @@ def _summed_terms(proposal: Proposal) -> float:
 
 
 def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
-    """Momentum of the parameters that are updated here and covered, with its param group and the gradient.
+    """Momentum of the parameters that are updated here and covered, with its param group and `∇h`.
 
     Of each the part that is here.
     """
     here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
     return [
-        (group, local(buffer), local(param.grad))
+        (group, local(buffer), local(regularised(param, group)))
         for block in proposal.covered
         for param, group in zip(block.params, block.groups, strict=True)
         if param in here

@@ -1108,6 +1108,23 @@ def test_a_scalar_in_front_of_the_batch_is_not_the_batch() -> None:
     assert_same_factors({name: factors[f"net.{name}"] for name in plain}, plain, rtol=0)
 
 
+@pytest.mark.parametrize("order", ["zero_grad first", "hooks first"])
+def test_statistics_that_were_thrown_away_stay_so_without_hooks(order: str) -> None:
+    model, twin = mlp(), mlp()
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
+    reference = KFACOptimizer(twin, lr=0.0, factor_update_period=1)
+    plain_step(model)
+    plain_step(twin)
+    optimizer.step()
+    reference.step()
+    square_loss(model(1000 * batch())).backward()
+    for each in (optimizer.zero_grad, optimizer.remove_hooks)[:: 1 if order == "zero_grad first" else -1]:
+        each()
+    plain_step(model)
+    optimizer.step()
+    assert_same_factors(optimizer.factors(), reference.factors(), rtol=0)
+
+
 # -- copies of the model ---------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from kfac_optim import (
     MonteCarlo,
     WeightSharing,
 )
+from kfac_optim.estimates import NamedLoss
 from kfac_optim.likelihoods import likelihood_of
 
 Loss = tuple[nn.Module, dict[str, Any], Callable[[Tensor], Tensor]]
@@ -402,3 +403,49 @@ def test_expand_is_not_exact_where_the_output_is_a_mean_over_positions() -> None
     x, loss = normal(5, 4, 3), LOSSES["squares"]
     optimizer = measured(model, x, loss, ExactGGN(loss[0]), weight_sharing=WeightSharing.EXPAND)
     assert not torch.allclose(dense_kfac(optimizer, "body.0"), dense_ggn(model, x, loss)[:16, :16], rtol=1e-3)
+
+
+class Running(nn.Module):
+    """Each position's output sees the positions before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.body(x)
+        return output.cumsum(1)
+
+
+@pytest.mark.parametrize("sharing", list(WeightSharing))
+def test_the_inputs_of_the_exact_estimate_are_those_of_all_positions_with_a_loss(sharing: WeightSharing) -> None:
+    """Though each of its passes comes to some of them alone."""
+    x = normal(5, 4, 3)
+    used = torch.tensor([True, True, False, False])  # targets of the last two are ignored
+    model = Running()
+    optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(nn.MSELoss()), weight_sharing=sharing)
+    model(x)[:, used].square().mean().backward()
+    optimizer.step()
+    rows = F.pad(x[:, used], (0, 1), value=1.0)
+    rows = rows.mean(1) if sharing is WeightSharing.REDUCE else rows.flatten(0, 1)
+    a, _ = optimizer.factors()["body"]
+    torch.testing.assert_close(a, (rows.mT @ rows / len(rows))[None])
+
+
+@pytest.mark.parametrize("estimate", [MonteCarlo, CurvaturePropagation])
+def test_forwards_without_a_backward_draw_nothing(estimate: type[NamedLoss]) -> None:
+    factors = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4).double()
+        optimizer = KFACOptimizer(model, lr=0.0, estimate=estimate(nn.CrossEntropyLoss()), factor_update_period=1)
+        x = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 10
+        for _ in range(2):
+            for part in x.split(3):
+                if evaluates:
+                    model(x)
+                F.cross_entropy(model(part), torch.arange(len(part))).backward()
+            optimizer.step()
+        factors.append(optimizer.factors()[""][1])
+    torch.testing.assert_close(*factors, rtol=0, atol=0)

@@ -512,3 +512,17 @@ def test_the_choice_must_be_a_step_size() -> None:
         KFACOptimizer(mlp(), step_size="quadratic")
     with pytest.raises(TypeError, match="after_momentum of TrustRegion must be True or False"):
         TrustRegion(after_momentum=1)
+
+
+def test_momentum_is_bounded_by_the_slope_of_the_loss_with_its_weight_decay() -> None:
+    """Which is the slope that is preconditioned, where weight decay is part of the curvature."""
+    model = nn.Linear(4, 3)
+    optimizer = KFACOptimizer(model, lr=0.5, momentum=0.9, weight_decay=20.0, l2_in_curvature=True, kl_clip=1e-6)
+    square_loss(model(batch())).backward()
+    optimizer.step()
+    for param in model.parameters():
+        optimizer.state[param]["momentum_buffer"] = -param.detach().clone()  # uphill, by weight decay above all
+    slopes = [param.detach() * (param.grad + 20 * param.detach()) for param in model.parameters()]
+    promised = -0.5 * 0.9 * sum(float(slope.sum()) for slope in slopes)
+    optimizer.step()
+    assert optimizer.metrics()["momentum_scale"] == pytest.approx(-(1e-6**0.5) / promised)

@@ -230,7 +230,8 @@ class RowStatistics(LayerStatistics):
     @cached_property
     def _active(self) -> Tensor:
         """`[batch, shared]` bool: the rows that count."""
-        return active_rows(self._sampled_gradient_rows(self.call.gradient))
+        reach = self.call.gradient if self.call.reach is None else self.call.reach
+        return active_rows(self._sampled_gradient_rows(reach))
 
     @cached_property
     def active_before(self) -> Tensor | None:
