@@ -198,6 +198,15 @@ class ModelBinding:
         self._stop_finding()
         self._prepare()
 
+    def close(self) -> None:
+        """Let the model, and all that is known of it, be freed with the last reference that others have.
+
+        The window and what it calls refer to each other: without this they would wait for the garbage collector.
+        """
+        self.release()
+        self._window.discard()
+        self._window.call_nobody()
+
     def names(self) -> dict[nn.Parameter, str]:
         """Fully qualified names of the model's parameters."""
         return {} if self.model is None else ModuleNames(self.model).parameters()

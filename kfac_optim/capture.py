@@ -73,23 +73,27 @@ class CaptureWindow(Ledger):
 
     def __init__(self, rule: LossTerms) -> None:
         super().__init__(rule)
-        self.mode: TorchFunctionMode | None = None
-        self.mode_wanted: Callable[[], bool] = lambda: False
-        self.graph_began: Callable[[], None] = lambda: None
-        self.module_ran: Callable[[nn.Parameter], bool] = lambda _: False
-        self.layer_ran: Callable[[nn.Parameter], None] = lambda _: None
+        self.call_nobody()
         self.roots = Roots()
         self.modes = ModeStack()
         self.capturing = False
         self.scaled = False
-        self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
-        self.recorder: Recorder | None = None
         self.step = self.worker = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
         self._traced: dict[int, ForwardCall | OutputPass] = {}
         self._traced_before: dict[int, ForwardCall | OutputPass] = {}
         self._calls = itertools.count()
+
+    def call_nobody(self) -> None:
+        """Let go of all that is told or asked of forwards."""
+        self.mode: TorchFunctionMode | None = None
+        self.mode_wanted: Callable[[], bool] = lambda: False
+        self.graph_began: Callable[[], None] = lambda: None
+        self.module_ran: Callable[[nn.Parameter], bool] = lambda _: False
+        self.layer_ran: Callable[[nn.Parameter], None] = lambda _: None
+        self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
+        self.recorder: Recorder | None = None
 
     def watch_root(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> Handle:
         """Read the number of loss terms off every forward of `model`, and off one under way with these arguments."""

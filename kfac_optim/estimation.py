@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kfac_optim.autograd import GradientEdge, on_gradient, pull_back, running_edge
+from kfac_optim.autograd import GradientEdge, edge, on_gradient, pull_back, running_edge
 from kfac_optim.calls import ForwardCall, Ledger
 from kfac_optim.likelihoods import Likelihood, Outputs, Vectors
 from kfac_optim.loss_terms import RootCall
@@ -30,7 +30,7 @@ class Estimation:
         several: whether these are several for one forward; one more pass then tells where any of them comes to.
         terms: of the loss.
         root: the forward.
-        calls: of layers in it, and where their gradients pass.
+        calls: of layers in it, and where their gradients pass; None is at the only output.
         outputs: of the model, detached.
         seed: of random numbers; asked when the first backward comes.
     """
@@ -41,7 +41,7 @@ class Estimation:
     several: bool
     terms: int
     root: RootCall
-    calls: Sequence[tuple[ForwardCall, GradientEdge]]
+    calls: Sequence[tuple[ForwardCall, GradientEdge | None]]
     outputs: Outputs
     seed: Callable[[], int]
     _arrived: set[int] = field(default_factory=set)
@@ -53,6 +53,11 @@ class Estimation:
         It comes to each at another time, and what it has passed is gone. So each has passes of its own: between two
         outputs `H` is zero.
         """
+        if len(outputs) == 1:
+            # The output's node holds us by its hook: with that node in turn, as where the last layer's output is the
+            # model's, a forward without a backward would wait for the garbage collector.
+            own = edge(outputs[0])
+            self.calls = [(call, None if _is_same(there, own) else there) for call, there in self.calls]
         for place, output in enumerate(outputs):
             on_gradient(output, _Arrival(self, place, output.output_nr))
 
@@ -68,7 +73,7 @@ class Estimation:
             self._arrived.add(place)
             self.root.terms = self.terms
             with ledger.shards.passing_within_backward():
-                self._run(place, at, gradient, [(call, there) for call, there in reached if call.open()])
+                self._run(place, at, gradient, [(call, there or at) for call, there in reached if call.open()])
         if len(self._arrived) == len(self.outputs):
             for call, _ in self.calls:
                 call.release()
@@ -96,6 +101,10 @@ class Estimation:
             for (call, _), of_layer, reached in zip(calls, at_layers(vectors), reach, strict=True):
                 if of_layer is not None:
                     call.take(of_layer, reached)
+
+
+def _is_same(one: GradientEdge | None, other: GradientEdge) -> bool:
+    return one is not None and one.node is other.node and one.output_nr == other.output_nr
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,13 @@ class FunctionalUses:
 
     Args:
         window: takes the statistics.
-        claim: asked at the first product with a candidate.
+        claim: asked at the first product with a candidate; a bound method, held weakly.
         emitted: told of each block that took statistics.
     """
 
     def __init__(self, window: CaptureWindow, claim: Claim, emitted: Callable[[KFACBlock], None]) -> None:
         self._window = weakref.ref(window)
-        self._claim = claim
+        self._claim = weakref.WeakMethod(claim)
         self._emitted = emitted
         self._blocks: dict[nn.Parameter, KFACBlock] = {}
         self._listening: list[KFACBlock] = []
@@ -53,7 +53,7 @@ class FunctionalUses:
         self._in_graphs: list[nn.Parameter] = []
         self._in_shards: list[ShardedParameter | None] = []
         self.number = id(self)
-        self.mode = ProductMode(self._seen, self._used)
+        self.mode = ProductMode(self)
         _KNOWN[self.number] = self
 
     def know(
@@ -142,7 +142,7 @@ class FunctionalUses:
         if names := self._others.get(weight):
             names.pop()
 
-    def _used(self, param: nn.Parameter, function: str) -> None:
+    def saw_use(self, param: nn.Parameter, function: str) -> None:
         if not torch.compiler.is_compiling():
             window = self._window()
             self.count_in(param if window is None else window.shards.known(param), function)
@@ -175,7 +175,7 @@ class FunctionalUses:
             self._last.pop(weight).context = ADDS_BIAS
         return weight in self._blocks
 
-    def _seen(self, product: Product, output: Tensor) -> None:
+    def saw_product(self, product: Product, output: Tensor) -> None:
         window = self._window()
         if window is None or not window.takes(output):
             return
@@ -203,13 +203,14 @@ class FunctionalUses:
         weight = product.weight
         if weight in self._candidates:
             self._candidates.discard(weight)
-            if (claimed := self._claim(product)) is not None:
+            claim = self._claim()
+            if claim is not None and (claimed := claim(product)) is not None:
                 self._blocks[weight] = claimed
                 self._listening.append(claimed)
         return self._blocks.get(weight)
 
     def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> None:
-        """`_seen` as `torch.compile` can trace it: what is to be decided is decided once, outside the graph."""
+        """`saw_product` as `torch.compile` can trace it: what is to be decided is decided once, outside the graph."""
         index, bias = self._index(product.weight), self._index(product.bias)
         if index < 0:
             return

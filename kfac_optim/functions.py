@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +27,26 @@ class Product(NamedTuple):
     transposed: bool
 
 
+class ProductListener(Protocol):
+    """Is told what functions do with parameters."""
+
+    def saw_product(self, product: Product, output: Tensor) -> None:
+        """A function has multiplied by a parameter."""
+
+    def saw_use(self, param: nn.Parameter, function: str) -> None:
+        """A function of this name has used a parameter as a layer's weight in another way."""
+
+
 class ProductMode(TorchFunctionMode):
     """Sees what functions do with parameters, whatever module asks for it.
 
     Args:
-        seen: told of every product with a parameter, and its output.
-        used: told of every other use of a parameter as a layer's weight, and the name of the function.
+        listener: is told of it, and held weakly: compiled graphs keep the mode.
     """
 
-    def __init__(self, seen: Callable[[Product, Tensor], None], used: Callable[[nn.Parameter, str], None]) -> None:
+    def __init__(self, listener: "ProductListener") -> None:
         super().__init__()
-        self._seen = seen
-        self._used = used
+        self._listener = weakref.ref(listener)
 
     @inline_only
     def __torch_function__(
@@ -50,16 +58,18 @@ class ProductMode(TorchFunctionMode):
         return output
 
     def _look(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        read = _PRODUCTS.get(func)
+        read, listener = _PRODUCTS.get(func), self._listener()
+        if listener is None:
+            return output
         if read is not None:
             product = read(*args, **kwargs)
             if product is not None:
                 output = no_view(output)
-                self._seen(product, output)
+                listener.saw_product(product, output)
         elif output.requires_grad:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
-                    self._used(leaf, func.__name__)
+                    listener.saw_use(leaf, func.__name__)
         return output
 
 

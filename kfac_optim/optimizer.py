@@ -296,7 +296,7 @@ class KFACOptimizer(Optimizer):
     def __del__(self) -> None:
         # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
         if (binding := self.__dict__.get("_binding")) is not None:  # none where __init__ has raised
-            binding.release()
+            binding.close()
 
     # -- the step ----------------------------------------------------------------------------------------------
 

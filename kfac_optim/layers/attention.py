@@ -1,6 +1,7 @@
 """`nn.MultiheadAttention`: its projections, which torch computes by functions on the parameters and not by modules."""
 
 import types
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -111,21 +112,15 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
         window: CaptureWindow,
         sink: StatisticsSink,
     ) -> Handle:
-        projections = []
+        watches = []
         for index, spec in enumerate(specs):
             weight = module.get_parameter(spec.params[0])
-            watch = watch_of(weight, sink, index, partial(_statistics, sink, index, spec))
-            projections.append(_Projection(watch, spec))
-        attention = _NotedAttention(window, projections)
+            watches.append(watch_of(weight, sink, index, partial(_statistics, sink, index, spec)))
+        attention = _NotedAttention(window, watches, specs)
         return Handles(
-            *(window.watch_calls(projection.watch) for projection in projections),
+            *map(window.watch_calls, watches),
             substitute(window, module, {F.multi_head_attention_forward: attention}, sink.wanted),
         )
-
-
-class _Projection(NamedTuple):
-    watch: LayerWatch
-    spec: LayerSpec
 
 
 def _statistics(sink: StatisticsSink, index: int, spec: LayerSpec, call: LayerCall) -> ProjectionStatistics:
@@ -135,11 +130,16 @@ def _statistics(sink: StatisticsSink, index: int, spec: LayerSpec, call: LayerCa
 
 
 class _NotedAttention:
-    """torch's own attention, with the linear calls in it noted."""
+    """torch's own attention, with the linear calls in it noted.
 
-    def __init__(self, window: CaptureWindow, projections: Sequence[_Projection]) -> None:
-        self._window = window
-        self._projections = projections
+    The functions made for it refer to each other, and so live until the garbage collector runs: window and watches are
+    held weakly.
+    """
+
+    def __init__(self, window: CaptureWindow, watches: Sequence[LayerWatch], specs: Sequence[LayerSpec]) -> None:
+        self._window = weakref.ref(window)
+        self._watches = [weakref.ref(watch) for watch in watches]
+        self._specs = specs
         self._batch: int | None = None  # of the call under way; None for a single example
         self._of_one_input = _with_linear(partial(self._linear, True), one_input=True)
         self._of_several = _with_linear(partial(self._linear, False), one_input=False)
@@ -153,27 +153,27 @@ class _NotedAttention:
         self, one_input: bool, layer_input: Tensor, weight: Tensor, bias: Tensor | None = None, first: int | None = None
     ) -> Tensor:
         output = F.linear(layer_input, weight, bias)
-        projection = self._projection_of(weight)
-        if projection is None:
+        window, (watch, spec) = self._window(), self._projection_of(weight)
+        if window is None or watch is None or spec is None:
             return output
-        groups = weight.shape[0] // projection.spec.out_dim
+        groups = weight.shape[0] // spec.out_dim
         if first is None:
             first = 1 if groups == 2 else 0  # key and value together come after the query
         # The out-projection is handed [positions · batch, features].
         batch = self._batch or 1
         noted_input = layer_input.view(-1, batch, layer_input.shape[-1])
         noted = no_view(output.view(-1, batch, output.shape[-1]))
-        use = _Use(first, groups, shared=one_input or projection.spec.groups == 1)
-        self._window.note(projection.watch, noted_input, noted, examples=self._batch, context=use)
+        use = _Use(first, groups, shared=one_input or spec.groups == 1)
+        window.note(watch, noted_input, noted, examples=self._batch, context=use)
         return no_view(noted.view(output.shape))
 
-    def _projection_of(self, weight: Tensor) -> _Projection | None:
-        for projection in self._projections:
+    def _projection_of(self, weight: Tensor) -> tuple[LayerWatch | None, LayerSpec | None]:
+        for ref, spec in zip(self._watches, self._specs, strict=True):
+            watch = ref()
             # The packed weight is used whole, or in parts that are views of it.
-            used = projection.watch.used
-            if weight is used or weight._base is used:
-                return projection
-        return None
+            if watch is not None and (weight is watch.used or weight._base is watch.used):
+                return watch, spec
+        return None, None
 
 
 def _check_padding_mask(mask: Tensor, positions: int, batch: int) -> None:

@@ -1,0 +1,110 @@
+"""Models and optimizers are freed with the last reference to them, before the garbage collector runs."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from plain import FREQUENT, mlp
+from torch import Tensor, nn
+
+from kfac_optim import Background, KFACOptimizer, MonteCarlo, QuadraticModel
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Families(nn.Module):
+    """Layers of most kinds, of which one is tied to a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.recurrent = nn.GRU(4, 4)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        hidden, _ = self.attention(hidden, hidden, hidden)
+        hidden, _ = self.recurrent(hidden)
+        hidden = self.norm(self.conv(hidden.mT).mT)
+        output: Tensor = hidden @ self.embedding.weight.mT
+        return output
+
+
+def take_steps(model: nn.Module, optimizer: KFACOptimizer, x: Tensor) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    model(x)  # without a backward
+
+
+SQUARES = MonteCarlo(nn.MSELoss())
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "empirical": (mlp, {}),
+    "monte carlo": (mlp, {"estimate": SQUARES}),
+    "quadratic model": (mlp, {"estimate": SQUARES, "step_size": QuadraticModel()}),
+    "background": (mlp, {"refresh": Background(max_staleness=0)}),
+    "families": (Families, {}),
+    "families, monte carlo": (Families, {"estimate": SQUARES}),
+}
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("given", ["model", "parameters"])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_waits_for_the_garbage_collector(case: str, given: str) -> None:
+    build, options = CASES[case]
+    model = build()
+    x = torch.randn(6, 4) if build is mlp else torch.arange(15).view(5, 3) % 7
+    optimizer = KFACOptimizer(model if given == "model" else model.parameters(), **FREQUENT, **options)
+    take_steps(model, optimizer, x)
+    alive = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
+    del model, optimizer
+    assert not any(ref() is not None for ref in alive)
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda model, optimizer: copy.deepcopy((model, optimizer)),
+        lambda _, optimizer: optimizer.remove_hooks(),
+    ],
+    ids=["checkpoint", "copy", "remove_hooks"],
+)
+def test_nor_after_other_uses(use: Callable[[nn.Module, KFACOptimizer], object]) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model)
+    take_steps(model, optimizer, torch.randn(6, 4))
+    use(model, optimizer)
+    alive = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
+    del model, optimizer
+    assert not any(ref() is not None for ref in alive)
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_a_model_trains_on_after_its_optimizer() -> None:
+    """What was traced or hooked before holds nothing of the optimizer that is gone."""
+    model = mlp()
+    optimizer = KFACOptimizer(model)
+    output = model(torch.randn(6, 4))
+    alive = weakref.ref(optimizer)
+    del optimizer
+    assert alive() is None
+    output.square().mean().backward()
+    model(torch.randn(6, 4)).square().mean().backward()
