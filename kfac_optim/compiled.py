@@ -9,6 +9,7 @@ the graph is the model's own; but for a summed loss, whose terms count at every 
 of the model, and `commit` for a backward that has come to its output.
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -52,7 +53,7 @@ class Tape:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.number = id(recorder)
+        self.number = next(_NUMBERS)
         self.token = torch.zeros((), dtype=torch.int64, device="cpu")
         _RECORDERS[self.number] = recorder
 
@@ -82,7 +83,9 @@ class Tape:
         return same
 
 
-# Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive.
+# Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive. A graph may outlive it:
+# its number is never another's, as an address would be.
+_NUMBERS = itertools.count()
 _RECORDERS: "weakref.WeakValueDictionary[int, Recorder]" = weakref.WeakValueDictionary()
 
 

@@ -6,6 +6,7 @@ parameter. A module whose forward is such a product then leaves it to us, so tha
 multiplies by something computed from its weight instead has no statistics then, rather than wrong ones.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -52,7 +53,7 @@ class FunctionalUses:
         self._looking = self._looked = False
         self._in_graphs: list[nn.Parameter] = []
         self._in_shards: list[ShardedParameter | None] = []
-        self.number = id(self)
+        self.number = next(_NUMBERS)
         self.mode = ProductMode(self)
         _KNOWN[self.number] = self
 
@@ -258,7 +259,8 @@ class FunctionalUses:
 
 
 # `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.
-# They are handed numbers, as a constant's function must be.
+# They are handed numbers, as a constant's function must be; of which graphs may outlive the object.
+_NUMBERS = itertools.count()
 _KNOWN: "weakref.WeakValueDictionary[int, FunctionalUses]" = weakref.WeakValueDictionary()
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +214,14 @@ def test_the_batch_is_found_wherever_a_layer_has_it() -> None:
     assert_same_factors(ours.factors(), theirs.factors())
 
 
+@pytest.fixture
+def _fresh_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_graphs")
 def test_a_compiled_part_shows_the_number_of_terms() -> None:
     model = Coder()
     optimizer = KFACOptimizer(model, lr=0.1)

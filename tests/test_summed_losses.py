@@ -1,7 +1,7 @@
 """The number of terms of a summed loss is that of the step, on steps with statistics and without."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -107,6 +107,14 @@ def test_momentum_is_bounded_by_the_terms_of_the_step() -> None:
     assert decrease == pytest.approx(math.sqrt(KAPPA * 400))
 
 
+@pytest.fixture
+def _fresh_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_graphs")
 def test_the_terms_are_those_of_the_step_in_compiled_graphs() -> None:
     model, optimizer = build()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
