@@ -150,6 +150,10 @@ class Ledger:
         """`LossCount.summed` of the terms so far."""
         return self._tally.summed()
 
+    def counted(self) -> int | None:
+        """The terms so far that were counted and not stated, see `LossTally.counted`."""
+        return self._tally.counted()
+
     def so_far(self) -> LossCount | None:
         """The terms, if the step came now; None where further layers may show others."""
         count = self._tally.result()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks import KFACBlock, Missing, laid_out
 from kfac_optim.inverses.base import Inverse
-from kfac_optim.shards import is_part
+from kfac_optim.shards import Shards, is_part
 
 Names = Callable[[], Mapping[nn.Parameter, str]]
 """Fully qualified names of the optimizer's parameters."""
@@ -31,6 +31,8 @@ class Agreement(NamedTuple):
     """Blocks that have a gradient on some worker."""
     unaccounted: Collection[KFACBlock] = ()
     """Blocks of which some worker has captured only a part of the gradient."""
+    terms: tuple[int, int] | None = None
+    """The least and the most that a worker has counted of terms of the loss; None where none has counted."""
     restarted: Sequence[str] = ()
     """Names of blocks of which a checkpoint that was loaded has statistics, but no worker; told once."""
 
@@ -68,7 +70,14 @@ class Executor(Protocol):
         """Be ready for `clip_grad_norm_`; arguments as of `agree`."""
 
     def agree(
-        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
+        self,
+        blocks: Sequence[KFACBlock],
+        params: Sequence[nn.Parameter],
+        names: Names,
+        *,
+        finite: bool,
+        summed: float,
+        counted: int | None,
     ) -> Agreement:
         """Begin a step.
 
@@ -78,6 +87,7 @@ class Executor(Protocol):
             names: of these.
             finite: whether the gradients are, here.
             summed: `LossCount.summed`, here.
+            counted: `LossTally.counted`, here.
 
         Raises:
             RuntimeError: the workers do not train the same model.
@@ -206,21 +216,28 @@ class SingleDevice:
     several = False
     worker = 0
 
+    def __init__(self) -> None:
+        self._shards = Shards()
+
     @property
     def sees_all_gradients(self) -> bool:
         return True
 
     def attach(self, model: nn.Module | None) -> None:
-        pass
+        self._shards = Shards(model)
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
-        if sharded := [block.name for block in blocks if any(map(is_part, block.params))]:
+        if sharded := [block.name for block in blocks if any(map(self._is_stepped_in_parts, block.params))]:
             raise RuntimeError(
                 f"kfac_optim: the parameters of {sharded[0]!r} are sharded, and no process alone can precondition "
                 "their gradient. Where fully_shard keeps them, leave distributed at None, or pass a "
                 "DistributedConfig(...) with the group that they are sharded over; otherwise leave the layers to SGD: "
                 f"skip_layers={sharded}."
             )
+
+    def _is_stepped_in_parts(self, param: nn.Parameter) -> bool:
+        """Whether it is, or is to be; statistics alone may be taken of what FSDP2 gathers for forwards."""
+        return is_part(param) and (param.grad is not None or self._shards.of(param) is None)
 
     def emitted(self, block: KFACBlock) -> None:
         pass
@@ -229,7 +246,14 @@ class SingleDevice:
         pass
 
     def agree(
-        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
+        self,
+        blocks: Sequence[KFACBlock],
+        params: Sequence[nn.Parameter],
+        names: Names,
+        *,
+        finite: bool,
+        summed: float,
+        counted: int | None,
     ) -> Agreement:
         return Agreement(
             finite,

@@ -177,6 +177,12 @@ class LossTally:
         read, of_layers = self._read(), self._of_layers()
         return LossCount(averaged=max(read, of_layers), summed=1, assumed=of_layers > read)
 
+    def counted(self) -> int | None:
+        """The terms that the loss is taken to be the mean of; None where that was stated, or no backward came."""
+        if self.is_sum or self._stated is not None or not self.has_counted():
+            return None
+        return max(self._read(), self._of_layers())
+
     def _read(self) -> int:
         # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
         return max(self._counted.values(), default=0)

@@ -16,6 +16,7 @@ class Notices:
     def __init__(self) -> None:
         self.given = False
         self._assumed = False
+        self._uneven = False
 
     def no_model(self, stacklevel: int) -> None:
         warnings.warn(
@@ -83,6 +84,19 @@ class Notices:
                 "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
                 "which are no harm), or where a hook changes the gradient of a layer's output. The gradient of a "
                 "penalty may be added to .grad after backward.",
+                stacklevel=stacklevel + 1,
+            )
+
+    def uneven_terms(self, terms: tuple[int, int] | None, stacklevel: int) -> None:
+        """Of the numbers that the processes have counted, the least and the most."""
+        if terms is not None and terms[0] != terms[1] and not self._uneven:
+            self._uneven = True
+            warnings.warn(
+                f"kfac_optim: the processes have counted different numbers of loss terms, from {terms[0]} to "
+                f"{terms[1]}, and each takes its loss to be the mean over its own. Where it is a share of the sum, as "
+                "sum * processes / total, the factor G is wrong. State on every process what one gradient is to be "
+                "multiplied by, before backward: optimizer.set_loss_terms(total / processes) with such a loss, or "
+                "optimizer.set_loss_terms(n) with the mean over the n terms that it has.",
                 stacklevel=stacklevel + 1,
             )
 

@@ -655,6 +655,7 @@ class KFACOptimizer(Optimizer):
             self._names,
             finite=deferred is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
             summed=self._window.summed(),
+            counted=None if self._window.estimate is not None else self._window.counted(),
         )
         checkpoint.warn_of_missed(agreement.restarted, stacklevel=6)
         if not agreement.finite:
@@ -686,6 +687,7 @@ class KFACOptimizer(Optimizer):
         suspects = {block.name for block in agreement.unaccounted}
         self._notices.unaccounted_layers(self._binding.end_check(agreement.unaccounted), stacklevel=6)
         self._binding.end_step()
+        self._notices.uneven_terms(agreement.terms, stacklevel=6)
         unseen = [name for name in self._record.unpreconditioned if name not in suspects]
         self._notices.unseen_layers(unseen, stacklevel=6)
         self._notices.assumed_terms(self._record.count, self._window.rule, stacklevel=6)
@@ -712,7 +714,13 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return choices if known is None else choices | choice.numbers(known.param_groups)
 
-        return DistributedExecutor(config, terms, arguments, state, self._step_size.scalars, self._step_size.totals)
+        def tensors() -> Mapping[str, str]:
+            known = optimizer()
+            return {} if known is None else choice.tensors(known.param_groups)
+
+        return DistributedExecutor(
+            config, terms, arguments, tensors, state, self._step_size.scalars, self._step_size.totals
+        )
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""

@@ -1,6 +1,6 @@
 """Whether several processes train together, as the user or the process group says, and what they compare to be sure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -54,10 +54,17 @@ def described(choices: Mapping[str, Any]) -> dict[str, str]:
 
 
 def numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Numbers of param groups, likewise; tensors are not looked at, which would synchronise."""
-    return {
-        f"{name} of param group {number}": repr(value)
-        for number, group in enumerate(groups)
-        for name, value in group.items()
-        if name not in ("params", "param_names") and not isinstance(value, Tensor)
-    }
+    """Numbers of param groups, likewise, but for those that are tensors."""
+    return {name: repr(value) for name, value in _options(groups) if not isinstance(value, Tensor)}
+
+
+def tensors(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Numbers of param groups that are tensors, likewise. Synchronises with the device, where there are any."""
+    return {name: repr(value.tolist()) for name, value in _options(groups) if isinstance(value, Tensor)}
+
+
+def _options(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names"):
+                yield f"{name} of param group {number}", value

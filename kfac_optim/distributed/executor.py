@@ -29,7 +29,6 @@ from kfac_optim.distributed.statistics import StatisticsExchange
 from kfac_optim.distributed.strategies import Auto, FullySharded, Replicated, Sharded, Strategy
 from kfac_optim.distributed.voting import Ballot, vote
 from kfac_optim.execution import Agreement, Names, Parts, SingleDevice, check_rank
-from kfac_optim.shards import Shards
 from kfac_optim.specs import LayerSpec
 from kfac_optim.text import without_addresses
 
@@ -49,6 +48,7 @@ class DistributedExecutor(SingleDevice):
         config: the user's choices, the same on all ranks.
         terms: of the loss, as they would be if the step came now; None where they are not known.
         arguments: of the optimizer, by name, as they are now: they must be the same on all ranks.
+        tensors: those arguments that are tensors, likewise; to ask synchronises.
         state: the optimizer's, for momentum buffers.
         scalars: `StepSize.scalars`.
         totals: `StepSize.totals`.
@@ -64,14 +64,16 @@ class DistributedExecutor(SingleDevice):
         config: DistributedConfig,
         terms: Callable[[], Terms | None],
         arguments: Callable[[], Mapping[str, str]],
+        tensors: Callable[[], Mapping[str, str]],
         state: Callable[[], MutableMapping[Any, Any]],
         scalars: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
         totals: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
     ) -> None:
+        super().__init__()
         self.plan: Plan | None = None
         self.config = config
         self._terms = terms
-        self._arguments = arguments
+        self._arguments, self._tensors = arguments, tensors
         self._state = state
         self._scalars, self._totals = scalars, totals
         # In the constructor, where all ranks come in the same order: for the main line of the program, and for what is
@@ -80,7 +82,6 @@ class DistributedExecutor(SingleDevice):
         self.worker = dist.get_rank(self._groups[0])
         self._communicators: list[Communicator] = []
         self._wrapper: nn.parallel.DistributedDataParallel | None = None
-        self._shards = Shards()
         self._hook: OwnersHook | None = None
         self._exchange: StatisticsExchange | None = None
         self._holdings: Holdings | None = None
@@ -114,7 +115,7 @@ class DistributedExecutor(SingleDevice):
         self._borrowed: list[nn.Parameter] = []
 
     def attach(self, model: nn.Module | None) -> None:
-        self._shards = Shards(model)
+        super().attach(model)
         self._wrapper = self._wrapper or find_wrapper(model)
         if self._wrapper is not None and self._hook is None and _may_shard(self.config.strategy):
             self._hook = OwnersHook(self._wrapper, self.config.observe)
@@ -152,16 +153,23 @@ class DistributedExecutor(SingleDevice):
     def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
         self._give_back()
         self._describe(blocks, params, names)
-        self._vote(finite=True, summed=1, checksum=0.0)
+        self._vote(finite=True, summed=1, checksum=0.0, counted=None)
 
     def agree(
-        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, *, finite: bool, summed: float
+        self,
+        blocks: Sequence[KFACBlock],
+        params: Sequence[nn.Parameter],
+        names: Names,
+        *,
+        finite: bool,
+        summed: float,
+        counted: int | None,
     ) -> Agreement:
         self._give_back()
         self._describe(blocks, params, names)
         compares = self._to_compare > 0 and self._wrapper is None and isinstance(self._strategy(), Replicated | Auto)
         checksum = _checksum(params) if compares and finite else 0.0
-        verdict = self._vote(finite=finite, summed=summed, checksum=checksum)
+        verdict = self._vote(finite=finite, summed=summed, checksum=checksum, counted=counted)
         assert self.plan is not None, "the vote is about it"
         if verdict.finite and compares:
             self._to_compare -= 1
@@ -183,6 +191,7 @@ class DistributedExecutor(SingleDevice):
             sampled={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_STATISTICS},
             graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
             unaccounted={block for block, mark in zip(blocks, found, strict=True) if mark >= _UNACCOUNTED},
+            terms=verdict.terms,
             restarted=tuple(restarted),
         )
 
@@ -319,32 +328,48 @@ class DistributedExecutor(SingleDevice):
         dtypes = sorted({str(param.dtype) for param in params})
         self._number = _hash([repr(config), self._loaded, *dtypes, *map(repr, self._model)])
 
-    def _vote(self, *, finite: bool, summed: float, checksum: float) -> Ballot:
+    def _vote(self, *, finite: bool, summed: float, checksum: float, counted: int | None) -> Ballot:
         """What all ranks say, when all have planned the same."""
         arguments = self._arguments()
-        numbers = _hash(f"{name}: {value}" for name, value in arguments.items())
-        while (verdict := vote(self.main, self._ballot(finite, summed, numbers, checksum))).model != self._agreed:
+        # Looking at tensors synchronises, as taking statistics does.
+        looks = any(block.has_pending() for block in self._blocks)
+        known = Ballot(
+            finite,
+            summed,
+            model=0,
+            numbers=_hash_of(arguments),
+            checksum=checksum,
+            edited=False,
+            terms=None if counted is None else (counted, counted),
+            tensors=_hash_of(self._tensors()) if looks else None,
+            marks=(),
+        )
+        while (verdict := vote(self.main, self._ballot(known))).model != self._agreed:
             if verdict.numbers < 0:
                 break
             if verdict.model < 0:
                 self._explain_disagreement()
             self._adopt_plan()
-        if verdict.numbers < 0:
-            self.main.check_agreement(arguments, differences, remedy)
+        if verdict.numbers < 0 or verdict.tensors == -1:
+            self.main.check_agreement({**arguments, **self._tensors()}, differences, remedy)
         return verdict
 
-    def _ballot(self, finite: bool, summed: float, numbers: int, checksum: float) -> Ballot:
+    def _ballot(self, known: Ballot) -> Ballot:
+        """What this rank says of the blocks, beside what is known of the step."""
         if self._number != self._agreed:  # as many marks as others may give
-            return Ballot(finite, summed, self._number, numbers, checksum, (0,) * self._marks())
+            return known._replace(model=self._number, marks=(0,) * self._marks())
         self._place_anew()
-        marks = list(map(_mark, self._blocks))
+        marks = [
+            _HAS_STATISTICS if block.has_pending() else _HAS_GRADIENT if block.has_gradient else _UNUSED
+            for block in self._blocks
+        ]
         stale = [0] * (self._marks() - len(marks))
         if self._reports is not None and (coming := self._coming_refresh()):
             reducer = self.exchange.reducer(coming)
             self._reports.review(reducer)
             for index, flag in enumerate(reducer.stale_flags()):
                 stale[index] = int(flag)
-        return Ballot(finite, summed, self._number, numbers, checksum, (*marks, *stale))
+        return known._replace(model=self._number, marks=(*marks, *stale))
 
     def _marks(self) -> int:
         """One for each block, and one for each bucket of sums of all of them."""
@@ -548,6 +573,10 @@ def _hash(lines: Iterable[str]) -> int:
     """Below `2**62`, and not 0."""
     digest = hashlib.sha256(without_addresses("\n".join(lines)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2 | 1
+
+
+def _hash_of(arguments: Mapping[str, str]) -> int:
+    return _hash(f"{name}: {value}" for name, value in arguments.items())
 
 
 def _checksum(params: Sequence[nn.Parameter]) -> float:

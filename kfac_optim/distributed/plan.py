@@ -18,11 +18,12 @@ from kfac_optim.specs import Part
 from kfac_optim.text import describe_bytes, table
 from kfac_optim.validation import check_dtype, check_flag, check_integer, check_kind
 
-# Words of a vote: whether a gradient is not finite, loss terms, and, each twice, fingerprints of what this rank trains,
-# of its arguments and of its gradients.
+# Words of a vote: whether a gradient is not finite, and whether one was edited, loss terms, and, each twice,
+# fingerprints of what this rank trains, of its arguments and of its gradients, terms that it has counted, and a
+# fingerprint of arguments that are tensors.
 # One more for each layer says whether it has a gradient, and statistics; one for each bucket of factor sums, whether it
 # goes again.
-VOTE_WORDS = 8
+VOTE_WORDS = 13
 
 # Words of the status of one layer.
 STATUS_WORDS = 3

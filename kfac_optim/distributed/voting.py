@@ -13,6 +13,9 @@ from kfac_optim.distributed.comm import Communicator
 # In the place of an infinite number of terms.
 _UNBOUNDED = 2**62
 
+# Of a rank that has nothing to say, below all that others say.
+_SILENT = -(2**63) + 1
+
 
 class Ballot(NamedTuple):
     """What one rank says, and what comes of it: of all numbers the largest."""
@@ -28,6 +31,13 @@ class Ballot(NamedTuple):
     checksum: float
     """Of the gradients, where those of all ranks should be equal, not negative; the others say 0. Then the relative
     difference between ranks."""
+    edited: bool
+    """Whether gradients were changed in place where only some ranks have their mean."""
+    terms: tuple[int, int] | None
+    """The least and the most that a rank has counted of terms of the loss; None where it has counted none."""
+    tensors: int | None
+    """A hash below `2**62` of arguments that are tensors; None where the rank has not looked; -1 if the ranks that have
+    do not agree."""
     marks: tuple[int, ...]
     """Of what both sides know the meaning of."""
 
@@ -41,18 +51,25 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
     summed = _UNBOUNDED if math.isinf(ballot.summed) else int(ballot.summed)
     checksum = _ordered(ballot.checksum)
     twins = [signed for each in (ballot.model, ballot.numbers, checksum) for signed in (each, -each)]
-    words = [int(not ballot.finite), summed, *twins, *ballot.marks]
+    least, most = ballot.terms or (-_SILENT, _SILENT)
+    twins += [most, -least, *((_SILENT, _SILENT) if ballot.tensors is None else (ballot.tensors, -ballot.tensors))]
+    words = [int(not ballot.finite), int(ballot.edited), summed, *twins, *ballot.marks]
     mine = torch.tensor(words, dtype=torch.int64, device=communicator.device)
-    unfinished, summed, *found = _largest(communicator, mine)
-    model, numbers = (most if most == -least else -1 for most, least in (found[:2], found[2:4]))
-    largest, smallest = _from_ordered(found[4]), _from_ordered(-found[5])
+    unfinished, edited, summed, *found = _largest(communicator, mine)
+    pairs = [(found[index], -found[index + 1]) for index in range(0, len(twins), 2)]
+    model, numbers, _, _, tensors = (most if most == least else -1 for most, least in pairs)
+    largest, smallest = map(_from_ordered, pairs[2])
+    most, least = pairs[3]
     return Ballot(
         finite=not unfinished,
         summed=math.inf if summed == _UNBOUNDED else summed,
         model=model,
         numbers=numbers,
         checksum=1 - smallest / largest if largest > 0 else 0.0,
-        marks=tuple(found[6:]),
+        edited=bool(edited),
+        terms=None if most == _SILENT else (least, most),
+        tensors=None if pairs[4][0] == _SILENT else tensors,
+        marks=tuple(found[len(twins) :]),
     )
 
 

@@ -710,6 +710,30 @@ def test_a_learning_rate_that_one_rank_changes_is_told(two_ranks: Ranks) -> None
     assert all("lr of param group 0: 0.05 here, 0.1 there" in message for message in two_ranks.run(other_rate_later))
 
 
+def other_tensor_later(rank: int, name: str, strategy: Strategy) -> tuple[int, str]:
+    """The step that raises; statistics are taken at even ones."""
+    training = Training(rank, strategy=strategy, flags={}, factor_update_period=2, **{name: torch.tensor(0.05)})
+    training.run(plain, range(3))
+    training.optimizer.param_groups[0][name] *= 1 + rank
+    for number in range(3, 6):
+        try:
+            training.run(plain, [number])
+        except RuntimeError as error:
+            return number, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("lr", Replicated()), ("lr", Sharded()), ("weight_decay", Sharded())], ids=str
+)
+def test_a_tensor_that_one_rank_changes_is_told_at_the_next_statistics(
+    two_ranks: Ranks, name: str, strategy: Strategy
+) -> None:
+    for number, message in two_ranks.run(other_tensor_later, name, strategy):
+        assert number == 4
+        assert re.search(f"{name} of param group 0: 0.05.* here, 0.1.* there", message), message
+
+
 def unaveraged(rank: int) -> Training:
     return Training(rank, strategy=Replicated(0.5), flags=None)
 

@@ -32,6 +32,7 @@ def train(strategy: Strategy | None, rank: int, factor: float) -> tuple[nn.Modul
     optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1, distributed=config)
     for _ in range(3):
         optimizer.zero_grad()
+        optimizer.set_loss_terms(len(batch(rank)))  # the ranks have different numbers
         total = loss(model, batch(rank))
         if rank == 1 and factor:
             total = total + factor * penalty(model)

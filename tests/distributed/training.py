@@ -5,6 +5,7 @@ whatever rank they were on; gradients are the twin's, whose loss is the mean ove
 makes it. With equal shares that is the same loss.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -255,6 +256,13 @@ def average_gradients(model: nn.Module) -> None:
 
 def on_rank(rank: int, case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     """Parameters, and on rank 0 the whole state, after all steps."""
+    with warnings.catch_warnings():
+        # Each rank's loss is the mean over its own examples, however many: as the optimizer takes it to be.
+        warnings.filterwarnings("ignore", "kfac_optim: the processes have counted different numbers of loss terms")
+        return _trained(rank, case)
+
+
+def _trained(rank: int, case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     ranks = dist.get_world_size()
     bare = build(NETS[case.net])
     model = wrap(bare, case.wrapped)
