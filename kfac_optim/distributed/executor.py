@@ -359,10 +359,7 @@ class DistributedExecutor(SingleDevice):
         if self._number != self._agreed:  # as many marks as others may give
             return known._replace(model=self._number, marks=(0,) * self._marks())
         self._place_anew()
-        marks = [
-            _HAS_STATISTICS if block.has_pending() else _HAS_GRADIENT if block.has_gradient else _UNUSED
-            for block in self._blocks
-        ]
+        marks = list(map(_mark, self._blocks))
         stale = [0] * (self._marks() - len(marks))
         if self._reports is not None and (coming := self._coming_refresh()):
             reducer = self.exchange.reducer(coming)
