@@ -101,7 +101,7 @@ class OwnersHook:
         buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
         flow = self.flow
         if flow is not None:
-            flow.reduced = True
+            flow.bring(bucket.parameters())
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
             # Who owns them is not known yet, or some are not ours: then all have the mean, owners too.
             for param in bucket.parameters():

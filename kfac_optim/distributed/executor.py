@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from kfac_optim.blocks import KFACBlock, Missing
 from kfac_optim.checkpoint import KEY
+from kfac_optim.distributed.averaging import AveragingCheck
 from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.config import DistributedConfig
@@ -26,7 +27,7 @@ from kfac_optim.distributed.plan import Plan, PlanOptions, differences, remedy
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
 from kfac_optim.distributed.sharding import check_sharding
 from kfac_optim.distributed.statistics import StatisticsExchange
-from kfac_optim.distributed.strategies import Auto, FullySharded, Replicated, Sharded, Strategy
+from kfac_optim.distributed.strategies import Auto, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.voting import Ballot, vote
 from kfac_optim.execution import Agreement, Names, Parts, SingleDevice, check_rank
 from kfac_optim.specs import LayerSpec
@@ -34,11 +35,6 @@ from kfac_optim.text import without_addresses
 
 # What a vote knows of a block on one rank; what a higher number says includes what a lower one does.
 _UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _UNACCOUNTED = range(4)
-
-# Relative difference of gradient norms that rounding explains, where ranks take the same mean in another order; and
-# steps at which it is looked at, as norms may be near by chance.
-_SAME_GRADIENTS = 1e-5
-_STEPS_LOOKED_AT = 3
 
 
 class DistributedExecutor(SingleDevice):
@@ -108,15 +104,15 @@ class DistributedExecutor(SingleDevice):
         self._due: tuple[KFACBlock, ...] | None = None
         self._merged: set[KFACBlock] = set()
         self._again: tuple[bool, ...] = ()
-        # Steps at which the gradients of all ranks are still to be compared.
-        self._to_compare = _STEPS_LOOKED_AT
+        self._averaging = AveragingCheck(None)
         # Whole states for checkpoints, until the next step.
         self._complete: dict[KFACBlock, Any] = {}
         self._borrowed: list[nn.Parameter] = []
 
     def attach(self, model: nn.Module | None) -> None:
         super().attach(model)
-        self._wrapper = self._wrapper or find_wrapper(model)
+        if self._wrapper is None and (wrapper := find_wrapper(model)) is not None:
+            self._wrapper, self._averaging = wrapper, AveragingCheck(wrapper)
         if self._wrapper is not None and self._hook is None and _may_shard(self.config.strategy):
             self._hook = OwnersHook(self._wrapper, self.config.observe)
 
@@ -153,7 +149,7 @@ class DistributedExecutor(SingleDevice):
     def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
         self._give_back()
         self._describe(blocks, params, names)
-        self._vote(finite=True, summed=1, checksum=0.0, counted=None)
+        self._vote(finite=True, summed=1, norm=None, counted=None)
 
     def agree(
         self,
@@ -167,14 +163,12 @@ class DistributedExecutor(SingleDevice):
     ) -> Agreement:
         self._give_back()
         self._describe(blocks, params, names)
-        compares = self._to_compare > 0 and self._wrapper is None and isinstance(self._strategy(), Replicated | Auto)
-        checksum = _checksum(params) if compares and finite else 0.0
-        verdict = self._vote(finite=finite, summed=summed, checksum=checksum, counted=counted)
+        # Else it is the training loop that has to make `.grad` the mean.
+        norm = self._averaging.norm(params) if finite and not isinstance(self._strategy(), Sharded) else None
+        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted)
         assert self.plan is not None, "the vote is about it"
-        if verdict.finite and compares:
-            self._to_compare -= 1
-            if isinstance(self.plan.strategy, Replicated):  # it is the training loop that has to make `.grad` the mean
-                _check_equal(verdict.checksum)
+        if verdict.finite and verdict.norm is not None and not isinstance(self.plan.strategy, Sharded):
+            self._averaging.check(verdict.norm, params, names())
         restarted, self._restarted = self._restarted, []
         found = verdict.marks[: len(blocks)]
         self._again = tuple(map(bool, verdict.marks[len(blocks) :]))
@@ -328,7 +322,7 @@ class DistributedExecutor(SingleDevice):
         dtypes = sorted({str(param.dtype) for param in params})
         self._number = _hash([repr(config), self._loaded, *dtypes, *map(repr, self._model)])
 
-    def _vote(self, *, finite: bool, summed: float, checksum: float, counted: int | None) -> Ballot:
+    def _vote(self, *, finite: bool, summed: float, norm: float | None, counted: int | None) -> Ballot:
         """What all ranks say, when all have planned the same."""
         arguments = self._arguments()
         # Looking at tensors synchronises, as taking statistics does.
@@ -338,7 +332,7 @@ class DistributedExecutor(SingleDevice):
             summed,
             model=0,
             numbers=_hash_of(arguments),
-            checksum=checksum,
+            norm=norm,
             edited=False,
             terms=None if counted is None else (counted, counted),
             tensors=_hash_of(self._tensors()) if looks else None,
@@ -574,23 +568,6 @@ def _hash(lines: Iterable[str]) -> int:
 
 def _hash_of(arguments: Mapping[str, str]) -> int:
     return _hash(f"{name}: {value}" for name, value in arguments.items())
-
-
-def _checksum(params: Sequence[nn.Parameter]) -> float:
-    """The norm of all gradients that are whole on each rank."""
-    found = [param.grad for param in params if param.grad is not None]
-    grads = [grad.double() for grad in found if not (grad.is_sparse or isinstance(grad, DTensor))]
-    return float(nn.utils.get_total_norm(grads))
-
-
-def _check_equal(difference: float) -> None:
-    if difference > _SAME_GRADIENTS:
-        raise RuntimeError(
-            f"kfac_optim: the gradients of this step differ from rank to rank (their norms by {difference:.1g} of the "
-            "largest), so that the parameters would drift apart. Wrap the model by DistributedDataParallel; or average "
-            "the gradients of all ranks before step(); or use DistributedConfig(strategy=Sharded()), which brings them "
-            "together itself. Where each rank is to train a model of its own, pass distributed=False."
-        )
 
 
 def _layout(

@@ -1,7 +1,7 @@
 """How gradients come to those that precondition them, and what becomes of it to those that update."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -125,7 +125,6 @@ class ShardedGradients:
 
     Attributes:
         owner_of: the rank that updates a parameter; those that are not trained have none.
-        reduced: whether the gradients of this step are with their owners, brought by DDP or by `reduce`.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
@@ -136,16 +135,21 @@ class ShardedGradients:
         owners |= {each.name: each.owner for each in plan.parameters if each.owner is not None}
         self._owners = owners
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
-        self.reduced = False
+        self.forget()
+
+    def bring(self, params: Iterable[Tensor]) -> None:
+        """Told that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
+        self._waiting.difference_update(params)
 
     def reduce(self) -> None:
         """Sum to owners what no wrapper has; their `.grad` becomes the mean."""
-        if self.reduced:
+        waiting = self._waiting
+        names = [name for name, held in self._params.items() if name in self._owners and not waiting.isdisjoint(held)]
+        if not names:
             return
-        self.reduced = True
         rank, ranks = self._communicator.rank, self._communicator.world_size
         flights = []
-        for bucket in gradient_buckets(self._plan, self._params):
+        for bucket in gradient_buckets(self._plan, names):
             given = Contributions(bucket, rank, self._communicator.device)
             for slot in bucket.slots:
                 if slot.owner != rank:
@@ -155,14 +159,20 @@ class ShardedGradients:
             for name, merged in flight.wait().items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
-                    _average(param, others.view(param.shape), ranks)
+                    if param in waiting:
+                        _average(param, others.view(param.shape), ranks)
+        self.bring(self.owner_of)
 
     def forget(self) -> None:
-        self.reduced = False
+        self._waiting: set[Tensor] = set(self.owner_of)
 
     def restore(self) -> None:
-        if self.reduced:
-            self._gather(lambda param: torch.zeros_like(param) if param.grad is None else param.grad, _set_gradient)
+        brought = self.owner_of.keys() - self._waiting
+        self._gather(
+            [name for name, held in self._params.items() if not brought.isdisjoint(held)],
+            lambda param: torch.zeros_like(param) if param.grad is None else param.grad,
+            lambda param, value: _set_gradient(param, value) if param in brought else None,
+        )
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         return _ALONE.gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
@@ -177,8 +187,8 @@ class ShardedGradients:
         return [param for param in params if self.owner_of.get(param) == self._communicator.rank]
 
     def publish(self) -> None:
-        self._gather(lambda param: param, lambda param, value: param.detach().copy_(value))
-        self.reduced = False
+        self._gather(self._params, lambda param: param, lambda param, value: param.detach().copy_(value))
+        self.forget()
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return sum_scalars(values, self._communicator)
@@ -192,12 +202,17 @@ class ShardedGradients:
             [(torch.zeros_like(param) if param.grad is None else param.grad).flatten() for param in self._params[name]]
         )
 
-    def _gather(self, read: Callable[[nn.Parameter], Tensor], write: Callable[[nn.Parameter, Tensor], object]) -> None:
-        """What owners have of their parameters, to all other ranks."""
+    def _gather(
+        self,
+        names: Collection[str],
+        read: Callable[[nn.Parameter], Tensor],
+        write: Callable[[nn.Parameter, Tensor], object],
+    ) -> None:
+        """What owners have of the parameters of these layers and of these others, to all other ranks."""
         rank = self._communicator.rank
-        owned = [name for name, owner in self._owners.items() if owner == rank]
+        owned = [name for name in names if self._owners.get(name) == rank]
         values = {name: torch.cat([read(param).detach().flatten() for param in self._params[name]]) for name in owned}
-        flights = [self._communicator.share(bucket, values) for bucket in parameter_buckets(self._plan, self._params)]
+        flights = [self._communicator.share(bucket, values) for bucket in parameter_buckets(self._plan, names)]
         for flight in flights:
             for name, joined in flight.wait().items():
                 sizes = [param.numel() for param in self._params[name]]

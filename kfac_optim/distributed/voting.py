@@ -28,9 +28,9 @@ class Ballot(NamedTuple):
     """A number below `2**62` that differs where what the ranks train differs; -1 if they do not agree on it."""
     numbers: int
     """A hash below `2**62` of the arguments and numbers of the optimizer; -1 if they do not agree on it."""
-    checksum: float
-    """Of the gradients, where those of all ranks should be equal, not negative; the others say 0. Then the relative
-    difference between ranks."""
+    norm: float | None
+    """Of gradients that should be equal on all ranks; None where the rank does not compare them. Then the relative
+    difference between those ranks that do."""
     edited: bool
     """Whether gradients were changed in place where only some ranks have their mean."""
     terms: tuple[int, int] | None
@@ -49,28 +49,37 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
         CollectiveError: some rank never came.
     """
     summed = _UNBOUNDED if math.isinf(ballot.summed) else int(ballot.summed)
-    checksum = _ordered(ballot.checksum)
-    twins = [signed for each in (ballot.model, ballot.numbers, checksum) for signed in (each, -each)]
+    twins = [signed for each in (ballot.model, ballot.numbers) for signed in (each, -each)]
+    norm = None if ballot.norm is None else _ordered(ballot.norm)
     least, most = ballot.terms or (-_SILENT, _SILENT)
-    twins += [most, -least, *((_SILENT, _SILENT) if ballot.tensors is None else (ballot.tensors, -ballot.tensors))]
+    twins += [most, -least]
+    twins += [signed for each in (norm, ballot.tensors) for signed in _twins(each)]
     words = [int(not ballot.finite), int(ballot.edited), summed, *twins, *ballot.marks]
     mine = torch.tensor(words, dtype=torch.int64, device=communicator.device)
     unfinished, edited, summed, *found = _largest(communicator, mine)
     pairs = [(found[index], -found[index + 1]) for index in range(0, len(twins), 2)]
-    model, numbers, _, _, tensors = (most if most == least else -1 for most, least in pairs)
-    largest, smallest = map(_from_ordered, pairs[2])
-    most, least = pairs[3]
+    (most, least), norms = pairs[2:4]
+    model, numbers, tensors = (most if most == least else -1 for most, least in (*pairs[:2], pairs[4]))
     return Ballot(
         finite=not unfinished,
         summed=math.inf if summed == _UNBOUNDED else summed,
         model=model,
         numbers=numbers,
-        checksum=1 - smallest / largest if largest > 0 else 0.0,
+        norm=_difference(*map(_from_ordered, norms)) if norms[0] != _SILENT else None,
         edited=bool(edited),
         terms=None if most == _SILENT else (least, most),
         tensors=None if pairs[4][0] == _SILENT else tensors,
         marks=tuple(found[len(twins) :]),
     )
+
+
+def _twins(number: int | None) -> tuple[int, int]:
+    """The number, of which the largest is found, and that of which the smallest is."""
+    return (_SILENT, _SILENT) if number is None else (number, -number)
+
+
+def _difference(largest: float, smallest: float) -> float:
+    return 1 - smallest / largest if largest > 0 else 0.0
 
 
 def _ordered(number: float) -> int:

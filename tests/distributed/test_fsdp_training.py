@@ -739,5 +739,23 @@ def test_parameters_that_were_replaced_out_of_sight_are_warned_of(two_ranks: Ran
     two_ranks.run(of_list)
 
 
+def beside_shards(rank: int) -> str:
+    """Nobody averages the gradients of what fully_shard has not wrapped."""
+    model = seeded(Uneven)
+    root_of_first(model, init_device_mesh("cpu", (2,)))
+    names = [name for name, _ in model.named_children() if name != "first"]
+    optimizer = KFACOptimizer(model, lr=0.1, skip_layers=names)
+    once(model, Case().batches(rank, 0))
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_whole_parameters_beside_shards_do_not_drift_apart_unsaid(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(beside_shards):
+        assert re.match(r"kfac_optim: the gradients of .*'norm\.weight'.* differ from rank to rank", message), message
+        assert "Sharded()" not in message
+
+
 def test_on_one_rank_alone(one_rank: Ranks) -> None:
     check(one_rank, Case())
