@@ -16,6 +16,7 @@ to that of a folder around it):
     hooks                       L1  forward hooks and torch function modes, put on and taken off
     compiled                    L1  operators that stand in compiled graphs for layer calls
     loss_terms                  L1  how many terms the loss of a step has
+    scale_probe                 L1  what gradients were multiplied by since backward
     notices                     L2  warnings of what a user may not expect
     likelihoods                 L1  losses as likelihoods, for estimates that do not look at targets
     rows                        L1  canonical rows and their second moments

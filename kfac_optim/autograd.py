@@ -27,6 +27,12 @@ def on_gradient_first(leaf: Tensor, hook: Callable[[Tensor], Any]) -> RemovableH
     return handle
 
 
+def on_accumulated(leaf: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Call `hook` with `leaf` after each backward that has added to its gradient."""
+    handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
 def edge(tensor: Tensor) -> GradientEdge:
     """Where the gradient of `tensor` passes in the graph; the tensor itself is not kept."""
     return torch.autograd.graph.get_gradient_edge(tensor)

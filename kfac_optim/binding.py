@@ -268,6 +268,8 @@ class ModelBinding:
         self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, left_out)
         if not self.released:
             self._hook(self.model, names)
+        if not self._several:
+            self._window.probe.choose(param for block in self.coverage.blocks for param in block.params)
         self.rebind(self._groups)
         for block in self.coverage.blocks:
             self._restore_waiting(block)

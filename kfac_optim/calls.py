@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.autograd import Node, accumulator, graph_is_kept, reaches, running_backward, version
+from kfac_optim.autograd import Node, accumulator, graph_is_kept, in_backward, reaches, running_backward, version
 from kfac_optim.hooks import Handle
 from kfac_optim.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.precision import without_autocast
@@ -203,6 +203,14 @@ class Ledger:
         if self._open or self._tally.has_counted():  # else keep what set_loss_terms said of the backward to come
             self._stale = True
 
+    def notice_lost_gradients(self) -> None:
+        """A forward begins: gradients that are gone were thrown away, though nobody has said so.
+
+        So it is after `model.zero_grad()`, as where a `GradScaler` has left a step out.
+        """
+        if self._open and not in_backward() and all(call.has_lost_gradient() for call in self._open):
+            self.mark_stale()
+
     def drop_stale(self) -> None:
         """The step has come, and gradients that were thrown away are not part of it."""
         if self._stale:
@@ -322,6 +330,11 @@ class ForwardCall:
                 self._verify(watch, layer_input if same else None, gradient.detach(), in_operator=False)
 
         return verify
+
+    def has_lost_gradient(self) -> bool:
+        """Whether the weight has no gradient; in shards it may be on its way to other ranks."""
+        watch = self._watch()
+        return watch is not None and watch.sharded is None and watch.weight.grad is None
 
     def is_reached(self) -> bool:
         """Whether the backward that is running accumulates into the layer's weight."""

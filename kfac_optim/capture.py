@@ -26,6 +26,7 @@ from kfac_optim.compiled import Tape
 from kfac_optim.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook, is_on
 from kfac_optim.loss_terms import LossCount, RootCall, examples_of, first_tensor, read_terms
 from kfac_optim.roots import OutputPass, Roots, on_output_gradients
+from kfac_optim.scale_probe import ScaleProbe
 from kfac_optim.specs import LossTerms
 
 # Of calls in graphs that are kept between two steps; some hundred forwards of a large model.
@@ -62,6 +63,7 @@ class CaptureWindow(Ledger):
         modes: those that forwards under way run in.
         capturing: whether graphs are to capture: they are traced once with it and once without.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
+        probe: keeps a gradient, to tell what becomes of it before the step.
         estimate: told of each forward of the model that has ended, with the calls in it, the places where their
             gradients pass and the output, by an estimate that backpropagates gradients of its own. None where those of
             the training loop count.
@@ -78,6 +80,7 @@ class CaptureWindow(Ledger):
         self.modes = ModeStack()
         self.capturing = False
         self.scaled = False
+        self.probe = ScaleProbe()
         self.step = self.worker = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
@@ -176,6 +179,7 @@ class CaptureWindow(Ledger):
         if not watch.wanted():
             return None
         call = ForwardCall(self, watch, self.roots.of_layer(examples), examples, layer_input, training, context)
+        self.probe.listen()
         verifies = watch.awaits_gradient(self.shards)
         if self.estimate is None:
             on_gradient(output, call)
@@ -243,6 +247,7 @@ class CaptureWindow(Ledger):
 
     def begin_forward(self) -> None:
         """The model's outermost forward begins."""
+        self.notice_lost_gradients()
         self.modes.leave()
         for hooks in self._hooks:
             if torch.is_grad_enabled():
@@ -273,6 +278,7 @@ class CaptureWindow(Ledger):
 
     def begin_call(self, model: int, nested: bool) -> None:
         if not nested:
+            self.notice_lost_gradients()
             self.roots.leave_all()  # a graph that raised has left its own behind
         self.graph_began()
         self.roots.enter(model)
@@ -296,6 +302,7 @@ class CaptureWindow(Ledger):
         found = next((each for each in self._watches if each.number == watch), None)
         if found is None or not found.wanted():
             return -1
+        self.probe.listen()
         found.awaits_gradient(self.shards)
         handed = None if examples < 0 else examples
         root = self.roots.of_layer(handed) or self.roots.of_graph_within_backward()

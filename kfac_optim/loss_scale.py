@@ -1,11 +1,15 @@
 """What `torch.amp.GradScaler` multiplied the loss by before backward."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+
+_SCALER_STEP = GradScaler.step.__code__
 
 
 class LossScale(NamedTuple):
@@ -22,30 +26,45 @@ class LossScale(NamedTuple):
     in_gradients: bool = False
 
 
-def read_loss_scale(handed: Mapping[str, Any], scaler: GradScaler | None) -> LossScale:
-    """The scale of the step that is beginning. Synchronises with the device, where there is a scaler.
+def calling_scaler() -> GradScaler | None:
+    """Find the `GradScaler` whose `step` has called the step that is running; None where no scaler did.
+
+    It is looked for on the call stack: a scaler that unscales gradients itself tells the optimizer nothing, trainers
+    make it after the optimizer, and clipping in between leaves its trace in the gradients.
+    """
+    frame = cast(FrameType | None, sys._getframe())
+    while frame is not None:
+        if frame.f_code is _SCALER_STEP:
+            scaler = frame.f_locals.get("self")
+            return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+        frame = frame.f_back
+    return None
+
+
+def read_loss_scale(
+    handed: Mapping[str, Any], find_scaler: Callable[[], GradScaler | None], *, measured: bool
+) -> LossScale | None:
+    """Tell the scale of the step that is beginning. Synchronises with the device, where there is a scaler.
 
     Args:
         handed: attributes of the optimizer, where `GradScaler.step` leaves `found_inf` and `grad_scale`: the scale, or
             None after `GradScaler.unscale_`.
-        scaler: the user's, where it was named.
+        find_scaler: finds the scaler of the loss, if there is one that is enabled.
+        measured: whether there are statistics whose scale is to be known.
 
-    Raises:
-        RuntimeError: after `unscale_`, the scale is not to be known.
+    Returns:
+        None where nobody tells.
     """
     found_inf, scale = handed.get("found_inf"), handed.get("grad_scale")
-    if found_inf is None:  # step() was called directly
-        return LossScale(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else LossScale()
+    if found_inf is None:  # gradients are unscaled already, if they were scaled
+        scaler = find_scaler() if measured else None
+        return LossScale(scaler.get_scale()) if scaler is not None else None
     if isinstance(scale, Tensor):
         found = torch.as_tensor(found_inf).to(scale.device)
         found, factor = torch.stack([found.reshape(()), scale.reshape(())]).tolist()
         return LossScale(factor, found > 0, in_gradients=True)
-    if scaler is None:
-        raise RuntimeError(
-            "kfac_optim: GradScaler.unscale_ was called before GradScaler.step, which then does not hand over the "
-            "scale that the output gradients behind G carry. Name the scaler: KFACOptimizer(..., grad_scaler=scaler)."
-        )
-    return LossScale(scaler.get_scale(), float(found_inf) > 0)
+    scaler = find_scaler()
+    return LossScale(1.0 if scaler is None else scaler.get_scale(), float(found_inf) > 0)
 
 
 def spread_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 
 from kfac_optim.loss_terms import LossCount
+from kfac_optim.scale_probe import Factor
 from kfac_optim.specs import LossTerms
 
 
@@ -17,6 +18,7 @@ class Notices:
         self.given = False
         self._assumed = False
         self._uneven = False
+        self._doubted = False
 
     def no_model(self, stacklevel: int) -> None:
         warnings.warn(
@@ -97,6 +99,18 @@ class Notices:
                 "sum * processes / total, the factor G is wrong. State on every process what one gradient is to be "
                 "multiplied by, before backward: optimizer.set_loss_terms(total / processes) with such a loss, or "
                 "optimizer.set_loss_terms(n) with the mean over the n terms that it has.",
+                stacklevel=stacklevel + 1,
+            )
+
+    def unknown_scale(self, found: Factor, stacklevel: int) -> None:
+        """Say that gradients were multiplied by a small number, of which nothing shows what it is."""
+        if found.is_doubtful and not self._doubted:
+            self._doubted = True
+            warnings.warn(
+                "kfac_optim: between backward and step() the gradients were multiplied by a number far below 1. It is "
+                "taken for clipping, which leaves the statistics as they are. If a loss scale is in it, the statistics "
+                "are too large by its square: call scaler.step(optimizer), or name the scaler, "
+                "KFACOptimizer(..., grad_scaler=scaler).",
                 stacklevel=stacklevel + 1,
             )
 

@@ -29,7 +29,7 @@ from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
-from kfac_optim.loss_scale import LossScale, read_loss_scale, spread_overflow, unscale
+from kfac_optim.loss_scale import LossScale, calling_scaler, read_loss_scale, spread_overflow, unscale
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.notices import Notices
 from kfac_optim.options import block_options
@@ -38,6 +38,7 @@ from kfac_optim.random_state import random_state
 from kfac_optim.refresh import Background, Refresh, Together, check_refresh
 from kfac_optim.replay import ForwardRecorder, Objective
 from kfac_optim.sampling import Subsample
+from kfac_optim.scale_probe import Factor
 from kfac_optim.selection import Pattern
 from kfac_optim.shards import is_sharded, local
 from kfac_optim.skipped import SkippedSteps, fused_kernels_look
@@ -110,8 +111,9 @@ class KFACOptimizer(Optimizer):
         factor_dtype: dtype of the factors; None is the parameter's, but at least float32.
         nonfinite_limit: how often in a row a step may be skipped because a gradient is not finite, a layer's statistics
             refused, or its refresh fail, before `step()` raises; None is without end.
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss, needed where `unscale_` is called on it, or `step`
-            without it. `scaler.step(optimizer)` alone hands the scale over.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss, needed only where steps are taken by
+            `optimizer.step()`. A scaler that steps, `scaler.step(optimizer)`, is found, whatever was unscaled or
+            clipped before and whichever was made first.
         include_factors: whether `state_dict()` holds factors and inverses; without them statistics start anew
             on loading.
         distributed: how the ranks of a process group train the model together, a `DistributedConfig(...)`; None is the
@@ -130,8 +132,16 @@ class KFACOptimizer(Optimizer):
         RuntimeError: a `DistributedConfig` without a process group, or of a group that this process is not in.
     """
 
-    # GradScaler then hands the scale over, which the output gradients behind G carry.
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `GradScaler` leaves it to the step to unscale the gradients and to skip them where they overflow.
+
+        That is where a rank sees a part of the gradients alone, as all ranks must skip alike. Elsewhere the scaler does
+        both itself, so that trainers may clip in between.
+        """
+        if not self._executor.several:
+            return False
+        return not self._executor.sees_all_gradients or any(map(is_sharded, self._params()))
 
     def __init__(
         self,
@@ -318,9 +328,9 @@ class KFACOptimizer(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a covered parameter has a sparse gradient; `nonfinite_limit` is reached; `GradScaler.unscale_`
-                was called and no `grad_scaler` named; `adapt_damping` has no closure, or one that draws other examples
-                at each call; the curvature of the loss cannot be had; a refresh in the background raised.
+            RuntimeError: a covered parameter has a sparse gradient; `nonfinite_limit` is reached; `adapt_damping` has
+                no closure, or one that draws other examples at each call; the curvature of the loss cannot be had; a
+                refresh in the background raised; this is a copy without the `grad_scaler` that was named.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         judge, number = self._judge, self._window.step
@@ -339,7 +349,7 @@ class KFACOptimizer(Optimizer):
         devices = {param.device.type for param in self._params()}
         try:
             with without_autocast(devices):
-                taken = self._step(read_loss_scale(self.__dict__, self._grad_scaler), judged=trial is not None)
+                taken = self._step(judged=trial is not None)
             if judge is not None and trial is not None and closure is not None and random is not None and taken:
                 after = judge.evaluate_again(trial, closure, random, self._binding.model)
                 with without_autocast(devices):
@@ -354,9 +364,10 @@ class KFACOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in `torch.optim`; the statistics of the gradients that are dropped are dropped with them.
+        """Drop the gradients as in `torch.optim`, and their statistics with them.
 
-        `model.zero_grad()` drops the gradients alone: after a backward whose gradients are to be thrown away, use this.
+        `model.zero_grad()` does the same, as the model's next forward finds the gradients gone; with
+        `set_to_none=False` it cannot be told, so use this after a backward whose gradients are to be thrown away.
         """
         super().zero_grad(set_to_none)
         self._window.mark_stale()
@@ -450,13 +461,14 @@ class KFACOptimizer(Optimizer):
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` (after ν) over the
         preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G`
         (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not
-        finite), `refused_statistics` (not finite), `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input
-        changed in place before backward, or a second backward though the graph was not retained), of `EKFAC`
-        `substituted_statistics`, of `NewtonSchulz` `fallback_inverses`; of `LowRank` `cutoff_A` and `cutoff_G` (the
-        smallest eigenvalue kept, in units of the damping); `blocks`, `blocks_without_statistics`, and
-        `unpreconditioned_blocks` in this step. `covered_parameters` is the share of all parameters that belong to
-        blocks, `measured_parameters` of those whose statistics were taken so far, `left_out_parameters` of those left
-        to SGD, each from 0 to 1. What is not known yet is absent.
+        finite; steps that a `GradScaler` leaves out itself are not seen), `refused_statistics` (not finite),
+        `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in place before backward, or a
+        second backward though the graph was not retained), of `EKFAC` `substituted_statistics`, of `NewtonSchulz`
+        `fallback_inverses`; of `LowRank` `cutoff_A` and `cutoff_G` (the smallest eigenvalue kept, in units of the
+        damping); `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
+        `covered_parameters` is the share of all parameters that belong to blocks, `measured_parameters` of those
+        whose statistics were taken so far, `left_out_parameters` of those left to SGD, each from 0 to 1. What is not
+        known yet is absent.
         """
         self._skipped.look()
         return diagnostics.metrics(
@@ -596,26 +608,36 @@ class KFACOptimizer(Optimizer):
         flags = self._binding.released, self._has_scaler
         return _rebuild, (type(self), model, groups, numbers, choices, state, blocks, counts, *flags)
 
-    @property
-    def _grad_scaler(self) -> GradScaler | None:
-        """The one that was named, or None.
+    def _find_scaler(self) -> GradScaler | None:
+        """The scaler that calls this step, or else the one that was named; None where there is none that is enabled.
 
         Raises:
-            RuntimeError: this is a copy made without it, and the scale is needed.
+            RuntimeError: this is a copy made without the scaler that was named.
         """
-        scaler = self._scaler()
-        if scaler is None and self._has_scaler and self.__dict__.get("grad_scale") is None:
+        scaler = calling_scaler() or self._scaler()
+        if scaler is None and self._has_scaler:
             raise RuntimeError(
                 "kfac_optim: this optimizer was copied without the GradScaler that it was built with, and does not "
                 "know the scale of the loss. Copy it as well: "
                 "model, optimizer, scaler = copy.deepcopy((model, optimizer, scaler)); or build one with "
-                "grad_scaler=scaler and load this one's state_dict()."
+                "grad_scaler=scaler and load this one's state_dict(); or step by scaler.step(optimizer)."
             )
-        return scaler
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _step(self, scale: LossScale, *, judged: bool) -> bool:
+    def _loss_scale(self) -> LossScale:
+        """What the loss of this step was multiplied by, and with it the output gradients behind `G`."""
+        pending = any(block.has_pending() for block in self._binding.coverage.blocks)
+        scale = read_loss_scale(self.__dict__, self._find_scaler, measured=pending)
+        if scale is None:
+            found = self._window.probe.measure() if pending else Factor()
+            self._notices.unknown_scale(found, stacklevel=7)
+            scale = LossScale(1 / found.scale)
+        self._window.probe.end()
+        return scale
+
+    def _step(self, *, judged: bool) -> bool:
         """Take the step, which may be `judged` afterwards; whether it was taken."""
         if self._binding.settle():
             self._executor.attach(self._binding.model)
@@ -631,15 +653,9 @@ class KFACOptimizer(Optimizer):
         # What is refused is left as it was.
         if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
             self._objective.check(gradients)
-        handed = "found_inf" in self.__dict__
-        if handed and self._grad_scaler is None and not self._executor.sees_all_gradients:
-            raise RuntimeError(
-                "kfac_optim: under Sharded() a rank does not see the gradients that others own, so that a GradScaler "
-                "on each would find overflows of its own and the scales would drift apart. Name the scaler: "
-                "KFACOptimizer(..., grad_scaler=scaler)."
-            )
         self._window.drop_stale()
         gradient_check.conclude(block.check for block in self._binding.coverage.blocks)
+        handed, scale = "found_inf" in self.__dict__, self._loss_scale()
         if scale.in_gradients:
             engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
             unscale(gradients.values(), scale.factor)
@@ -659,8 +675,8 @@ class KFACOptimizer(Optimizer):
         )
         checkpoint.warn_of_missed(agreement.restarted, stacklevel=6)
         if not agreement.finite:
-            if handed and self._grad_scaler is not None:
-                spread_overflow(self._grad_scaler, self)
+            if handed and (scaler := self._find_scaler()) is not None:
+                spread_overflow(scaler, self)
             self._window.abandon()
             self._skipped.skip()
             self._skipped.check_limit(self._nonfinite_limit, gradients, self._names)

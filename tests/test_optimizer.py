@@ -748,24 +748,6 @@ def test_a_step_pre_hook_may_write_gradients() -> None:
 # -- amp -------------------------------------------------------------------------------------------------------
 
 
-def test_a_scale_that_is_not_to_be_known_is_refused_with_the_remedy_and_leaves_the_optimizer_usable() -> None:
-    model = mlp(dtype=torch.float32)
-    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(square_loss(model(batch(dtype=torch.float32)))).backward()
-    scaler.unscale_(optimizer)
-    before = clones(model.parameters())
-    with pytest.raises(RuntimeError, match=r"unscale_ was called.*KFACOptimizer\(\.\.\., grad_scaler=scaler\)"):
-        scaler.step(optimizer)
-    assert_identical(clones(model.parameters()), before)
-    # Torch leaves its marks on an optimizer that raised.
-    twin = copy.deepcopy(model)
-    reference = KFACOptimizer(twin, lr=0.1)
-    train(twin, reference, 1)
-    train(model, optimizer, 1)
-    assert_identical(clones(model.parameters()), clones(twin.parameters()))
-
-
 def all_factors(optimizer: KFACOptimizer) -> list[Tensor]:
     return [factor for pair in optimizer.factors().values() for factor in pair if factor is not None]
 
@@ -818,7 +800,7 @@ def test_with_every_layer_skipped_a_scaled_run_equals_that_of_sgd_bit_for_bit() 
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_an_overflow_step_leaves_everything_but_the_count_and_the_scale(unscale: bool) -> None:
+def test_an_overflow_step_leaves_everything_but_the_scale(unscale: bool) -> None:
     model, twin = mlp(), mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=2, grad_scaler=scaler)
@@ -837,7 +819,7 @@ def test_an_overflow_step_leaves_everything_but_the_count_and_the_scale(unscale:
         assert_identical(clones(model.parameters()), clones(twin.parameters()))
         assert_identical(all_factors(optimizer), all_factors(reference))
     assert scaler.get_scale() == 2.0**7
-    assert optimizer.metrics()["skipped_steps"] == 3.0
+    assert optimizer.metrics()["skipped_steps"] == 0.0, "the scaler has left them out itself"
     assert optimizer.metrics()["refused_statistics"] == 0.0
 
 
@@ -852,7 +834,7 @@ def test_a_scaled_step_of_layers_outside_the_models_forward(overflow: bool) -> N
     if overflow:
         model[2].weight.grad[0, 0] = torch.inf
         scaler.step(optimizer)
-        assert optimizer.metrics()["skipped_steps"] == 1.0
+        assert_identical(clones(model.parameters()), clones(twin.parameters()))
         return
     with pytest.warns(UserWarning, match="number of terms that the loss is averaged over is taken to be 8"):
         scaler.step(optimizer)
@@ -892,9 +874,7 @@ def test_a_copy_without_its_grad_scaler_asks_for_it_where_it_needs_the_scale(cop
         scaler.scale(square_loss(twin(batch(1)))).backward()
         with pytest.raises(RuntimeError, match=r"copied without the GradScaler.*model, optimizer, scaler = copy"):
             other.step()
-        scaler.unscale_(other)
-        with pytest.raises(RuntimeError, match=r"copied without the GradScaler.*model, optimizer, scaler = copy"):
-            scaler.step(other)
+        scaler.step(other)
         scaler.update()
 
 

@@ -15,7 +15,9 @@ TESTS = Path(__file__).parent
 
 FINITE = "precision.all_finite: _local_scalar_dense"  # are the gradients?
 SKIPPED = "skipped.look: tolist"  # how many steps did the device skip since?
-SCALE = "loss_scale.read_loss_scale: tolist"
+SCALE = "loss_scale.read_loss_scale: _local_scalar_dense"
+SCALER = ": _local_scalar_dense"  # torch's own: a scaler asks whether to call the step
+PROBED = "scale_probe._common_factor: tolist"  # by what were the gradients multiplied since backward?
 USED = "binding._says_something: _local_scalar_dense"  # does any gradient say something yet? The first step alone.
 CHECKED = "gradient_check.conclude: tolist"  # do the captured calls account for the gradients? The first step alone.
 SETBACKS = "execution.setbacks: tolist"  # too many of them in a row?
@@ -33,12 +35,13 @@ EIGENBASES = {"Eigen", "EKFAC"}
 def expected(name: str, step: dict[str, Any]) -> Counter[str]:
     """What the host may wait for in one step of a case of `waits.py`."""
     kind = step["kind"]
-    every_step = name in {"foreach", "GradScaler"}
+    every_step = name == "foreach"
+    by_scaler = Counter({SCALER: name == "GradScaler"})
     if kind == "plain" and not every_step:
-        return Counter()
-    found = Counter({FINITE: 1})
-    if name == "GradScaler":
-        found[SCALE] = 1
+        return +by_scaler
+    found = by_scaler + Counter({FINITE: 1})
+    if kind != "plain":
+        found[SCALE if name == "GradScaler" else PROBED] = 1
     if kind in ("refresh", "first"):
         if name != "no limit":
             found[SETBACKS] = 1
