@@ -83,8 +83,8 @@ class Tape:
         return same
 
 
-# Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive. A graph may outlive it:
-# its number is never another's, as an address would be.
+# Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive. As a graph may outlive
+# it, its number is never another's, as an address would be.
 _NUMBERS = itertools.count()
 _RECORDERS: "weakref.WeakValueDictionary[int, Recorder]" = weakref.WeakValueDictionary()
 

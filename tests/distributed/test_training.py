@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankError, Ranks
+from ranks import Ranks
 from torch import nn
 from training import EMPTY, EVEN, NETS, UNEVEN, Case, Split, build, check, on_rank, wrap
 
