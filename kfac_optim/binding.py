@@ -35,6 +35,7 @@ class ModelBinding:
         options: the user's choices about layers.
         window: takes the statistics.
         emitted: told of each block that took statistics.
+        begin_forward: told that a forward of the model begins; gives the number of this worker.
         several: whether there are other processes, which may have what checkpoints lack here.
 
     Attributes:
@@ -51,6 +52,7 @@ class ModelBinding:
         options: BlockOptions,
         window: CaptureWindow,
         emitted: Callable[[KFACBlock], None],
+        begin_forward: Callable[[nn.Module], int],
         *,
         several: bool = False,
     ) -> None:
@@ -63,6 +65,7 @@ class ModelBinding:
         self._options = options
         self._window = window
         self._emitted = emitted
+        self._begin_forward = begin_forward
         self._several = several
         self._groups: Groups = {}
         self._finder: ModelFinder | None = None
@@ -230,20 +233,23 @@ class ModelBinding:
 
     def _adopt(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> None:
         """Take `model` as (one of) the optimizer's, in the place of any that it contains."""
-        inside = set(model.modules())
-        for root in [root for root in self._roots if root in inside]:
-            self._roots.pop(root).remove()
-        self._roots[model] = Handles()  # its layers are hooked first: a forward under way is told to their hooks
+        root = _in_wrapper(model)
+        inside = set(root.modules())
+        for known in [known for known in self._roots if known in inside]:
+            self._roots.pop(known).remove()
+        self._roots[root] = Handles()  # its layers are hooked first: a forward under way is told to their hooks
         self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
-        self._roots[model] = self._window.watch_root(model, args_under_way)
+        self._roots[root] = self._window.watch_root(root, args_under_way if root is model else None)
 
     def _found(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         # A part of a model that is known is no other model.
-        if not any(model in root.modules() for root in self._roots):
+        if not any(_in_wrapper(model) in root.modules() for root in self._roots):
             self._adopt(model, args)
 
     def _before_forward(self) -> bool:
+        assert self.model is not None
+        self._window.worker = self._begin_forward(self.model)
         self._grow()
         return self._functional.begin()
 
@@ -361,6 +367,12 @@ class ModelBinding:
             checkpoint.check([block], [state], [], any_prefix=not self.given)
             checkpoint.restore(block, state, several=self._several)
             del self.waiting[block.params[0]]
+
+
+def _in_wrapper(model: nn.Module) -> nn.Module:
+    """The module whose forwards count: users may wrap it anew, as DDP asks for after parameters were unfrozen."""
+    wrapped: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return wrapped
 
 
 def _says_something(gradient: Tensor | None) -> bool:

@@ -55,6 +55,12 @@ class Executor(Protocol):
     def attach(self, model: nn.Module | None) -> None:
         """Told of the model, when that is known; None where it is not yet."""
 
+    def begin_forward(self, model: nn.Module) -> int:
+        """Told that a forward of the model begins, by whatever wrapper; the number of this worker."""
+
+    def close(self) -> None:
+        """Told that the optimizer is gone."""
+
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         """Refuse parameters that are laid out over processes as this executor cannot train them; changes nothing.
 
@@ -225,6 +231,12 @@ class SingleDevice:
 
     def attach(self, model: nn.Module | None) -> None:
         self._shards = Shards(model)
+
+    def begin_forward(self, model: nn.Module) -> int:
+        return self.worker
+
+    def close(self) -> None:
+        pass
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         if sharded := [block.name for block in blocks if any(map(self._is_stepped_in_parts, block.params))]:

@@ -1,4 +1,7 @@
-"""Tensors that give up their memory and get it back, where nothing on this process reads them."""
+"""Tensors that give up their memory and get it back, where nothing on this process reads them, or outlive a pickle."""
+
+import weakref
+from multiprocessing.context import get_spawning_popen
 
 import torch
 from torch import Tensor
@@ -19,3 +22,18 @@ def copy_held(target: Tensor, source: Tensor) -> None:
     """Copy `source` into `target`, unless one of them has no memory."""
     if not (target.is_meta or source.is_meta):
         target.copy_(source)
+
+
+def keep_while_spawning(*made: object) -> None:
+    """Keep tensors that were made to be pickled, where that is to start a process.
+
+    The process inherits the memory of tensors as open files, which it opens only when it runs; if the tensors are gone
+    by then, the files are closed, or others have their numbers.
+    """
+    process = get_spawning_popen()
+    if process is not None:
+        weakref.finalize(process, _forget, *made).atexit = False
+
+
+def _forget(*_: object) -> None:
+    pass

@@ -31,6 +31,7 @@ from kfac_optim.layers.base import Adapters
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.loss_scale import LossScale, calling_scaler, read_loss_scale, spread_overflow, unscale
 from kfac_optim.loss_terms import LossCount
+from kfac_optim.memory import keep_while_spawning
 from kfac_optim.notices import Notices
 from kfac_optim.options import block_options
 from kfac_optim.precision import all_finite, finite_on_device, without_autocast
@@ -266,7 +267,6 @@ class KFACOptimizer(Optimizer):
             params = list(params)  # type: ignore[assignment]
         config = choice.chosen_config(distributed, sharded=_shows_shards(params))
         self._executor = self._choose_executor(config, estimate)
-        self._window.worker = self._executor.worker
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
@@ -274,7 +274,12 @@ class KFACOptimizer(Optimizer):
         self._notices = Notices()
         self._missed: list[str] = []
         self._binding = ModelBinding(
-            given, options, self._window, self._executor.emitted, several=self._executor.several
+            given,
+            options,
+            self._window,
+            self._executor.emitted,
+            self._executor.begin_forward,
+            several=self._executor.several,
         )
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         if isinstance(self._executor, DistributedExecutor):
@@ -299,6 +304,7 @@ class KFACOptimizer(Optimizer):
         self._batches = BatchWatch()
         self._binding.start(self._group_of())
         self._executor.attach(self._binding.model)
+        self._window.worker = self._executor.worker
         self._executor.check(self._binding.coverage.blocks, self._params())
         if given is not None:
             self._note_coverage(stacklevel=2)
@@ -307,6 +313,7 @@ class KFACOptimizer(Optimizer):
         # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
         if (binding := self.__dict__.get("_binding")) is not None:  # none where __init__ has raised
             binding.close()
+            self._executor.close()
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -605,6 +612,7 @@ class KFACOptimizer(Optimizer):
         counts = self._skipped.total, self._skipped.in_a_row, rejected
         numbers = {key: self.defaults[key] for key in self._group_keys}
         blocks |= self._binding.beside_blocks()
+        keep_while_spawning(blocks)
         flags = self._binding.released, self._has_scaler
         return _rebuild, (type(self), model, groups, numbers, choices, state, blocks, counts, *flags)
 

@@ -11,6 +11,7 @@ Imports within this folder go only to a lower storey of its own:
     assignment                  L1  work laid on ranks, the largest first
     buckets                     L1  what is sent together, in an order that all ranks share
     comm                        L1  collectives, launched in one order on all ranks
+    groups                      L2  process groups of our own
     reducer                     L2  buckets of sums, launched as their slots become ready
     prediction                  L2  seconds of a step
     plan                        L3  the frozen plan of a model
@@ -24,7 +25,7 @@ Imports within this folder go only to a lower storey of its own:
     gradients                   L5  how gradients come to those that precondition and update
     gradient_rows               L6  likewise, of parameters that FSDP2 has sharded
     sharding                    L6  layers kept in parts, and which of them can be trained
-    ddp                         L6  DistributedDataParallel: the last backward, gradients to owners alone
+    ddp                         L6  DistributedDataParallel: which ranks, the last backward, gradients to owners alone
     statistics                  L6  statistics to those that refresh, results to those that need them
     holdings                    L7  who holds what of blocks and momentum, and bringing it to another
     early                       L7  sums of statistics sent while backward goes on

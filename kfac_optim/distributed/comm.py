@@ -123,7 +123,7 @@ class Communicator:
     communicator.
 
     Args:
-        group: used by nobody else, see `of_all_ranks`.
+        group: of our own, see `groups`.
         device: that all tensors lie on.
         timeout: how long an event waits on the CPU; on accelerators that of the group counts.
         observe: told of every launch, for traces.
@@ -140,15 +140,8 @@ class Communicator:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.device = device
-        self._timeout = timeout
+        self.timeout = timeout
         self._observe = observe
-
-    @classmethod
-    def of_all_ranks(
-        cls, device: torch.device, timeout: timedelta, observe: Callable[[Launch], None] | None = None
-    ) -> "Communicator":
-        """With a process group of its own, which all ranks must make at the same place in the program."""
-        return cls(dist.new_group(timeout=timeout), device, timeout, observe)
 
     def reduce(
         self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
@@ -346,7 +339,7 @@ class Communicator:
 
     def _wait_on_host(self, work: dist.Work) -> None:
         """Until it is done, the time is out, or another rank has given up."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             try:
@@ -369,7 +362,7 @@ class Communicator:
             layers = f" (layers {listed(names)})" if names else ""
             raise CollectiveError(
                 f"kfac_optim: on rank {self.rank} of {self.world_size} the collective of {bucket!r}{layers} failed "
-                f"after {seconds:.1f} s (time-out {self._timeout.total_seconds():g} s): {error}. "
+                f"after {seconds:.1f} s (time-out {self.timeout.total_seconds():g} s): {error}. "
                 f"{self._call_the_roll()} Look for the first error in the logs of the other ranks; where one was only "
                 f"slow, raise the time-out. To go on, start all ranks again from the last checkpoint."
             ) from error

@@ -24,8 +24,9 @@ class DistributedConfig:
     Args:
         strategy: who preconditions and updates what: `Replicated(...)`, the default, `Sharded(...)`, or `Auto(...)`.
             With parameters that FSDP2 has sharded it is who preconditions that counts; the rest is FSDP2's.
-        group: of the ranks that train one model on different examples; None is all there are.
-        timeout: how long a collective may take before it is an error.
+        group: of the ranks that train one model on different examples; None is that of `DistributedDataParallel`, or
+            of the mesh of `fully_shard`, and all ranks where nothing is wrapped.
+        timeout: how long a collective may take before it is an error; None is as long as in that group.
         overlap: whether sums of statistics are sent while backward goes on, where it is known to be the last before a
             step: under DDP.
         bucket_bytes: the most that is sent at once; a tensor that is larger goes alone.
@@ -42,7 +43,7 @@ class DistributedConfig:
 
     strategy: Strategy | Auto = field(default_factory=Replicated)
     group: dist.ProcessGroup | None = None
-    timeout: timedelta = timedelta(minutes=10)
+    timeout: timedelta | None = None
     overlap: bool = True
     bucket_bytes: int = 25 * 2**20
     sums_dtype: torch.dtype | None = None
@@ -53,9 +54,10 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Auto):
             check_strategy("strategy of DistributedConfig", self.strategy)
-        check_kind("timeout of DistributedConfig", self.timeout, timedelta)
-        if self.timeout <= timedelta(0):
-            raise ValueError(f"kfac_optim: timeout of DistributedConfig must be above 0, got {self.timeout}.")
+        if self.timeout is not None:
+            check_kind("timeout of DistributedConfig", self.timeout, timedelta)
+            if self.timeout <= timedelta(0):
+                raise ValueError(f"kfac_optim: timeout of DistributedConfig must be above 0, got {self.timeout}.")
         check_flag("overlap of DistributedConfig", self.overlap, optional=False)
         check_integer("bucket_bytes of DistributedConfig", self.bucket_bytes)
         check_dtype("sums_dtype of DistributedConfig", self.sums_dtype)

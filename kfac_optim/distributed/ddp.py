@@ -15,17 +15,6 @@ from kfac_optim.distributed.gradients import ShardedGradients
 from kfac_optim.hooks import PicklableHook, call_if_there
 
 
-def find_wrapper(model: nn.Module | None) -> DistributedDataParallel | None:
-    """The wrapper among the model and its modules, if there is one."""
-    modules = () if model is None else model.modules()
-    return next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
-
-
-def synchronises(wrapper: DistributedDataParallel) -> bool:
-    """Whether the backward that is running reduces gradients: it is none under `no_sync`."""
-    return bool(wrapper.require_backward_grad_sync)
-
-
 class OwnersHook:
     """Communication hook (`register_comm_hook`) that brings the mean of a gradient to its owner, and not to the others.
 
@@ -60,6 +49,10 @@ class OwnersHook:
                 "DistributedDataParallel, which has one already, and takes only one. Build the optimizer before or "
                 f"without it, or use Replicated(). ({error})"
             ) from error
+
+    def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
+        """Wrappers list their hooks, and a copied or pickled one is to have none of this optimizer's."""
+        return _NoHook, ()
 
     def forget(self) -> None:
         """Told that gradients were dropped, or are the mean on all ranks."""
@@ -142,6 +135,117 @@ class OwnersHook:
 
         done: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
         return done
+
+
+class _NoHook:
+    """What stands in a copied wrapper in the place of an `OwnersHook`, and is never called."""
+
+    def _reduce(self, state: object, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        pass
+
+
+class Wrappers:
+    """The wrappers that forwards of one model run in; a later one may take the place of the first.
+
+    Args:
+        to_owners: whether gradients go to owners alone.
+        observe: as of `OwnersHook`.
+    """
+
+    def __init__(self, *, to_owners: bool, observe: Callable[[Launch], None] | None = None) -> None:
+        self._to_owners = to_owners
+        self._observe = observe
+        self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, OwnersHook | None] = weakref.WeakKeyDictionary()
+        self._latest: weakref.ref[DistributedDataParallel] | None = None
+        self._stranger: weakref.ref[DistributedDataParallel] | None = None
+        self._flow: ShardedGradients | None = None
+
+    @property
+    def latest(self) -> DistributedDataParallel | None:
+        """The wrapper whose forward was the last."""
+        return None if self._latest is None else self._latest()
+
+    def find(self, model: nn.Module | None) -> DistributedDataParallel | None:
+        """The wrapper among a model and its modules that is not known yet, if there is one."""
+        modules = () if model is None else model.modules()
+        found = next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
+        return None if found in self._hooks else found
+
+    def begin_forward(self, model: nn.Module) -> DistributedDataParallel | None:
+        """Take notice of the wrapper in which a forward of `model` is beginning; it, where it is not known yet."""
+        # Private, but torch asks it for the same reason, as it compiles what a wrapper holds.
+        under_way = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if under_way is None or under_way is self.latest or _is(self._stranger, under_way):
+            return None
+        if under_way in self._hooks:
+            self._latest = weakref.ref(under_way)
+            return None
+        if set(under_way.parameters()).isdisjoint(model.parameters()):
+            self._stranger = weakref.ref(under_way)  # the model is called by another
+            return None
+        found: DistributedDataParallel = under_way
+        return found
+
+    def add(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
+        """Listen to a wrapper that is not known yet.
+
+        Args:
+            wrapper: to listen to.
+            may_have_a_hook: whether one that has another communication hook is left with that: gradients are then the
+                mean on all ranks, before they go to owners.
+        """
+        hook = None
+        if self._to_owners and not (may_have_a_hook and wrapper._comm_hooks):
+            hook = OwnersHook(wrapper, self._observe)
+            hook.flow = self._flow
+        self._hooks[wrapper] = hook
+        self._latest = weakref.ref(wrapper)
+
+    def synchronise(self) -> bool:
+        """Whether the backward that is running reduces gradients: it is none under `no_sync`."""
+        wrapper = self.latest
+        return wrapper is not None and bool(wrapper.require_backward_grad_sync)
+
+    def use(self, flow: ShardedGradients | None) -> None:
+        """Gradients have other owners from now on; None brings them to all ranks."""
+        self._flow = flow
+        for hook in self._of_all():
+            hook.flow = flow
+            hook.forget()
+
+    def forget(self) -> None:
+        """Told that gradients were dropped, or are the mean on all ranks."""
+        for hook in self._of_all():
+            hook.forget()
+
+    def stepped(self) -> None:
+        """Told that a step was taken, or skipped, by the gradients as they are."""
+        for hook in self._of_all():
+            hook.stepped()
+
+    def refuse_join(self) -> None:
+        """Raise where ranks that run out of examples are to go on without a step.
+
+        Raises:
+            RuntimeError: so it is.
+        """
+        wrapper = self.latest
+        config = None if wrapper is None else wrapper._join_config
+        if config is not None and config.enable and not config.throw_on_early_termination:
+            raise RuntimeError(
+                "kfac_optim: within join() of DistributedDataParallel ranks that have run out of examples take no "
+                "step, and the steps of the others would wait for them. Give all ranks the same number of batches, "
+                "smaller or empty ones where examples run out; or end the epoch on all ranks with the first that has "
+                "run out, by join(throw_on_early_termination=True). (torch 2.13 keeps the state of a join() that was "
+                "left: `with model.join(enable=False): pass` ends it.)"
+            )
+
+    def _of_all(self) -> list[OwnersHook]:
+        return [hook for hook in self._hooks.values() if hook is not None]
+
+
+def _is(reference: weakref.ref[Any] | None, found: object) -> bool:
+    return reference is not None and reference() is found
 
 
 def _by_owner(

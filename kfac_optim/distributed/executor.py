@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks import KFACBlock, Missing
 from kfac_optim.checkpoint import KEY
@@ -17,18 +18,19 @@ from kfac_optim.distributed.averaging import AveragingCheck
 from kfac_optim.distributed.buckets import Payload
 from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.ddp import OwnersHook, find_wrapper, synchronises
+from kfac_optim.distributed.ddp import Wrappers
 from kfac_optim.distributed.early import EarlyReports, Terms
 from kfac_optim.distributed.fsdp import rows_of
 from kfac_optim.distributed.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
+from kfac_optim.distributed.groups import GroupLoan, OwnGroups, own_groups, ranks_of, timeout_of, world
 from kfac_optim.distributed.holdings import Holdings
-from kfac_optim.distributed.plan import Plan, PlanOptions, differences, remedy
+from kfac_optim.distributed.plan import Plan, PlanOptions, differences, remedy, vote_marks
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
-from kfac_optim.distributed.sharding import check_sharding
+from kfac_optim.distributed.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.statistics import StatisticsExchange
 from kfac_optim.distributed.strategies import Auto, FullySharded, Sharded, Strategy
-from kfac_optim.distributed.voting import Ballot, vote
+from kfac_optim.distributed.voting import Ballot, largest, vote
 from kfac_optim.execution import Agreement, Names, Parts, SingleDevice, check_rank
 from kfac_optim.specs import LayerSpec
 from kfac_optim.text import without_addresses
@@ -72,13 +74,16 @@ class DistributedExecutor(SingleDevice):
         self._arguments, self._tensors = arguments, tensors
         self._state = state
         self._scalars, self._totals = scalars, totals
-        # In the constructor, where all ranks come in the same order: for the main line of the program, and for what is
-        # launched in backward.
-        self._groups = [_group_of_our_own(config) for _ in range(2)]
-        self.worker = dist.get_rank(self._groups[0])
-        self._communicators: list[Communicator] = []
-        self._wrapper: nn.parallel.DistributedDataParallel | None = None
-        self._hook: OwnersHook | None = None
+        # The group that trains, as far as it is known: the user's, or that of what wraps the model.
+        self._group = config.group
+        self.worker = dist.get_rank(config.group)
+        self._wrappers = Wrappers(to_owners=_may_shard(config.strategy), observe=config.observe)
+        # Made at the first step, where all ranks come in the same order: groups of our own, and what launches on them
+        # in the main line of the program, and in backward.
+        self._own: OwnGroups | None = None
+        self._main: Communicator | None = None
+        self._early: Communicator | None = None
+        self._loan: GroupLoan | None = None
         self._exchange: StatisticsExchange | None = None
         self._holdings: Holdings | None = None
         self._flow: GradientFlow | None = None
@@ -111,10 +116,18 @@ class DistributedExecutor(SingleDevice):
 
     def attach(self, model: nn.Module | None) -> None:
         super().attach(model)
-        if self._wrapper is None and (wrapper := find_wrapper(model)) is not None:
-            self._wrapper, self._averaging = wrapper, AveragingCheck(wrapper)
-        if self._wrapper is not None and self._hook is None and _may_shard(self.config.strategy):
-            self._hook = OwnersHook(self._wrapper, self.config.observe)
+        if (wrapper := self._wrappers.find(model)) is not None:
+            self._listen_to(wrapper, may_have_a_hook=False)
+
+    def begin_forward(self, model: nn.Module) -> int:
+        if (wrapper := self._wrappers.begin_forward(model)) is not None:
+            self._listen_to(wrapper, may_have_a_hook=True)
+        return self.worker
+
+    def close(self) -> None:
+        self._reports = None  # a backward that is still to come sends nothing
+        if self._loan is not None:
+            self._loan.give_back()
 
     @property
     def sees_all_gradients(self) -> bool:
@@ -123,11 +136,14 @@ class DistributedExecutor(SingleDevice):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        self._wrappers.refuse_join()
+        if self._group is None and (group := group_of_rows(params, self._shards)) is not None:
+            self._train_on(group, "fully_shard")
         covered = [name for block in blocks for name in block.param_names]
         looked_at: tuple[int | str, ...] = (*map(id, params), *covered)
         if looked_at == self._checked:
             return
-        check_sharding(blocks, self._shards, self._groups[0])
+        check_sharding(blocks, self._shards, self._training_group)
         in_parts, of_layers = _any_sharded(params), [param for block in blocks for param in block.params]
         if isinstance(self.config.strategy, FullySharded) and params and not in_parts:
             raise RuntimeError(
@@ -177,8 +193,7 @@ class DistributedExecutor(SingleDevice):
         else:
             self._abandon_round()
             self.flow.forget()
-            if self._hook is not None:
-                self._hook.stepped()
+            self._wrappers.stepped()
         return Agreement(
             verdict.finite,
             verdict.summed,
@@ -190,8 +205,7 @@ class DistributedExecutor(SingleDevice):
         )
 
     def gradients_dropped(self) -> None:
-        if self._hook is not None:
-            self._hook.forget()
+        self._wrappers.forget()
         if self._flow is not None:
             self._flow.forget()
 
@@ -235,8 +249,7 @@ class DistributedExecutor(SingleDevice):
 
     def publish(self, params: Sequence[nn.Parameter]) -> None:
         self.flow.publish()
-        if self._hook is not None:
-            self._hook.stepped()
+        self._wrappers.stepped()
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return self.flow.all_reduce_scalars(values)
@@ -271,7 +284,8 @@ class DistributedExecutor(SingleDevice):
     @property
     def main(self) -> Communicator:
         """For the main line of the program."""
-        return self._communicators[0]
+        assert self._main is not None, "no step was begun"
+        return self._main
 
     @property
     def exchange(self) -> StatisticsExchange:
@@ -287,6 +301,34 @@ class DistributedExecutor(SingleDevice):
     def flow(self) -> GradientFlow:
         assert self._flow is not None, "no step without a plan"
         return self._flow
+
+    @property
+    def _training_group(self) -> dist.ProcessGroup:
+        """All ranks there are, where neither the user nor a wrapper has told of another group."""
+        return world() if self._group is None else self._group
+
+    def _listen_to(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
+        """Train as a wrapper of the model does that is not known yet; see `Wrappers.add`."""
+        self._train_on(wrapper.process_group, "DistributedDataParallel")
+        self._wrappers.add(wrapper, may_have_a_hook=may_have_a_hook)
+        self._averaging = AveragingCheck(wrapper)
+
+    def _train_on(self, group: dist.ProcessGroup, whose: str) -> None:
+        """Train on the ranks on which the model is wrapped; refuse others than those that are known already."""
+        wrapped, known = ranks_of(group), ranks_of(self._training_group)
+        if self._group is not None and wrapped != known:
+            told = self.config.group is not None
+            reason = "its DistributedConfig(group=...) names" if told else "its optimizer has begun to train it on"
+            advice = (
+                "Leave group out, then it is that of the wrapper; or wrap the model on the same ranks"
+                if told
+                else "Wrap the model before the first step, always on the same ranks; or build another optimizer"
+            )
+            raise RuntimeError(
+                f"kfac_optim: the model is wrapped by {whose} on the ranks {wrapped}, but {reason} the ranks {known}. "
+                f"{advice}."
+            )
+        self._group, self.worker = group, dist.get_rank(group)
 
     def _describe(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
         """Take notice of what is to be planned, where that has changed."""
@@ -305,13 +347,15 @@ class DistributedExecutor(SingleDevice):
                 "on one device each. Place the model on one, or pass distributed=False."
             )
         # A rank that has no parameter tells the others so.
-        (device,) = devices or {_device_of(self._groups[0])}
-        if not self._communicators:
-            self._communicators = [
-                Communicator(group, device, self.config.timeout, self.config.observe) for group in self._groups
-            ]
-        for communicator in self._communicators:
-            communicator.device = device  # blocks follow theirs as well
+        (device,) = devices or {_device_of(self._training_group)}
+        if self._own is None:
+            self._group = self._training_group
+            timeout = self.config.timeout or timeout_of(self._group, device)
+            self._own = own_groups(self._group, timeout)
+            self._main = Communicator(self._own.main, device, timeout, self.config.observe)
+        for communicator in (self._main, self._early):
+            if communicator is not None:
+                communicator.device = device  # blocks follow theirs as well
         self._seen, self._blocks = seen, list(blocks)
         self._model, self._params = _layout(blocks, params, names())
         if self._lost is not None:
@@ -363,8 +407,8 @@ class DistributedExecutor(SingleDevice):
         return known._replace(model=self._number, marks=(*marks, *stale))
 
     def _marks(self) -> int:
-        """One for each block, and one for each bucket of sums of all of them."""
-        return 0 if self.plan is None else len(self.plan.layers) + len(self.plan.buckets_of(Payload.SUMS))
+        plan = self.plan
+        return vote_marks(0, 0) if plan is None else vote_marks(len(plan.layers), len(plan.buckets_of(Payload.SUMS)))
 
     def _explain_disagreement(self) -> NoReturn:
         plan = self._make_plan()
@@ -407,8 +451,10 @@ class DistributedExecutor(SingleDevice):
         old, loaded = self.plan, self._lost is not None
         plan = self._make_plan()
         self.main.check_agreement(plan.agreement(), differences, remedy)
-        main, early = self._communicators
-        exchange = StatisticsExchange(plan, early, main)
+        main = self.main
+        if self.config.overlap:
+            self._prepare_overlap()
+        exchange = StatisticsExchange(plan, self._early or main, main)
         earlier = {} if self._holdings is None else self._holdings.updaters
         holdings = Holdings(plan, self._params, main, exchange, self._state, earlier)
         states: dict[KFACBlock, Any] = {}
@@ -423,20 +469,16 @@ class DistributedExecutor(SingleDevice):
         self.plan, self._agreed = plan, self._number
         self._exchange, self._holdings = exchange, holdings
         sharded = ShardedGradients(plan, main, self._params) if isinstance(plan.strategy, Sharded) else None
-        if self._hook is not None:
-            self._hook.flow = sharded
-            self._hook.forget()
+        self._wrappers.use(sharded)
         if sharded is not None:
             self._flow = sharded
         elif isinstance(plan.strategy, FullySharded):
             self._flow = RowGradients(plan, main)
         else:
             self._flow = ReplicatedGradients(plan, main)
-        wrapper = self._wrapper
-        overlaps = self.config.overlap and wrapper is not None and self.exchange.merges
         self._reports = None
-        if overlaps and wrapper is not None:
-            self._reports = EarlyReports(self.exchange, lambda: synchronises(wrapper), self._terms)
+        if self._early is not None and exchange.merges:
+            self._reports = EarlyReports(exchange, self._wrappers.synchronise, self._terms)
         self._states.clear()
         self._specs = {block: block.spec for block in self._blocks}
         if self._lost is not None:
@@ -456,6 +498,18 @@ class DistributedExecutor(SingleDevice):
         ready = [block for block in self._blocks if block.is_ready]
         if ready and (loaded or old is not None):
             self.exchange.share(ready)
+
+    def _prepare_overlap(self) -> None:
+        """Have a group for what is sent in backward, on all ranks as soon as any of them knows of a wrapper."""
+        if self._early is not None:
+            return
+        main, own = self.main, self._own
+        assert own is not None
+        (wrapped,) = largest(main, [int(self._wrappers.latest is not None)], "overlap", ())
+        if wrapped:
+            self._loan = own.borrow(lambda numbers: largest(main, numbers, "overlap", ()))
+            observe = self._loan.counting(self.config.observe)
+            self._early = Communicator(self._loan.group, main.device, main.timeout, observe)
 
     def _place_anew(self) -> None:
         """Lay out the memory of states that are new."""
@@ -511,7 +565,7 @@ class DistributedExecutor(SingleDevice):
     def consolidate(
         self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
     ) -> None:
-        check_rank(to, dist.get_world_size(self._groups[0]))
+        check_rank(to, dist.get_world_size(self._training_group))
         if self.plan is None and self._lost is None:
             return  # nothing was learned
         self.prepare(blocks, params, names)
@@ -602,12 +656,3 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     """On which tensors can be sent."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if accelerator is None or "gloo" in dist.get_backend(group) else accelerator
-
-
-def _group_of_our_own(config: DistributedConfig) -> dist.ProcessGroup:
-    if config.group is None:
-        ours: dist.ProcessGroup = dist.new_group(timeout=config.timeout)
-    else:
-        ranks = dist.get_process_group_ranks(config.group)
-        ours = dist.new_group(ranks, timeout=config.timeout, use_local_synchronization=True)
-    return ours

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,27 @@ from kfac_optim.validation import check_dtype, check_flag, check_integer, check_
 # Words of a vote: whether a gradient is not finite, and whether one was edited, loss terms, and, each twice,
 # fingerprints of what this rank trains, of its arguments and of its gradients, terms that it has counted, and a
 # fingerprint of arguments that are tensors.
-# One more for each layer says whether it has a gradient, and statistics; one for each bucket of factor sums, whether it
-# goes again.
 VOTE_WORDS = 13
+
+# Marks of a vote are filled up to a multiple of this. Where ranks step several optimizers in different orders, votes
+# about different models meet: of one size they tell what differs, while gloo ends the process over two sizes.
+_MARKS = 128
 
 # Words of the status of one layer.
 STATUS_WORDS = 3
+
+
+def vote_marks(layers: int, buckets: int) -> int:
+    """Words of a vote that are about the plan, besides `VOTE_WORDS`.
+
+    One for each layer says whether it has a gradient, and statistics; one for each bucket of factor sums, whether it
+    goes again; the rest is zeros.
+
+    Args:
+        layers: how many; 0 where there is no plan yet.
+        buckets: of factor sums.
+    """
+    return _MARKS * max(1, math.ceil((layers + buckets) / _MARKS))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from kfac_optim.distributed.plan import (
     Plan,
     PlanOptions,
     Traffic,
+    vote_marks,
 )
 from kfac_optim.distributed.prediction import Compute, Seconds, predict
 from kfac_optim.distributed.strategies import (
@@ -269,7 +270,7 @@ class _Planner:
         """Of each all-reduce."""
         if payload is Payload.VOTES:
             buckets = fill(self._items(Payload.SUMS), self.options.bucket_words(Payload.SUMS))
-            return (VOTE_WORDS + len(self.layers) + len(buckets),)
+            return (VOTE_WORDS + vote_marks(len(self.layers), len(buckets)),)
         if payload is Payload.SCALARS:
             if not self.layers:
                 return ()

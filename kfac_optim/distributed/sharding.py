@@ -1,9 +1,10 @@
 """Which layers of a model that is kept in parts can be trained: those in rows, as FSDP2 keeps them on all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kfac_optim.blocks import KFACBlock
@@ -36,8 +37,8 @@ def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.Proc
     if apart := [block for block in in_rows if _ranks(block) != ranks]:
         advice = (
             f" Ranks {ranks} are to train together, but {_names(apart)} lie in shards on ranks {_ranks(apart[0])}. "
-            "Have these train together: distributed=DistributedConfig(group=mesh.get_group()), with the mesh that "
-            "fully_shard was given."
+            "Have these train together: leave group of DistributedConfig out, or pass group=mesh.get_group(), with the "
+            "mesh that fully_shard was given."
         )
     if others := [block for block in in_parts if block not in in_rows]:
         raise NotImplementedError(
@@ -53,6 +54,19 @@ def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.Proc
             f"kfac_optim: the parameters of {_names(whole)} are not sharded, while those of other layers are. Wrap "
             f"these modules by fully_shard too, or leave them to SGD: skip_layers={_patterns(whole)}."
         )
+
+
+def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.ProcessGroup | None:
+    """The group over which FSDP2 keeps the first of these parameters that it has in rows; None where there is none.
+
+    Args:
+        params: to look at.
+        shards: what FSDP2 keeps of the model.
+    """
+    for param in params:
+        if shards.of(param) is not None and isinstance(param, DTensor) and param.device_mesh.ndim == 1:
+            return param.device_mesh.get_group()
+    return None
 
 
 def _are_rows(block: KFACBlock, shards: Shards, *, copied: bool = False) -> bool:

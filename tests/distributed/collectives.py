@@ -19,7 +19,8 @@ PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @contextmanager
 def communicator(trace: list[Launch] | None = None, kind: type[Communicator] = Communicator) -> Iterator[Communicator]:
     observe = None if trace is None else trace.append
-    made = kind.of_all_ranks(CPU, timedelta(seconds=30), observe)
+    timeout = timedelta(seconds=30)
+    made = kind(dist.new_group(timeout=timeout), CPU, timeout, observe)
     yield made
     dist.destroy_process_group(made.group)
 

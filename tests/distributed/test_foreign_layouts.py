@@ -256,9 +256,6 @@ def of_parallel(rank: int, how: str, own: bool) -> tuple[list[str], list[Tensor]
         messages.append(message)
         if skipped := re.search(r"skip_layers=(\[.*?\])", message):
             choices["skip_layers"] = literal_eval(skipped[1])
-        if "DistributedConfig(group=mesh.get_group())" in message:
-            weight = next(param for param in model.parameters() if is_sharded(param) and param.device_mesh.ndim == 1)
-            choices["distributed"] = DistributedConfig(group=weight.device_mesh.get_group())
         if "init_device_mesh" in message:
             model = fully_shard(net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
             number = rank
@@ -268,7 +265,7 @@ def of_parallel(rank: int, how: str, own: bool) -> tuple[list[str], list[Tensor]
 PARALLEL = {
     "columns": (2, r"kfac_optim: the parameters of '0' are .*tensor parallelism.*skip_layers=\['0'\]\.$", ["0"], 1),
     "tensor": (2, r"kfac_optim: the parameters of '0', '2' are .*tensor parallelism", ["0", "2"], 1),
-    "tensor and fully_shard": (4, r"kfac_optim: .*tensor parallelism.*'4' lie.*group=", ["0", "2"], 2),
+    "tensor and fully_shard": (4, r"kfac_optim: .*tensor parallelism.*skip_layers=\['0', '2'\]\.$", ["0", "2"], 2),
     "hybrid": (4, r"kfac_optim: the parameters of '0', '2', '4' are .*HSDP.*\(4,\)", [], 4),
 }
 

@@ -111,7 +111,8 @@ def of_round_trip(rank: int, world_size: int) -> None:
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(SHAPES)]
     grads = {f"p{i}": distribute_tensor(whole, mesh, [Shard(0)]) for i, whole in enumerate(wholes)}
     params = [Owned(name, grad, i % world_size) for i, (name, grad) in enumerate(grads.items())]
-    communicator = Communicator.of_all_ranks(CPU, timedelta(seconds=30))
+    timeout = timedelta(seconds=30)
+    communicator = Communicator(dist.new_group(timeout=timeout), CPU, timeout)
     there, back = to_owners("there", params, world_size), from_owners("back", params, world_size)
     pieces = communicator.share(there, {f"{name}[{rank}]": local(grad) for name, grad in grads.items()}).wait()
     directions: dict[str, Tensor] = {}

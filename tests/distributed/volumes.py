@@ -56,4 +56,5 @@ def control(ranks: int, layers: int, buckets: int, traces: int, scalars: int, k_
         scalars: of the sums that bound a step (`PlanOptions.scalars`); under `Replicated` 0.
         k_i: steps between refreshes.
     """
-    return 2 * (ranks - 1) * (13 + layers + buckets + scalars + Fraction(3 * layers + traces, k_i))
+    marks = 128 * max(-(-(layers + buckets) // 128), 1)  # votes of small models have one size
+    return 2 * (ranks - 1) * (13 + marks + scalars + Fraction(3 * layers + traces, k_i))

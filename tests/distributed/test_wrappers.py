@@ -1,0 +1,170 @@
+"""Wrappers that users copy, save, replace, or run out of examples in."""
+
+import copy
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from test_groups import NUMBERS, one_process_of, train
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from training import Mixed, build, close, examples, share, squares
+
+from kfac_optim import KFACOptimizer
+from kfac_optim.distributed import DistributedConfig, Launch, Replicated, Sharded
+from kfac_optim.distributed.strategies import Strategy
+
+each_strategy = pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+
+
+def built(strategy: Strategy, **options: Any) -> tuple[nn.Module, DistributedDataParallel, KFACOptimizer]:
+    bare = build(Mixed)
+    model = DistributedDataParallel(bare)
+    config = DistributedConfig(strategy=strategy, **options)
+    return bare, model, KFACOptimizer(model, **NUMBERS, distributed=config)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    copied: nn.Module = AveragedModel(model).module
+    return copied
+
+
+def copied(rank: int, strategy: Strategy, how: Callable[[nn.Module], nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
+    """The original, and a copy with an optimizer of its own, from the middle of a training."""
+    bare, model, optimizer = built(strategy)
+    train(model, optimizer, 0, rank, range(2))
+    other = how(model)
+    train(model, optimizer, 0, rank, range(2, 5))
+    again = KFACOptimizer(other, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
+    with torch.no_grad():
+        for param, start in zip(other.parameters(), build(Mixed).parameters(), strict=True):
+            param.copy_(start)
+    train(other, again, 0, rank)
+    return [param.detach() for param in bare.parameters()], [param.detach() for param in other.parameters()]
+
+
+@each_strategy
+@pytest.mark.parametrize("how", [copy.deepcopy, averaged, saved])
+def test_a_wrapped_model_is_copied_and_saved_as_without_the_optimizer(
+    two_ranks: Ranks, how: Callable[[nn.Module], nn.Module], strategy: Strategy
+) -> None:
+    expected = one_process_of(0)
+    for found in two_ranks.run(copied, strategy, how):
+        for params in found:
+            for ours, theirs in zip(params, expected, strict=True):
+                close(ours, theirs, "a parameter", 1e-12)
+
+
+def copied_with_its_optimizer(rank: int) -> tuple[list[Tensor], list[Tensor], int]:
+    trace: list[Launch] = []
+    bare, model, optimizer = built(Sharded(), observe=trace.append)
+    train(model, optimizer, 0, rank, range(2))
+    other, again = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 0, rank, range(2, 5))
+    trace.clear()
+    train(other, again, 0, rank, range(2, 5))
+    sent = sum(launch.bucket.startswith("gradients of DDP") for launch in trace)
+    return [param.detach() for param in bare.parameters()], [param.detach() for param in other.parameters()], sent
+
+
+def test_a_copy_with_its_optimizer_sends_gradients_to_owners_too(two_ranks: Ranks) -> None:
+    for ours, others, sent in two_ranks.run(copied_with_its_optimizer):
+        assert all(map(torch.equal, ours, others))
+        assert sent > 0
+
+
+# -- a new wrapper -----------------------------------------------------------------------------------------------
+
+
+def unfreeze(rank: int | None, strategy: Strategy, given: str) -> tuple[list[Tensor], int]:
+    """The first layer trains from the third step on; DDP asks for a new wrapper then."""
+    trace: list[Launch] = []
+    bare = build(Mixed)
+    bare.first.requires_grad_(False)
+    model = bare if rank is None else DistributedDataParallel(bare)
+    config = {} if rank is None else {"distributed": DistributedConfig(strategy=strategy, observe=trace.append)}
+    params = {"model": model, "parameters": model.parameters(), "bare": bare}[given]
+    optimizer = KFACOptimizer(params, **{**NUMBERS, "inverse_update_period": 1}, **config)
+    train(model, optimizer, 0, rank, range(2))
+    bare.first.requires_grad_(True)
+    if rank is not None:
+        model = DistributedDataParallel(bare)
+        trace.clear()
+    train(model, optimizer, 0, rank, range(2, 5))
+    by_backward = sum(launch.cause.name == "COMPLETE" for launch in trace)
+    return [param.detach() for param in bare.parameters()], by_backward
+
+
+@each_strategy
+@pytest.mark.parametrize("given", ["model", "parameters", "bare"])
+def test_a_new_wrapper_takes_the_place_of_the_old_one(two_ranks: Ranks, given: str, strategy: Strategy) -> None:
+    expected, _ = unfreeze(None, strategy, given)
+    for params, by_backward in two_ranks.run(unfreeze, strategy, given):
+        assert by_backward > 0
+        for ours, theirs in zip(params, expected, strict=True):
+            close(ours, theirs, "a parameter", 1e-12)
+
+
+# -- examples that run out ---------------------------------------------------------------------------------------
+
+
+def joined(rank: int, strategy: Strategy, flags: dict[str, bool]) -> tuple[str, float]:
+    _, model, optimizer = built(strategy)
+    train(model, optimizer, 0, rank, range(1))
+    began = time.monotonic()
+    try:
+        with model.join(**flags):
+            train(model, optimizer, 0, rank, range(2 + rank))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+@each_strategy
+def test_ranks_that_run_out_of_examples_are_refused_at_once(two_ranks: Ranks, strategy: Strategy) -> None:
+    for message, seconds in two_ranks.run(joined, strategy, {}):
+        assert message.startswith("kfac_optim: within join() of DistributedDataParallel ranks that have run out of")
+        assert seconds < 20
+
+
+@each_strategy
+def test_an_epoch_may_end_on_all_ranks_with_the_first_that_runs_out(two_ranks: Ranks, strategy: Strategy) -> None:
+    (first, _), (second, _) = two_ranks.run(joined, strategy, {"throw_on_early_termination": True})
+    assert first == "Rank 0 exhausted all inputs."
+    assert "Detected at least one rank that exhausted inputs" in second
+
+
+def joined_before(rank: int) -> str:
+    _, model, optimizer = built(Replicated())
+    with model.join():
+        for _ in range(2):
+            squares(model(share(examples(0), [6, 6], rank)[0]), torch.zeros(6, 2)).mean().backward()
+    with model.join(enable=False):
+        pass
+    dist.barrier()
+    try:
+        train(model, optimizer, 0, rank, range(2))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_join_that_was_left_is_ended_as_the_message_says(two_ranks: Ranks) -> None:
+    assert two_ranks.run(joined_before) == ["", ""]
