@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -169,7 +170,12 @@ class KFACBlock:
 
     def wants_statistics(self) -> bool:
         """Whether the current step is one of statistics: by period, or because nothing is known yet."""
-        return not self.is_ready or self.clock.step % self.group["factor_update_period"] == 0
+        return not self.is_ready or self.clock.step % self._period("factor_update_period") == 0
+
+    def _period(self, name: str) -> int:
+        """A period of the param group. What is none is refused by `step()`, with its name, and not within a forward."""
+        period = self.group[name]
+        return int(period) if isinstance(period, Integral) and int(period) > 0 else 1
 
     def takes_statistics(self) -> bool:
         """Whether this process takes them at the current step."""
@@ -272,7 +278,7 @@ class KFACBlock:
             return True
         outgrown = clock.folds >= _GROWTH_BEFORE_REFRESH * clock.folds_at_refresh
         fresh = clock.folded_at == clock.step
-        period, phase = self.group["inverse_update_period"], self.phase
+        period, phase = self._period("inverse_update_period"), self.phase
         # To multiply a Fraction takes as long as all else here.
         return (fresh and outgrown) or clock.step % period == phase.numerator * period // phase.denominator
 

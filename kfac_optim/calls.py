@@ -27,6 +27,7 @@ from kfac_optim.autograd import Node, accumulator, graph_is_kept, in_backward, r
 from kfac_optim.hooks import Handle
 from kfac_optim.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.precision import without_autocast
+from kfac_optim.rows import without_ragged
 from kfac_optim.shards import ShardedParameter, Shards
 from kfac_optim.specs import LossTerms
 
@@ -291,7 +292,8 @@ class ForwardCall:
                 ledger.dropped_calls += 1
                 watch.verify(None)
                 return
-        earlier, gradient = self._gradient, gradient.detach()
+        layer_input, gradient = without_ragged(layer_input), without_ragged(gradient.detach())
+        earlier = self._gradient
         verifies = watch.awaits_gradient(ledger.shards)
         if verifies:
             self._verify(watch, layer_input, gradient, in_operator=traced)
@@ -327,7 +329,8 @@ class ForwardCall:
                 return
             if watch.awaits_gradient(ledger.shards):
                 same = layer_input is not None and version(layer_input) == version_then
-                self._verify(watch, layer_input if same else None, gradient.detach(), in_operator=False)
+                seen = without_ragged(layer_input if same else None)
+                self._verify(watch, seen, without_ragged(gradient.detach()), in_operator=False)
 
         return verify
 
@@ -366,7 +369,9 @@ class ForwardCall:
         watch = self._watch()
         if watch is not None:
             with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
-                watch.emit(LayerCall(self._input, gradient.detach(), None, self._training, self.context, reach=reach))
+                layer_input, gradient = without_ragged(self._input), without_ragged(gradient.detach())
+                reach = without_ragged(reach)
+                watch.emit(LayerCall(layer_input, gradient, None, self._training, self.context, reach=reach))
 
     def release(self) -> None:
         """Drop the tensors; further backwards through the call do not count."""

@@ -100,6 +100,8 @@ class CaptureWindow(Ledger):
 
     def watch_root(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> Handle:
         """Read the number of loss terms off every forward of `model`, and off one under way with these arguments."""
+        if isinstance(model, torch.jit.ScriptModule):  # which takes no hooks, and has no layer to listen to
+            return Handles()
         hooks = _RootHooks(self, model)
         handle = Handles(
             model.register_forward_pre_hook(PicklableHook(hooks.enter), prepend=True, with_kwargs=True),
@@ -172,6 +174,8 @@ class CaptureWindow(Ledger):
         if not watch.weight.requires_grad or not self.takes(output):
             return None
         if torch.compiler.is_compiling():
+            if layer_input.is_nested:
+                return None
             if watch.sharded is not None:
                 self.tape.trace(watch.number)
             self.note_in_graph(watch.number, layer_input, output, training, examples, context)

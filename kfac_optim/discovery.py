@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -99,7 +100,8 @@ def claim(
 ) -> KFACBlock | None:
     """Make a block of a candidate that a function multiplies by; its bias joins where the module owns that too."""
     weight = product.weight
-    if weight not in coverage.candidates or not (weight.requires_grad and weight.is_floating_point()):
+    usable = weight.requires_grad and weight.is_floating_point() and weight.numel() > 0
+    if weight not in coverage.candidates or not usable:
         return None
     names = ModuleNames(model)
     path, module = _owner(names, weight)
@@ -181,6 +183,9 @@ def _adapter_for(
     """The adapter of `module` where it can be used, or None and the reason."""
     if (skipped := _skipped(names, path, options)) is not None:
         return None, skipped
+    scripted = [around for around, parent in names.lineage(path) if isinstance(parent, torch.jit.ScriptModule)]
+    if scripted:
+        return None, f"{scripted[-1] or 'the model'!r} was compiled by torch.jit: its layers take no hooks"
     for ancestor, parent in names.lineage(path)[1:]:
         if isinstance(parent, _BYPASSES_CHILDREN):
             inside = f"{type(parent).__name__} {ancestor!r}"
@@ -195,6 +200,8 @@ def _adapter_for(
     for local, param in owned.items():
         if is_lazy(param):
             return None, f"{local} is uninitialised: preconditioned from the step after its first forward on"
+        if param.numel() == 0:
+            return None, f"{local} has no elements"
         if not param.is_floating_point():
             return None, f"{local} is {param.dtype}: only real floating-point parameters are preconditioned"
     if (refusal := adapter.refusal(module)) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -60,7 +61,10 @@ def read_terms(rule: LossTerms, inputs: Any, output: Any) -> int | None:
     if tensor is None:
         return None
     if rule in _BY_INPUT:
-        return tensor.shape[0]
+        return tensor.size(0)
+    if tensor.is_nested:
+        numel = tensor.values().numel() if tensor.layout is torch.jagged else tensor.numel()
+        return numel // max(tensor.size(-1), 1) if rule is LossTerms.POSITIONS else numel
     return _terms_of_output(rule, tensor.shape)
 
 
@@ -204,7 +208,7 @@ class LossTally:
 
 def examples_of(layer_input: Tensor, unbatched_ndim: int) -> int | None:
     """The batch that a layer was handed; None for a single example, which has `unbatched_ndim` dimensions."""
-    return None if layer_input.dim() == unbatched_ndim else layer_input.shape[0]
+    return None if layer_input.dim() == unbatched_ndim else layer_input.size(0)
 
 
 def first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:

@@ -1,6 +1,7 @@
 """From the layouts of modules to canonical rows `[groups, batch, shared, d]`, and their second moments."""
 
 import math
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from kfac_optim.linalg import symmetric_product
 from kfac_optim.specs import Structure
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 # Elements of per-example gradients that are held at a time: 64 MiB of float32.
 _CHUNK = 2**24
@@ -137,6 +140,14 @@ def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
         return rows.mean(2, keepdim=True)
     marked = active.unsqueeze(-1)
     return torch.where(marked, rows, 0).sum(2, keepdim=True) / marked.sum(1, keepdim=True).clamp(min=1)
+
+
+def without_ragged(tensor: T) -> T:
+    """A nested tensor padded by zeros to `[batch, longest, ...]`, so that padded rows of gradients count nothing."""
+    if tensor is None or not tensor.is_nested:
+        return tensor
+    padded: T = torch.nested.to_padded_tensor(tensor, 0)
+    return padded
 
 
 def on_host(tensor: Tensor) -> bool:

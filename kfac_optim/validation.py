@@ -35,7 +35,10 @@ def check_integer(name: str, value: object, *, at_least: int = 1) -> None:
 
 
 def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
-    """Check the numbers of a param group that are not SGD's; cheap enough for every step."""
+    """Check what may be edited between steps: of SGD's numbers that they are some; cheap enough for every step."""
+    for name in ("lr", "momentum", "dampening", "weight_decay"):
+        if not isinstance(group[name], float | int | Tensor):  # numbers.Real takes longer to ask
+            check_number(f"{name}{where}", group[name])
     check_number(f"damping{where}", group["damping"], above=0)
     if group["preconditioner_damping"] is not None:
         check_number(f"preconditioner_damping{where} (None is damping)", group["preconditioner_damping"], above=0)

@@ -1,13 +1,14 @@
 """Every public argument refuses a bad value with an error that names the argument, the value and the remedy."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plain import mlp
+from plain import assert_identical, batch, clones, mlp, square_loss, train
 from torch import nn
 
 import kfac_optim
@@ -451,3 +452,48 @@ def test_every_argument_of_the_other_public_callables_has_a_bad_value() -> None:
 def test_a_bad_argument_of_another_callable_is_refused(call: Call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+NONSENSE = (0, -1, 2.5, "x", math.nan, None, torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("name", ["factor_update_period", "inverse_update_period"])
+@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+def test_a_period_edited_to_nonsense_is_refused_by_the_step_alone(name: str, value: object) -> None:
+    """Not within the model's forward, and the step goes on once it is mended."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, optimizer, 1)
+    before = clones(model.parameters())
+    optimizer.param_groups[0][name] = value
+    square_loss(model(batch())).backward()
+    with pytest.raises((TypeError, ValueError), match=f"kfac_optim: {name} in param group 0 must be"):
+        optimizer.step()
+    assert_identical(before, clones(model.parameters()))
+    optimizer.param_groups[0][name] = 3
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["lr", "momentum", "dampening", "weight_decay"])
+@pytest.mark.parametrize("value", ["x", None], ids=repr)
+def test_a_number_of_sgd_edited_to_nonsense_is_refused_before_anything_is_changed(name: str, value: object) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    square_loss(model(batch())).backward()
+    before = clones(model.parameters())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(TypeError, match=f"kfac_optim: {name} in param group 0 must be a number"):
+        optimizer.step()
+    assert_identical(before, clones(model.parameters()))
+    assert not optimizer.factors()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 7), (7, 1)])
+def test_a_period_edited_between_forward_and_step_is_that_of_the_next_forward(before: int, after: int) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=before)
+    train(model, optimizer, 2)
+    square_loss(model(batch())).backward()
+    optimizer.param_groups[0]["factor_update_period"] = after
+    optimizer.step()
+    assert optimizer.metrics()["factor_age"] == (0 if before == 1 else 2)
