@@ -33,6 +33,26 @@ def on_accumulated(leaf: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHand
     return handle
 
 
+def on_accumulation(leaf: Tensor, hook: Callable[[], Any]) -> RemovableHandle:
+    """Call `hook` whenever backward has added to the gradient of `leaf`."""
+    handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda _: hook()
+    )
+    return handle
+
+
+def after_backward(function: Callable[[], None], rounds: int = 3) -> None:
+    """Within a backward, have `function` called after it, and after what others have asked for in the same way.
+
+    What they ask for may itself ask for more, as DistributedDataParallel does, so that `function` asks again that many
+    times.
+    """
+    # Private, as FSDP uses it.
+    torch.autograd.Variable._execution_engine.queue_callback(
+        function if rounds == 1 else lambda: after_backward(function, rounds - 1)
+    )
+
+
 def edge(tensor: Tensor) -> GradientEdge:
     """Where the gradient of `tensor` passes in the graph; the tensor itself is not kept."""
     return torch.autograd.graph.get_gradient_edge(tensor)

@@ -33,6 +33,8 @@ class Agreement(NamedTuple):
     """Blocks of which some worker has captured only a part of the gradient."""
     terms: tuple[int, int] | None = None
     """The least and the most that a worker has counted of terms of the loss; None where none has counted."""
+    edited: bool = False
+    """Whether gradients were changed in place on some worker, where each has the mean of some of them alone."""
     restarted: Sequence[str] = ()
     """Names of blocks of which a checkpoint that was loaded has statistics, but no worker; told once."""
 
@@ -84,6 +86,7 @@ class Executor(Protocol):
         finite: bool,
         summed: float,
         counted: int | None,
+        rescaled: bool,
     ) -> Agreement:
         """Begin a step.
 
@@ -94,6 +97,7 @@ class Executor(Protocol):
             finite: whether the gradients are, here.
             summed: `LossCount.summed`, here.
             counted: `LossTally.counted`, here.
+            rescaled: whether the step has divided the gradients by the scale, which GradScaler does unseen.
 
         Raises:
             RuntimeError: the workers do not train the same model.
@@ -266,6 +270,7 @@ class SingleDevice:
         finite: bool,
         summed: float,
         counted: int | None,
+        rescaled: bool,
     ) -> Agreement:
         return Agreement(
             finite,

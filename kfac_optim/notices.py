@@ -18,6 +18,7 @@ class Notices:
         self.given = False
         self._assumed = False
         self._uneven = False
+        self._edited = False
         self._doubted = False
 
     def no_model(self, stacklevel: int) -> None:
@@ -86,6 +87,17 @@ class Notices:
                 "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
                 "which are no harm), or where a hook changes the gradient of a layer's output. The gradient of a "
                 "penalty may be added to .grad after backward.",
+                stacklevel=stacklevel + 1,
+            )
+
+    def edited_gradients(self, edited: bool, stacklevel: int) -> None:
+        if edited and not self._edited:
+            self._edited = True
+            warnings.warn(
+                "kfac_optim: gradients were changed in place between backward and step, as by "
+                "torch.nn.utils.clip_grad_norm_. Under Sharded() .grad holds the mean over processes of some layers "
+                "alone on each, so that a norm of them is no norm of the gradient and differs from process to process. "
+                "Call optimizer.clip_grad_norm_(max_norm) instead. (What changes each number by itself is right.)",
                 stacklevel=stacklevel + 1,
             )
 

@@ -679,6 +679,7 @@ class KFACOptimizer(Optimizer):
             self._names,
             finite=deferred is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
             summed=self._window.summed(),
+            rescaled=scale.in_gradients,
             counted=None if self._window.estimate is not None else self._window.counted(),
         )
         checkpoint.warn_of_missed(agreement.restarted, stacklevel=6)
@@ -711,6 +712,7 @@ class KFACOptimizer(Optimizer):
         suspects = {block.name for block in agreement.unaccounted}
         self._notices.unaccounted_layers(self._binding.end_check(agreement.unaccounted), stacklevel=6)
         self._binding.end_step()
+        self._notices.edited_gradients(agreement.edited, stacklevel=6)
         self._notices.uneven_terms(agreement.terms, stacklevel=6)
         unseen = [name for name in self._record.unpreconditioned if name not in suspects]
         self._notices.unseen_layers(unseen, stacklevel=6)

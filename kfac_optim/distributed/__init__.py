@@ -29,6 +29,7 @@ Imports within this folder go only to a lower storey of its own:
     statistics                  L6  statistics to those that refresh, results to those that need them
     holdings                    L7  who holds what of blocks and momentum, and bringing it to another
     early                       L7  sums of statistics sent while backward goes on
+    edits                       L7  were gradients changed where each rank has the mean of some alone?
     averaging                   L7  are gradients the mean over ranks, where the training loop sees to it?
     executor                    L8  all that joined, as the engine asks for it
 """

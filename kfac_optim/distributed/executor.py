@@ -20,6 +20,7 @@ from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.ddp import Wrappers
 from kfac_optim.distributed.early import EarlyReports, Terms
+from kfac_optim.distributed.edits import EditWatch
 from kfac_optim.distributed.fsdp import rows_of
 from kfac_optim.distributed.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
@@ -110,6 +111,7 @@ class DistributedExecutor(SingleDevice):
         self._merged: set[KFACBlock] = set()
         self._again: tuple[bool, ...] = ()
         self._averaging = AveragingCheck(None)
+        self._edits = EditWatch()
         # Whole states for checkpoints, until the next step.
         self._complete: dict[KFACBlock, Any] = {}
         self._borrowed: list[nn.Parameter] = []
@@ -156,6 +158,8 @@ class DistributedExecutor(SingleDevice):
                 "ranks, though none that K-FAC preconditions. Use Replicated()."
             )
         self._checked = looked_at
+        if _may_shard(self.config.strategy):
+            self._edits.follow(params)
 
     def emitted(self, block: KFACBlock) -> None:
         # A forward may have shown another use of its weight since the plan was made.
@@ -165,7 +169,7 @@ class DistributedExecutor(SingleDevice):
     def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
         self._give_back()
         self._describe(blocks, params, names)
-        self._vote(finite=True, summed=1, norm=None, counted=None)
+        self._vote(finite=True, summed=1, norm=None, counted=None, edited=False)
 
     def agree(
         self,
@@ -176,12 +180,17 @@ class DistributedExecutor(SingleDevice):
         finite: bool,
         summed: float,
         counted: int | None,
+        rescaled: bool,
     ) -> Agreement:
         self._give_back()
         self._describe(blocks, params, names)
         # Else it is the training loop that has to make `.grad` the mean.
         norm = self._averaging.norm(params) if finite and not isinstance(self._strategy(), Sharded) else None
-        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted)
+        # Of gradients that are written to together one cannot tell how often a scaler does.
+        wrapper = self._wrappers.latest
+        views = wrapper is not None and wrapper.gradient_as_bucket_view
+        edited = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)
+        verdict = self._vote(finite=finite, summed=summed, norm=norm, counted=counted, edited=edited)
         assert self.plan is not None, "the vote is about it"
         if verdict.finite and verdict.norm is not None and not isinstance(self.plan.strategy, Sharded):
             self._averaging.check(verdict.norm, params, names())
@@ -201,11 +210,13 @@ class DistributedExecutor(SingleDevice):
             graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
             unaccounted={block for block, mark in zip(blocks, found, strict=True) if mark >= _UNACCOUNTED},
             terms=verdict.terms,
+            edited=verdict.edited and isinstance(self.plan.strategy, Sharded),
             restarted=tuple(restarted),
         )
 
     def gradients_dropped(self) -> None:
         self._wrappers.forget()
+        self._edits.forget()
         if self._flow is not None:
             self._flow.forget()
 
@@ -277,6 +288,7 @@ class DistributedExecutor(SingleDevice):
         owned = self.flow.owned(params)
         for sharded in (False, True):  # torch does not take both at once
             nn.utils.clip_grads_with_norm_([p for p in owned if isinstance(p, DTensor) is sharded], max_norm, norm)
+        self._edits.note()
         return norm
 
     # -- the plan ----------------------------------------------------------------------------------------------
@@ -366,7 +378,7 @@ class DistributedExecutor(SingleDevice):
         dtypes = sorted({str(param.dtype) for param in params})
         self._number = _hash([repr(config), self._loaded, *dtypes, *map(repr, self._model)])
 
-    def _vote(self, *, finite: bool, summed: float, norm: float | None, counted: int | None) -> Ballot:
+    def _vote(self, *, finite: bool, summed: float, norm: float | None, counted: int | None, edited: bool) -> Ballot:
         """What all ranks say, when all have planned the same."""
         arguments = self._arguments()
         # Looking at tensors synchronises, as taking statistics does.
@@ -377,7 +389,7 @@ class DistributedExecutor(SingleDevice):
             model=0,
             numbers=_hash_of(arguments),
             norm=norm,
-            edited=False,
+            edited=edited,
             terms=None if counted is None else (counted, counted),
             tensors=_hash_of(self._tensors()) if looks else None,
             marks=(),

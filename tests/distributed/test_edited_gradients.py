@@ -1,0 +1,103 @@
+"""Clipping by torch's own function where each rank has the mean of some gradients alone: told of, by name, once."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Mixed, build, examples, share, squares, wrap
+
+from kfac_optim import KFACOptimizer
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
+from kfac_optim.distributed.strategies import Strategy
+
+FLAGS: dict[str, dict[str, Any] | None] = {
+    "bare": None,
+    "DDP": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+Between = Callable[[nn.Module, KFACOptimizer], Any]
+"""What comes between backward and step."""
+
+
+def nothing(_: nn.Module, __: KFACOptimizer) -> None:
+    pass
+
+
+def torchs(model: nn.Module, _: KFACOptimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def ours(_: nn.Module, optimizer: KFACOptimizer) -> None:
+    optimizer.clip_grad_norm_(0.1)
+
+
+def of_rank(rank: int, strategy: Strategy, flags: str, between: Between, scaled: str, micro: int = 1) -> list[int]:
+    """How often it was told at each step."""
+    model = wrap(build(Mixed), FLAGS[flags])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=bool(scaled))
+    config = DistributedConfig(strategy=strategy)
+    named = {"grad_scaler": scaler} if scaled else {}
+    optimizer = KFACOptimizer(model, lr=0.05, distributed=config, **named)
+    told = []
+    for step in range(4):
+        x, y = share(examples(step), [6, 6], rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            for _ in range(micro):
+                scaler.scale(squares(model(x), y).mean() / micro).backward()
+            if scaled == "unscaled":
+                scaler.unscale_(optimizer)
+            between(model, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        told.append(sum("optimizer.clip_grad_norm_" in str(each.message) for each in caught))
+    return told
+
+
+@pytest.mark.parametrize("scaled", ["", "unscaled"])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_clipping_by_torch_is_told_of_once(two_ranks: Ranks, flags: str, scaled: str) -> None:
+    for told in two_ranks.run(of_rank, Sharded(), flags, torchs, scaled):
+        assert told == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("scaled", ["", "unscaled", "handed"])
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("between", [nothing, ours])
+def test_what_is_right_is_not_told_of(two_ranks: Ranks, flags: str, between: Between, scaled: str) -> None:
+    if scaled == "handed" and between is ours:
+        return  # who clips unscales before
+    for told in two_ranks.run(of_rank, Sharded(), flags, between, scaled, 1 if flags == "static" else 2):
+        assert told == [0, 0, 0, 0]
+
+
+def test_where_all_ranks_have_all_gradients_torchs_own_is_right(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(of_rank, Replicated(), "DDP", torchs, ""):
+        assert told == [0, 0, 0, 0]
+
+
+def zeroed(rank: int) -> list[str]:
+    """Gradients are thrown away in place after backward."""
+    model = DistributedDataParallel(build(Mixed))
+    optimizer = KFACOptimizer(model, lr=0.05, distributed=DistributedConfig(strategy=Sharded()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            x, y = share(examples(step), [6, 6], rank)
+            squares(model(x), y).mean().backward()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+    return [str(each.message) for each in caught if "clip_grad_norm_" in str(each.message)]
+
+
+def test_gradients_that_are_thrown_away_are_not_told_of(two_ranks: Ranks) -> None:
+    assert two_ranks.run(zeroed) == [[], []]
