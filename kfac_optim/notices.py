@@ -102,7 +102,7 @@ class Notices:
             )
 
     def uneven_terms(self, terms: tuple[int, int] | None, stacklevel: int) -> None:
-        """Of the numbers that the processes have counted, the least and the most."""
+        """Warn where processes count different numbers of loss terms; `terms` are the least and the most of them."""
         if terms is not None and terms[0] != terms[1] and not self._uneven:
             self._uneven = True
             warnings.warn(

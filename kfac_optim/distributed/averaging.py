@@ -38,7 +38,7 @@ class AveragingCheck:
         self._left = dict.fromkeys(_Unseen, _STEPS_LOOKED_AT)
 
     def norm(self, params: Sequence[nn.Parameter]) -> float | None:
-        """Of those gradients, as they are here; None where there are none, or they were compared often enough."""
+        """Give the norm of those gradients as they are here; None where there are none, or they were compared often enough."""
         unseen, chosen = self._unseen(params)
         if not chosen or self._left[unseen] == 0:
             return None
@@ -73,7 +73,7 @@ class AveragingCheck:
         )
 
     def _unseen(self, params: Sequence[nn.Parameter]) -> tuple[_Unseen, list[nn.Parameter]]:
-        """Of which gradients nobody is known to average them."""
+        """Find the gradients that nobody is known to average."""
         whole = [param for param in params if param.grad is not None and not _is_elsewhere(param.grad)]
         if self._wrapper is None:
             return _Unseen.ALL, whole

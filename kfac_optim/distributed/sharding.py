@@ -87,7 +87,7 @@ def _one(block: KFACBlock) -> DTensor:
 
 
 def _first_layout(blocks: Sequence[KFACBlock]) -> str:
-    """As far as it is known."""
+    """Describe how the first parameter in parts is laid out, as far as that is known."""
     for param in blocks[0].params:
         if isinstance(param, DTensor):
             return f", the first as {tuple(param.placements)} over the mesh {param.device_mesh.mesh.tolist()}"

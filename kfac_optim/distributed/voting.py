@@ -29,8 +29,8 @@ class Ballot(NamedTuple):
     numbers: int
     """A hash below `2**62` of the arguments and numbers of the optimizer; -1 if they do not agree on it."""
     norm: float | None
-    """Of gradients that should be equal on all ranks; None where the rank does not compare them. Then the relative
-    difference between those ranks that do."""
+    """The norm of gradients that should be equal on all ranks; None where the rank does not compare them. What comes of
+    the vote is the relative difference between those ranks that do."""
     edited: bool
     """Whether gradients were changed in place where only some ranks have their mean."""
     terms: tuple[int, int] | None
