@@ -38,7 +38,7 @@ class AveragingCheck:
         self._left = dict.fromkeys(_Unseen, _STEPS_LOOKED_AT)
 
     def norm(self, params: Sequence[nn.Parameter]) -> float | None:
-        """Give the norm of those gradients as they are here; None where there are none, or they were compared often enough."""
+        """Give the norm of those gradients here; None where there are none, or they were compared often enough."""
         unseen, chosen = self._unseen(params)
         if not chosen or self._left[unseen] == 0:
             return None
