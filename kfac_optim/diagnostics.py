@@ -107,6 +107,7 @@ def metrics(
     skipped_steps: int,
     rejected_steps: int,
     reduction_ratio: float | None,
+    counters: Callable[[KFACBlock], Mapping[str, float | Tensor]],
 ) -> dict[str, float]:
     """Plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
     numbers: dict[str, float] = {
@@ -140,7 +141,7 @@ def metrics(
         clocks = [block.clock for block in known]
         numbers["factor_age"] = float(max(clock.step - 1 - clock.folded_at for clock in clocks))
         numbers["inverse_age"] = float(max(clock.step - 1 - clock.refreshed_at for clock in clocks))
-        numbers |= _merged_counters(known)
+        numbers |= _merged_counters(map(counters, known))
     return numbers
 
 
@@ -170,11 +171,11 @@ def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict
     }
 
 
-def _merged_counters(blocks: Sequence[KFACBlock]) -> dict[str, float]:
+def _merged_counters(counters: Iterable[Mapping[str, float | Tensor]]) -> dict[str, float]:
     """Counts add up over blocks; condition numbers and cutoffs report the worst."""
     merged: dict[str, float] = {}
-    for block in blocks:
-        for key, value in block.inverse.counters(block.state).items():
+    for of_block in counters:
+        for key, value in of_block.items():
             number = float(value)
             if key.startswith(("condition", "cutoff")):
                 merged[key] = max(merged.get(key, 0.0), number)

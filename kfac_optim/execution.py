@@ -124,6 +124,9 @@ class Executor(Protocol):
     def has_statistics(self, block: KFACBlock) -> bool:
         """Whether any sample was ever accepted, by the time of the last refresh."""
 
+    def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
+        """`Inverse.counters`; with several workers the same on all, as of the last refresh."""
+
     def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
         """Samples refused in a row and refreshes failed in a row, of each block."""
 
@@ -301,6 +304,9 @@ class SingleDevice:
 
     def has_statistics(self, block: KFACBlock) -> bool:
         return block.inverse.has_statistics(block.state)
+
+    def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
+        return block.inverse.counters(block.state)
 
     def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
         if not blocks:

@@ -475,7 +475,8 @@ class KFACOptimizer(Optimizer):
         damping); `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
         `covered_parameters` is the share of all parameters that belong to blocks, `measured_parameters` of those
         whose statistics were taken so far, `left_out_parameters` of those left to SGD, each from 0 to 1. What is not
-        known yet is absent.
+        known yet is absent. On several processes conditions, cutoffs and counts of statistics and refreshes are those
+        of the last refresh, the same on all; a count is that of the process that has counted most, layer by layer.
         """
         self._skipped.look()
         return diagnostics.metrics(
@@ -486,6 +487,7 @@ class KFACOptimizer(Optimizer):
             skipped_steps=self._skipped.total,
             rejected_steps=0 if self._judge is None else self._judge.rejected,
             reduction_ratio=None if self._judge is None else self._judge.ratio,
+            counters=self._executor.counters,
         )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:

@@ -26,7 +26,7 @@ from kfac_optim.distributed.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.groups import GroupLoan, OwnGroups, own_groups, ranks_of, timeout_of, world
 from kfac_optim.distributed.holdings import Holdings
-from kfac_optim.distributed.plan import Plan, PlanOptions, differences, remedy, vote_marks
+from kfac_optim.distributed.plan import TOLD_COUNTERS, Plan, PlanOptions, differences, remedy, vote_marks
 from kfac_optim.distributed.planner import Covered, Uncovered, make_plan
 from kfac_optim.distributed.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.statistics import StatisticsExchange
@@ -241,6 +241,13 @@ class DistributedExecutor(SingleDevice):
 
     def has_statistics(self, block: KFACBlock) -> bool:
         return self.exchange.status[block.name].held
+
+    def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
+        if self._exchange is None:
+            return super().counters(block)
+        own = {key: value for key, value in super().counters(block).items() if key not in TOLD_COUNTERS}
+        told = self._exchange.status.get(block.name)
+        return own if told is None else {**own, **told.counters}
 
     def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
         status = self.exchange.status

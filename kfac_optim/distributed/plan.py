@@ -28,8 +28,22 @@ VOTE_WORDS = 13
 # about different models meet: of one size they tell what differs, while gloo ends the process over two sizes.
 _MARKS = 128
 
+# Of `Inverse.counters` those that ranks tell one another at refreshes, for metrics: those with a side are known to the
+# owner of that part alone.
+TOLD_COUNTERS = (
+    "condition_A",
+    "condition_G",
+    "cutoff_A",
+    "cutoff_G",
+    "failed_refreshes",
+    "fallback_inverses",
+    "refused_statistics",
+    "retried_refreshes",
+    "substituted_statistics",
+)
+
 # Words of the status of one layer.
-STATUS_WORDS = 3
+STATUS_WORDS = 3 + len(TOLD_COUNTERS)
 
 
 def vote_marks(layers: int, buckets: int) -> int:

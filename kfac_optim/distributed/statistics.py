@@ -1,6 +1,6 @@
 """The statistics of all ranks to those that refresh by them, and the results to those that need them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,11 +9,11 @@ from torch import Tensor
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.distributed.comm import Communicator
 from kfac_optim.distributed.layouts import Merged
-from kfac_optim.distributed.plan import LayerPlan, PartPlan, Plan
+from kfac_optim.distributed.plan import STATUS_WORDS, TOLD_COUNTERS, LayerPlan, PartPlan, Plan
 from kfac_optim.distributed.reducer import Reducer
 from kfac_optim.distributed.strategies import Statistics
 from kfac_optim.distributed.transfer import Transfer, carry_out
-from kfac_optim.distributed.voting import largest
+from kfac_optim.distributed.voting import from_ordered, largest, ordered
 from kfac_optim.distributed.wire import result_buckets, result_name, slot_name, sum_buckets
 from kfac_optim.factors import Elsewhere, Factor
 from kfac_optim.inverses.base import Result
@@ -30,6 +30,8 @@ class Status(NamedTuple):
     """Samples refused in a row, on the rank that refused most."""
     failed: int
     """Refreshes failed in a row."""
+    counters: Mapping[str, float]
+    """Those of `TOLD_COUNTERS` that its inverse has; of events, on the rank that counted most."""
 
 
 class StatisticsExchange:
@@ -201,19 +203,43 @@ class StatisticsExchange:
             self.place(block)
 
     def _tell_status(self, blocks: Sequence[KFACBlock]) -> None:
-        counts = [count for block in blocks for count in block.inverse.setbacks(block.state)]
-        device = self._main.device
-        numbers = torch.stack([count.to(device) for count in counts]).tolist() if counts else []
+        numbers = self._numbers(blocks)
         words: list[int] = []
-        for index, block in enumerate(blocks):
+        for block in blocks:
             owns = self.owns(block)
             nothing = owns and not block.is_ready and not block.inverse.has_statistics(block.state)
-            words += [int(nothing), numbers[2 * index], numbers[2 * index + 1] if owns else 0]
-        names = [block.name for block in blocks]
-        found = largest(self._main, words, "status", names)
-        for index, name in enumerate(names):
-            nothing_held, refused, failed = found[3 * index : 3 * index + 3]
-            self.status[name] = Status(not nothing_held, refused, failed)
+            refused, failed, counters = numbers[block]
+            words += [int(nothing), int(refused), int(failed) if owns else 0]
+            told = (counters.get(key, 0.0) if self._knows(block, key) else 0.0 for key in TOLD_COUNTERS)
+            words += [ordered(abs(each)) for each in told]  # a NaN may have a sign, which would put it below all others
+        found = largest(self._main, words, "status", [block.name for block in blocks])
+        for index, block in enumerate(blocks):
+            nothing_held, refused, failed, *told_words = found[STATUS_WORDS * index : STATUS_WORDS * (index + 1)]
+            known = dict(zip(TOLD_COUNTERS, map(from_ordered, told_words), strict=True))
+            counters = {key: value for key, value in known.items() if key in numbers[block][2]}
+            self.status[block.name] = Status(not nothing_held, refused, failed, counters)
+
+    def _numbers(self, blocks: Sequence[KFACBlock]) -> dict[KFACBlock, tuple[float, float, dict[str, float]]]:
+        """Setbacks and counters of each block, as they are here."""
+        device, counted = self._main.device, {block: block.inverse.counters(block.state) for block in blocks}
+        tensors = [
+            number.to(device, torch.float64)
+            for block, counters in counted.items()
+            for number in (*block.inverse.setbacks(block.state), *counters.values())
+        ]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # the one host synchronisation of it
+        return {
+            block: (next(numbers), next(numbers), {key: next(numbers) for key in counters})
+            for block, counters in counted.items()
+        }
+
+    def _knows(self, block: KFACBlock, key: str) -> bool:
+        """Whether what a counter measures was measured here; events are counted wherever they come to pass."""
+        if not key.startswith(("condition", "cutoff")):
+            return True
+        parts = self._layers[block.name].parts
+        owners = [part.owner for part in parts if part.part.name in ("", key[-1])] or self.owners(block)
+        return self.rank in owners
 
     def _tell_of_each_other(self, blocks: Sequence[KFACBlock]) -> None:
         """Where A and G have different owners, each solves for its own; but λ may be shared among them by traces."""

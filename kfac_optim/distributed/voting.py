@@ -50,7 +50,7 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
     """
     summed = _UNBOUNDED if math.isinf(ballot.summed) else int(ballot.summed)
     twins = [signed for each in (ballot.model, ballot.numbers) for signed in (each, -each)]
-    norm = None if ballot.norm is None else _ordered(ballot.norm)
+    norm = None if ballot.norm is None else ordered(ballot.norm)
     least, most = ballot.terms or (-_SILENT, _SILENT)
     twins += [most, -least]
     twins += [signed for each in (norm, ballot.tensors) for signed in _twins(each)]
@@ -65,7 +65,7 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
         summed=math.inf if summed == _UNBOUNDED else summed,
         model=model,
         numbers=numbers,
-        norm=_difference(*map(_from_ordered, norms)) if norms[0] != _SILENT else None,
+        norm=_difference(*map(from_ordered, norms)) if norms[0] != _SILENT else None,
         edited=bool(edited),
         terms=None if most == _SILENT else (least, most),
         tensors=None if pairs[4][0] == _SILENT else tensors,
@@ -82,12 +82,12 @@ def _difference(largest: float, smallest: float) -> float:
     return 1 - smallest / largest if largest > 0 else 0.0
 
 
-def _ordered(number: float) -> int:
+def ordered(number: float) -> int:
     """The bits of a number that is not negative: they are in the order of the numbers."""
     return int.from_bytes(struct.pack(">d", number))
 
 
-def _from_ordered(bits: int) -> float:
+def from_ordered(bits: int) -> float:
     (number,) = struct.unpack(">d", bits.to_bytes(8))
     return float(number)
 

@@ -1,0 +1,91 @@
+"""`metrics()` on several ranks: the numbers of all layers, the same on each, though each refreshes a part."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+from training import Mixed, build, examples, share, squares, wrap
+
+from kfac_optim import Cholesky, KFACOptimizer, LowRank
+from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
+from kfac_optim.distributed.strategies import Strategy
+from kfac_optim.inverses.base import Inverse
+
+OPTIONS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "factor_update_period": 1, "inverse_update_period": 3}
+MEASURES = ("condition_A", "condition_G", "cutoff_A", "cutoff_G")
+
+
+def train(model: nn.Module, optimizer: KFACOptimizer, rank: int | None, ranks: int) -> dict[str, float]:
+    for step in range(5):
+        x, y = examples(step) if rank is None else share(examples(step), [12 // ranks] * ranks, rank)
+        optimizer.zero_grad()
+        squares(model(x), y).mean().backward()
+        optimizer.step()
+    return optimizer.metrics()
+
+
+def of_rank(rank: int, ranks: int, strategy: Strategy, inverse: Inverse[Any]) -> dict[str, float]:
+    model = wrap(build(Mixed), {})
+    optimizer = KFACOptimizer(model, **OPTIONS, inverse=inverse, distributed=DistributedConfig(strategy=strategy))
+    return train(model, optimizer, rank, ranks)
+
+
+@pytest.mark.parametrize(
+    ("count", "strategy", "inverse"),
+    [
+        (2, Replicated(), Cholesky()),
+        (2, Sharded(), LowRank(2)),
+        (4, Sharded(Placement.FACTORS), Cholesky()),
+        (4, Replicated(0.5), LowRank(2)),
+    ],
+    ids=str,
+)
+def test_they_are_those_of_one_process_on_all_ranks(
+    request: pytest.FixtureRequest, count: int, strategy: Strategy, inverse: Inverse[Any]
+) -> None:
+    ranks: Ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[count])
+    model = build(Mixed)
+    expected = train(model, KFACOptimizer(model, **OPTIONS, inverse=inverse), None, 1)
+    answers = ranks.run(of_rank, count, strategy, inverse)
+    assert all(found == answers[0] for found in answers)
+    for name in MEASURES:
+        assert (name in answers[0]) is (name in expected)
+        if name in expected:
+            assert answers[0][name] == pytest.approx(expected[name], rel=1e-9)
+
+
+class Overflowing(nn.Sequential):
+    """The square of an input overflows where an example begins with 1."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        huge = 1 + (x[:, :1] == 1).to(x) * 1e200
+        out: torch.Tensor = self[2](self[1](self[0](x * huge) / huge))
+        return out
+
+
+def of_overflow(rank: int) -> list[float]:
+    """Statistics of rank 1 are refused at step 1, and told of at the refresh."""
+    model = wrap(build(Overflowing), {})
+    optimizer = KFACOptimizer(model, **OPTIONS, distributed=DistributedConfig())
+    told = []
+    for step in range(5):
+        x, y = share(examples(step), [6, 6], rank)
+        if step == 1 and rank == 1:
+            x[0, 0] = 1.0
+        optimizer.zero_grad()
+        squares(model(x), y).mean().backward()
+        optimizer.step()
+        told.append(optimizer.metrics()["refused_statistics"])
+    return told
+
+
+def test_events_of_one_rank_are_counted_on_all(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(of_overflow)
+    assert first == second
+    assert first[0] == 0
+    assert first[-1] == 1
