@@ -116,7 +116,7 @@ def test_the_rows_of_the_table() -> None:
     assert kaisa(4, 1, 6, 13, 3, 3) == 36 + 26 + 18  # MEM_OPT
     assert kaisa(4, 2, 6, 13, 3, 3) == 36 + 26 + Fraction(19, 3) + 12  # HYBRID
     assert control(4, 5, 2, 7, 8, 3) == 6 * (13 + 128 + 8) + 6 * Fraction(60 + 7, 3)
-    assert control(4, 100, 29, 0, 0, 1) == 6 * (13 + 256) + 6 * 300
+    assert control(4, 100, 29, 0, 0, 1) == 6 * (13 + 256) + 6 * 1200
     assert control(1, 5, 2, 7, 8, 3) == 0
 
 
