@@ -7,15 +7,24 @@ from kfac_optim.loss_terms import LossCount
 from kfac_optim.scale_probe import Factor
 from kfac_optim.specs import LossTerms
 
+_PASS_MODEL = (
+    " The model had to be found while a forward of it was running, which torch.compile may have been tracing already; "
+    "if you compile it, pass it: KFACOptimizer(model, ...)."
+)
+
 
 class Notices:
     """What is preconditioned, and what is not; what every step could repeat is said once.
 
     `stacklevel` counts frames as in `warnings.warn`, from the caller on.
+
+    Args:
+        finds_model: whether the optimizer was given parameters, and has to find the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, finds_model: bool = False) -> None:
         self.given = False
+        self._remedy = _PASS_MODEL if finds_model else ""
         self._assumed = False
         self._uneven = False
         self._edited = False
@@ -38,7 +47,7 @@ class Notices:
 
     def unmeasured(self, reason: str, stacklevel: int) -> None:
         """Of parameters that were to be preconditioned until now."""
-        warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.", stacklevel=stacklevel + 1)
+        warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.{self._remedy}", stacklevel=stacklevel + 1)
 
     def no_gradients(self, stacklevel: int) -> None:
         if not self.given:
@@ -58,7 +67,7 @@ class Notices:
                 "gradients from autograd.grad, a forward of its own that multiplies by something else than its weight, "
                 "or, with an estimate that names the loss, torch.compile or an output that is not found. "
                 "optimizer.summary() tells what is measured; later such steps are counted in "
-                "metrics()['unpreconditioned_blocks'].",
+                f"metrics()['unpreconditioned_blocks'].{self._remedy}",
                 stacklevel=stacklevel + 1,
             )
 

@@ -271,7 +271,7 @@ class KFACOptimizer(Optimizer):
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
         self._record: engine.StepRecord | None = None
-        self._notices = Notices()
+        self._notices = Notices(finds_model=given is None)
         self._missed: list[str] = []
         self._binding = ModelBinding(
             given,

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -307,3 +307,36 @@ def test_factors_are_those_of_their_definition(name: str) -> None:
     # All but norms, whose A is the identity, and the convolution that makes patches.
     others = {block.name for block in summary.blocks if "norm" not in block.layer.lower() and block.layer != "Conv2d"}
     assert seen == others
+
+
+@pytest.fixture
+def _fresh_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    small = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options = {"intermediate_size": 16, "max_position_embeddings": 16, "num_labels": 2}
+    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**small, **options, **without))
+
+
+def steps_of(called: nn.Module, optimizer: KFACOptimizer) -> dict[str, tuple[Any, Any]]:
+    ids, labels = torch.arange(24).view(4, 6), torch.tensor([0, 1, 1, 0])
+    for _ in range(2):
+        optimizer.zero_grad()
+        called(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    return optimizer.factors()
+
+
+@pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
+@pytest.mark.usefixtures("_fresh_graphs")
+def test_parameters_of_a_compiled_model_are_told_to_be_handed_over_with_it() -> None:
+    model = classifier()
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"pass it: KFACOptimizer\(model, \.\.\.\)"):
+        steps_of(torch.compile(model, backend="aot_eager"), optimizer)
