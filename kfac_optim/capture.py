@@ -64,6 +64,8 @@ class CaptureWindow(Ledger):
         capturing: whether graphs are to capture: they are traced once with it and once without.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
         probe: keeps a gradient, to tell what becomes of it before the step.
+        offered: whether a GradScaler has begun a step that has not come yet.
+        left_out: steps that did not come, as the scaler has found an overflow, ever.
         estimate: told of each forward of the model that has ended, with the calls in it, the places where their
             gradients pass and the output, by an estimate that backpropagates gradients of its own. None where those of
             the training loop count.
@@ -81,6 +83,8 @@ class CaptureWindow(Ledger):
         self.capturing = False
         self.scaled = False
         self.probe = ScaleProbe()
+        self.offered = False
+        self.left_out = 0
         self.step = self.worker = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
@@ -251,7 +255,7 @@ class CaptureWindow(Ledger):
 
     def begin_forward(self) -> None:
         """The model's outermost forward begins."""
-        self.notice_lost_gradients()
+        self._notice_what_is_gone()
         self.modes.leave()
         for hooks in self._hooks:
             if torch.is_grad_enabled():
@@ -282,7 +286,7 @@ class CaptureWindow(Ledger):
 
     def begin_call(self, model: int, nested: bool) -> None:
         if not nested:
-            self.notice_lost_gradients()
+            self._notice_what_is_gone()
             self.roots.leave_all()  # a graph that raised has left its own behind
         self.graph_began()
         self.roots.enter(model)
@@ -326,6 +330,14 @@ class CaptureWindow(Ledger):
             noted(gradient, layer_input)
 
     # ----------------------------------------------------------------------------------------------------------
+
+    def _notice_what_is_gone(self) -> None:
+        """Forget what was captured for a step that a GradScaler has left out, or whose gradients were dropped since."""
+        if self.offered:
+            self.offered = False
+            self.left_out += 1
+            self.abandon()
+        self.notice_lost_gradients()
 
     def _end(self) -> None:
         self.roots.end()

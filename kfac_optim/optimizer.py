@@ -138,8 +138,10 @@ class KFACOptimizer(Optimizer):
         """Whether `GradScaler` leaves it to the step to unscale the gradients and to skip them where they overflow.
 
         That is where a rank sees a part of the gradients alone, as all ranks must skip alike. Elsewhere the scaler does
-        both itself, so that trainers may clip in between.
+        both itself, so that trainers may clip in between. A scaler asks for this as it begins a step, which does not
+        come where it finds an overflow.
         """
+        self._window.offered = True
         if not self._executor.several:
             return False
         return not self._executor.sees_all_gradients or any(map(is_sharded, self._params()))
@@ -341,6 +343,7 @@ class KFACOptimizer(Optimizer):
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         judge, number = self._judge, self._window.step
+        self._window.offered = False
         if judge is not None:
             judge.check_call(closure, self.param_groups)
         random = random_state(self._params()) if judge is not None and judge.rule.tries(number) else None
@@ -468,7 +471,8 @@ class KFACOptimizer(Optimizer):
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` (after ν) over the
         preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G`
         (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not
-        finite; steps that a `GradScaler` leaves out itself are not seen), `refused_statistics` (not finite),
+        finite; a step that a `GradScaler` leaves out counts from the next forward on),
+        `refused_statistics` (not finite),
         `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in place before backward, or a
         second backward though the graph was not retained), of `EKFAC` `substituted_statistics`, of `NewtonSchulz`
         `fallback_inverses`; of `LowRank` `cutoff_A` and `cutoff_G` (the smallest eigenvalue kept, in units of the
@@ -484,7 +488,7 @@ class KFACOptimizer(Optimizer):
             self._params(),
             self._record,
             dropped_calls=self._window.dropped_calls,
-            skipped_steps=self._skipped.total,
+            skipped_steps=self._skipped.total + self._window.left_out,
             rejected_steps=0 if self._judge is None else self._judge.rejected,
             reduction_ratio=None if self._judge is None else self._judge.ratio,
             counters=self._executor.counters,

@@ -78,17 +78,21 @@ class ScaleProbe:
         param = None if self._param is None else self._param()
         if param is None or self._kept is None or param.grad is None or param.grad.shape != self._kept.shape:
             return Factor()
-        ratio, spread = _common_factor(self._kept, param.grad.detach())
+        before, after = self._kept, param.grad.detach()
+        ratio, spread = _common_factor(before, after)
         tolerance = _ROUNDINGS * torch.finfo(param.dtype).eps
-        if not (math.isfinite(ratio) and ratio > 0) or spread > tolerance * ratio or abs(ratio - 1) <= tolerance:
+        if not (math.isfinite(ratio) and ratio > 0) or spread > tolerance * ratio:
             return Factor()
-        backwards = self._backwards
         power = 2.0 ** round(math.log2(ratio))
-        for scale in (1 / backwards, power):
-            if abs(ratio / scale - 1) <= tolerance and scale != 1:
-                self._known = scale
-                return Factor(scale)
-        if ratio > 1:
+        # To the bit, since clipping may come near to either.
+        if torch.equal(after, before * power):
+            self._known = min(power, 1.0)
+            return Factor(power)
+        count = self._backwards
+        if torch.equal(after, before / count) or torch.equal(after, before * (1 / count)):
+            self._known = 1 / count
+            return Factor(self._known)
+        if ratio > 1 + tolerance:
             return Factor(ratio)
         if ratio <= self._known < 1:
             return Factor(self._known)  # and the rest is clipping

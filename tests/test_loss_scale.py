@@ -83,13 +83,15 @@ def test_lightning_clips_in_half_precision() -> None:
     assert_same_factors(optimizer.factors(), plain_factors(), rtol=1e-10)
 
 
-@pytest.mark.parametrize("drop", ["model.zero_grad()", "optimizer.zero_grad()", "param.grad = None"])
+@pytest.mark.parametrize("drop", ["model.zero_grad()", "optimizer.zero_grad()", "param.grad = None", "zeros"])
 def test_what_a_scaler_leaves_out_leaves_nothing_behind(drop: str) -> None:
     model = mlp()
     optimizer = optimizer_of(model)
     scaler = GradScaler("cpu", init_scale=SCALE)
     for factor in (torch.inf, 1.0):
         loss = square_loss(model(batch(3 if factor != 1 else 0)))
+        if factor != 1:
+            optimizer.set_loss_terms(99)
         scaler.scale(loss).backward()
         if factor != 1:
             model[0].weight.grad[0, 0] = factor
@@ -98,10 +100,13 @@ def test_what_a_scaler_leaves_out_leaves_nothing_behind(drop: str) -> None:
         if drop == "param.grad = None":
             for param in model.parameters():
                 param.grad = None
+        elif drop == "zeros":
+            model.zero_grad(set_to_none=False)
         else:
             (model if drop.startswith("model") else optimizer).zero_grad()
     assert_same_factors(optimizer.factors(), plain_factors(), rtol=1e-10)
     assert optimizer._binding.coverage.blocks[0].clock.step == 1
+    assert optimizer.metrics()["skipped_steps"] == 1
 
 
 def test_gradients_thrown_away_by_the_model_take_their_statistics_along() -> None:
@@ -159,6 +164,10 @@ def clipped(model: nn.Module) -> None:
     clip(model, 0.37)
 
 
+def clipped_nearly_by_half(model: nn.Module) -> None:
+    clip(model, 0.50001)
+
+
 def clipped_far(model: nn.Module) -> None:
     clip(model, 0.02)
 
@@ -173,7 +182,7 @@ def of_signs(model: nn.Module) -> None:
         param.grad.sign_()
 
 
-@pytest.mark.parametrize("edit", [clipped, clipped_far, with_noise, of_signs])
+@pytest.mark.parametrize("edit", [clipped, clipped_nearly_by_half, clipped_far, with_noise, of_signs])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_other_edits_of_the_gradient_leave_the_statistics_alone_and_are_no_news(
     edit: Callable[[nn.Module], None], micro_batches: int
