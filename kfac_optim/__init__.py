@@ -54,6 +54,7 @@ to that of a folder around it):
     discovery                   L11  the blocks of a model
     background                  L11  refreshes beside the training, whoever does the work
     step_size                   L11  how far a step goes
+    adaptive_trust_region       L12  a trust region whose size follows what steps do
     distributed/                L12  many processes: who works on what, and what they send
     engine                      L12  one step as a pipeline
     trial                       L13  a step judged after it was taken, and taken back
@@ -63,6 +64,7 @@ to that of a folder around it):
     optimizer                   L14  KFACOptimizer: groups, hooks, checkpoints
 """
 
+from kfac_optim.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.diagnostics import Summary
 from kfac_optim.estimates import CurvaturePropagation, Empirical, Estimate, ExactGGN, MonteCarlo
 from kfac_optim.inverses import (
@@ -92,6 +94,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_ADAPTERS",
     "EKFAC",
+    "AdaptiveTrustRegion",
     "AutoInverse",
     "Background",
     "BlockDiagonal",

@@ -48,6 +48,8 @@ class Clock:
     """Whether a refresh is due whatever the periods."""
     summed_terms: float = 1
     """`LossCount.summed` of the last statistics."""
+    loss_unit: float = 1
+    """What the param group's `λ` is multiplied by, as of the last statistics (`StepSize.loss_unit`)."""
 
 
 class Missing(NamedTuple):
@@ -141,9 +143,9 @@ class KFACBlock:
 
     @property
     def damping(self) -> float:
-        """`λ` of the inverse, with the weight decay that is part of the curvature: `λ + η`."""
+        """`λ` of the inverse in the unit of the loss, and the weight decay that is part of the curvature: `λ + η`."""
         own: float | None = self.group["preconditioner_damping"]
-        return (self.group["damping"] if own is None else own) + l2(self.group)
+        return float((self.group["damping"] if own is None else own) * self.clock.loss_unit + l2(self.group))
 
     @property
     def cost(self) -> Cost:

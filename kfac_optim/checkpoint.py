@@ -16,6 +16,9 @@ from kfac_optim.specs import LayerSpec
 KEY = "kfac"
 """Where a block's state stands in the optimizer's state of the block's first parameter."""
 
+STEP_SIZE = "step_size"
+"""Where what the step size remembers stands in the state of every block, the same in all and on all processes."""
+
 States = dict[nn.Parameter, Mapping[str, Any]]
 """What stands there, by that parameter."""
 
@@ -45,6 +48,31 @@ def dump(
             shadow = block.under_way.shadow
             state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.inverse.tensors(shadow.state)}
     return state
+
+
+def remembered(states: States) -> Tensor | None:
+    """What the step size of the optimizer that was saved remembered, `[4]`; None where nothing is said of it.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    said = [state for state in states.values() if STEP_SIZE in state]
+    if not said:
+        return None
+    # Of a layer that was frozen then, the checkpoint may have what is older.
+    found = max(said, key=lambda state: int(state["clock"]["step"]))[STEP_SIZE]
+    if not (isinstance(found, Tensor) and found.shape == (4,) and found.is_floating_point()):
+        shown = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(
+            f"kfac_optim: what the step size remembers must be four floating numbers, and is {shown} in the "
+            "checkpoint; nothing has been changed."
+        )
+    if not found.is_meta and not bool(found.isfinite().all()):
+        raise ValueError(
+            f"kfac_optim: what the step size remembers must be finite numbers, and is {found.tolist()} in the "
+            "checkpoint; nothing has been changed."
+        )
+    return found.detach().clone()
 
 
 def mark(name: str, reason: str) -> dict[str, Any]:

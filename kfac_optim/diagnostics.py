@@ -136,7 +136,7 @@ def metrics(
         numbers |= measures
     known = [block for block in blocks if block.clock.folds > 0]
     if known:
-        numbers["damping"] = max(float(block.group["damping"]) for block in known)
+        numbers["damping"] = max(float(block.group["damping"]) * block.clock.loss_unit for block in known)
         # The clocks already stand at the next step.
         clocks = [block.clock for block in known]
         numbers["factor_age"] = float(max(clock.step - 1 - clock.folded_at for clock in clocks))

@@ -30,11 +30,13 @@ class StepRecord:
         measures: of the step by name, device scalars over the preconditioned parameters; empty where there are none.
             `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen;
             the rest is what the step size tells.
+        memory: what the step size remembers from now on, `[4]`.
         count: terms of the loss.
         unpreconditioned: names of blocks whose gradient went to SGD as it was, for want of an inverse.
     """
 
     measures: Mapping[str, Tensor]
+    memory: Tensor
     count: LossCount
     unpreconditioned: tuple[str, ...]
 
@@ -49,8 +51,10 @@ def step(
     agreement: Agreement,
     step_size: StepSize,
     objective: Objective | None,
+    memory: Tensor,
     *,
     gradient_scale: Callable[[LossCount], float | Tensor],
+    damps_by_unit: bool,
     nonfinite_limit: int | None,
     finite: Tensor | None = None,
 ) -> StepRecord:
@@ -66,7 +70,9 @@ def step(
         agreement: what all workers know of this step.
         step_size: how far the step goes.
         objective: the loss of this step, where it is known; `check` was asked already.
+        memory: what the step size remembers of earlier steps, `[4]`.
         gradient_scale: what the output gradients behind `G` are multiplied by; those of parameters are not.
+        damps_by_unit: whether the damping is in the unit of the loss that the step size finds.
         nonfinite_limit: refused samples or failed refreshes in a row that are too many.
         finite: `[]` bool, whether the gradients are, where only the device knows: if not, parameters and momentum stay
             as they are. No block has taken statistics then, every momentum is there, and `fused` is on. None is yes.
@@ -86,6 +92,10 @@ def step(
             if block in agreement.sampled:
                 block.fold(count, scale)
         executor.settle()
+        if agreement.sampled and kl_clip is not None and damps_by_unit:
+            unit = step_size.loss_unit(memory)
+            for block in blocks:
+                block.clock.loss_unit = unit
     with record_function("kfac.refresh"):
         collected = refresher.collect(blocks)
         refreshed = refresher.refresh([block for block in blocks if block.refresh_due()])
@@ -97,12 +107,15 @@ def step(
         if nonfinite_limit is not None:
             _check_setbacks([*collected, *refreshed], executor, nonfinite_limit)
     proposal, measures, unpreconditioned = _precondition(
-        groups, blocks, state, executor, agreement, kl_clip, count, objective, finite
+        groups, blocks, state, executor, agreement, kl_clip, count, objective, memory, finite
     )
     sized = _AS_IT_IS
     if proposal.covered or (objective is not None and trained):
         with record_function("kfac.step_size"):
             sized = step_size.size(proposal)
+        if sized.memory is not None:
+            before = memory.to(sized.memory.device, non_blocking=True)
+            memory = sized.memory if finite is None else torch.where(finite, sized.memory, before)
     with record_function("kfac.update"):
         for group in groups:
             params = executor.owned([param for param in group["params"] if param.grad is not None])
@@ -110,7 +123,7 @@ def step(
         executor.publish(trained)
     for block in blocks:
         block.clock.step += 1
-    return StepRecord({**measures, **sized.measures}, count, tuple(unpreconditioned))
+    return StepRecord({**measures, **sized.measures}, memory, count, tuple(unpreconditioned))
 
 
 _AS_IT_IS = Sized({}, lambda _: {}, {})
@@ -203,6 +216,7 @@ def _precondition(
     kl_clip: float | None,
     count: LossCount,
     objective: Objective | None,
+    memory: Tensor,
     finite: Tensor | None,
 ) -> tuple[Proposal, Mapping[str, Tensor], list[str]]:
     """The preconditioned gradients, what was measured of them, and blocks whose gradient had no inverse to meet."""
@@ -227,7 +241,7 @@ def _precondition(
     if covered:
         products, measures = _measure(covered, active, grads, parts, executor)
     proposal = Proposal(
-        groups, state, covered, active, grads, parts, products, kl_clip, count, executor, objective, finite
+        groups, state, covered, active, grads, parts, products, kl_clip, count, executor, objective, memory, finite
     )
     return proposal, measures, unpreconditioned
 

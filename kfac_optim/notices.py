@@ -25,6 +25,7 @@ class Notices:
     def __init__(self, *, finds_model: bool = False) -> None:
         self.given = False
         self._remedy = _PASS_MODEL if finds_model else ""
+        self.told_of_short_steps = False
         self._assumed = False
         self._uneven = False
         self._edited = False
@@ -132,6 +133,18 @@ class Notices:
                 "taken for clipping, which leaves the statistics as they are. If a loss scale is in it, the statistics "
                 "are too large by its square: call scaler.step(optimizer), or name the scaler, "
                 "KFACOptimizer(..., grad_scaler=scaler).",
+                stacklevel=stacklevel + 1,
+            )
+
+    def short_steps(self, share: float, step_size: object, stacklevel: int) -> None:
+        """Of a trust region that makes nearly all steps too short: `share` is their share of late."""
+        if share > 0.95:
+            self.told_of_short_steps = True
+            warnings.warn(
+                f"kfac_optim: {step_size} made nearly all of the last hundred steps shorter than the learning rate "
+                "does, so that the rate has no effect, and training may be slow where the loss is large. Raise kl_clip "
+                "tenfold and look at metrics()['trust_region_scale'], or leave step_size at its default, which finds "
+                "how far steps may go.",
                 stacklevel=stacklevel + 1,
             )
 

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from kfac_optim import checkpoint, diagnostics, engine, gradient_check
+from kfac_optim.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.background import BackgroundRefresher
 from kfac_optim.batch_watch import BatchWatch
 from kfac_optim.binding import ModelBinding
@@ -44,7 +45,7 @@ from kfac_optim.selection import Pattern
 from kfac_optim.shards import is_sharded, local
 from kfac_optim.skipped import SkippedSteps, fused_kernels_look
 from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
-from kfac_optim.step_size import StepSize, TrustRegion
+from kfac_optim.step_size import StepSize
 from kfac_optim.trial import Judge, Trial
 from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
 
@@ -77,7 +78,8 @@ class KFACOptimizer(Optimizer):
         model: the module whose layers are preconditioned, when `params` is not a module. Where it is left out, it is
             what is called and holds the parameters, found at its first forward; until then `summary()` shows no block.
         damping: `λ` (group), in units of the loss's curvature. As `G` has the same scale at every batch size, so
-            has `λ`. A block takes its weight's group's.
+            has `λ`. A block takes its weight's group's, by default times the unit that is found of a large loss (see
+            `AdaptiveTrustRegion`).
         factor_decay: decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
         factor_update_period: optimizer steps between statistics (group), at least 1.
         inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
@@ -92,9 +94,10 @@ class KFACOptimizer(Optimizer):
             preconditioned as well, and `λ + weight_decay` damps the inverses (Martens & Grosse 2015). Parameters that
             no layer covers are treated alike either way.
         kl_clip: `κ` of the trust region (group; the same in all), in nats: bounds the squared length of a step in the
-            Fisher metric, and the rise that momentum may cause (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
+            Fisher metric (Ba, Grosse & Martens 2017, §5; `trust_region.py`). By default it is where `κ` starts.
             None turns it off.
-        step_size: `TrustRegion()`, of your learning rate and momentum; or `QuadraticModel()`, which finds both.
+        step_size: `AdaptiveTrustRegion()`, of your learning rate and momentum, whose `κ` follows what steps do to the
+            loss; `TrustRegion()`, whose `κ` stays `kl_clip`; or `QuadraticModel()`, which finds rate and momentum.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` by what steps do to the loss, and may take them back.
         inverse: representation of the inverse curvature; one, `AutoInverse()` for what suits each layer, or a mapping
             from name globs or module classes.
@@ -164,7 +167,7 @@ class KFACOptimizer(Optimizer):
         preconditioner_damping: float | None = None,
         l2_in_curvature: bool = False,
         kl_clip: float | None = 1e-3,
-        step_size: StepSize = TrustRegion(),  # noqa: B008 (immutable)
+        step_size: StepSize = AdaptiveTrustRegion(),  # noqa: B008 (immutable)
         adapt_damping: LevenbergMarquardt | None = None,
         inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] = Cholesky(),  # noqa: B008 (immutable)
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
@@ -273,6 +276,8 @@ class KFACOptimizer(Optimizer):
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
         self._record: engine.StepRecord | None = None
+        self._memory: Tensor | None = None
+        self._looked = 0
         self._notices = Notices(finds_model=given is None)
         self._missed: list[str] = []
         self._binding = ModelBinding(
@@ -465,8 +470,9 @@ class KFACOptimizer(Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step, for any logger. Synchronises with the device.
 
-        `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); of
-        `QuadraticModel` in their place `learning_rate` (in units of `lr`), `momentum` and `predicted_change`; of
+        `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); `kl_clip`
+        (κ, as the trust region has adapted it); of `QuadraticModel` in their place `learning_rate` (in units of `lr`),
+        `momentum` and `predicted_change`; of
         `LevenbergMarquardt` `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
         (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` (after ν) over the
         preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G`
@@ -589,6 +595,7 @@ class KFACOptimizer(Optimizer):
                 group.setdefault(key, self.defaults[key])
         self._window.discard()
         states, marks = self._incoming
+        self._memory = checkpoint.remembered(states)
         self._binding.leave_out(marks)
         blocks = self._binding.coverage.blocks
         known = [states.pop(block.params[0], None) for block in blocks]
@@ -616,10 +623,11 @@ class KFACOptimizer(Optimizer):
         rejected = 0 if self._judge is None else self._judge.rejected
         self._skipped.look()
         counts = self._skipped.total, self._skipped.in_a_row, rejected
+        memory = None if self._memory is None else self._memory.clone()
         numbers = {key: self.defaults[key] for key in self._group_keys}
         blocks |= self._binding.beside_blocks()
         keep_while_spawning(blocks)
-        flags = self._binding.released, self._has_scaler
+        flags = self._binding.released, self._has_scaler, memory
         return _rebuild, (type(self), model, groups, numbers, choices, state, blocks, counts, *flags)
 
     def _find_scaler(self) -> GradScaler | None:
@@ -711,12 +719,17 @@ class KFACOptimizer(Optimizer):
             agreement,
             self._step_size,
             self._objective if self._step_size.needs_objective else None,
+            self._remembered(),
             gradient_scale=lambda count: self._estimate.scale(count, scale.factor),
+            damps_by_unit=self._judge is None,
             nonfinite_limit=self._nonfinite_limit,
             finite=deferred,
         )
         suspects = {block.name for block in agreement.unaccounted}
         self._notices.unaccounted_layers(self._binding.end_check(agreement.unaccounted), stacklevel=6)
+        self._memory = self._record.memory
+        if agreement.sampled:
+            self._look_at_step_sizes(stacklevel=6)
         self._binding.end_step()
         self._notices.edited_gradients(agreement.edited, stacklevel=6)
         self._notices.uneven_terms(agreement.terms, stacklevel=6)
@@ -750,9 +763,28 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return {} if known is None else choice.tensors(known.param_groups)
 
+        size = self._step_size
         return DistributedExecutor(
-            config, terms, arguments, tensors, state, self._step_size.scalars, self._step_size.totals
+            config, terms, arguments, tensors, state, size.scalars, size.totals, size.keeps_direction
         )
+
+    def _remembered(self) -> Tensor:
+        """What the step size remembers, `[4]`."""
+        if self._memory is None:
+            like = next((block.params[0] for block in self._binding.coverage.blocks), torch.empty(0))
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            self._memory = torch.zeros(4, dtype=dtype, device=like.device)
+        return self._memory
+
+    def _look_at_step_sizes(self, stacklevel: int) -> None:
+        """Warn where nearly all steps of late were made too short. The host waits, so not at every step."""
+        if (
+            self._memory is not None
+            and self._window.step - self._looked >= 100
+            and not self._notices.told_of_short_steps
+        ):
+            self._looked = self._window.step
+            self._notices.short_steps(float(self._memory[3]), self._step_size, stacklevel + 1)
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
@@ -806,10 +838,26 @@ class KFACOptimizer(Optimizer):
             )
         for param, state in self._binding.beside_blocks().items():
             self.state[param][checkpoint.KEY] = state
+        self._publish_directions()
+        for block in blocks:  # each of them, so that any part of a checkpoint has it
+            self.state[block.params[0]][checkpoint.KEY][checkpoint.STEP_SIZE] = self._remembered()
         if self.state and dist.is_available() and dist.is_initialized():
             for param in self._params():
                 if param.requires_grad:
                     self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
+
+    def _publish_directions(self) -> None:
+        """Put zeros where directions will be kept, for `torch.distributed.checkpoint` to read into."""
+        if self._record is None or not self._step_size.keeps_direction(self.param_groups):
+            return
+        covered = {
+            param: group
+            for block in self._binding.coverage.blocks
+            for param, group in zip(block.params, block.groups, strict=True)
+        }
+        for param in self._executor.owned(list(covered)):
+            if covered[param]["momentum"] == 0 and "momentum_buffer" not in self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
     def _names(self) -> dict[nn.Parameter, str]:
         names = self._binding.names()
@@ -838,6 +886,7 @@ def _rebuild(
     counts: tuple[int, int, int],
     released: bool,
     has_scaler: bool = False,  # pickles of before it was told had none
+    memory: Tensor | None = None,  # as had those of before step sizes remembered
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
@@ -854,6 +903,7 @@ def _rebuild(
     if released:
         optimizer.remove_hooks()
     optimizer._has_scaler = has_scaler
+    optimizer._memory = memory
     scaler = optimizer._scaler()
     if scaler is not None and scaler.is_enabled():
         # The copy's is of use where the user has it as well, who then copied it too; else nobody updates its scale.
@@ -875,6 +925,7 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     incoming = {param_of[i]: s[checkpoint.KEY] for i, s in held.items() if checkpoint.KEY in s}
     of_blocks = {block.params[0]: incoming.get(block.params[0]) for block in blocks}
     states, marks = checkpoint.part(incoming)
+    checkpoint.remembered(states)
     # Layers that are yet to be shown, or unfrozen, wait for it.
     strays = [param for param in states if not (param in of_blocks or binding.awaits(param))]
     names = [checkpoint.layer_name(states[param]) for param in strays]

@@ -46,6 +46,7 @@ class Proposal:
         count: terms of the loss.
         executor: who does the work.
         objective: the loss of this step, where it is known.
+        memory: what the step size remembers of earlier steps, `[4]` (see `StepSize`), not to be changed.
         finite: `[]` bool, whether the step will be taken, where only the device knows: if not, nothing may change that
             outlives the step. None is yes.
     """
@@ -61,6 +62,7 @@ class Proposal:
     count: LossCount
     executor: Executor
     objective: Objective | None
+    memory: Tensor
     finite: Tensor | None = None
 
     def direction(self) -> Direction:
@@ -81,15 +83,22 @@ class Sized:
         direction: in the place of the gradient; parameters that have none keep theirs.
         sgd: numbers of torch's SGD in the place of those of each param group.
         measures: for `metrics()`, each `[]`.
+        memory: what is remembered from now on, `[4]`; None is what was.
     """
 
     direction: Direction
     sgd: Callable[[Group], Mapping[str, Any]]
     measures: Mapping[str, Tensor]
+    memory: Tensor | None = None
 
 
 class StepSize(ABC):
-    """Decides how far a step goes. The object holds choices only."""
+    """Decides how far a step goes. The object holds choices only.
+
+    What must be known of earlier steps are four numbers on the device, part of checkpoints and zero at first: the
+    logarithm of what multiplies the trust region; the slope of the loss along the last step at its start; whether the
+    region held that step; and the share of steps of late that it made too short.
+    """
 
     needs_objective = False
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
@@ -114,6 +123,22 @@ class StepSize(ABC):
         """As `scalars`, of the sums that `Executor.add_up` takes."""
         return ()
 
+    def keeps_direction(self, groups: Sequence[Group]) -> bool:
+        """Whether the direction of a step is kept where there is no momentum.
+
+        Args:
+            groups: as of `scalars`.
+        """
+        return False
+
+    def loss_unit(self, memory: Tensor) -> float:
+        """What the damping is to be multiplied by. The host may wait for it: asked at steps with statistics.
+
+        Args:
+            memory: what is remembered, `[4]`.
+        """
+        return 1.0
+
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:
         """The step; tensors of the proposal, momentum included, may be changed in place."""
@@ -122,6 +147,8 @@ class StepSize(ABC):
 @dataclass(frozen=True)
 class TrustRegion(StepSize):
     """The user's learning rate and momentum, bounded by `kl_clip` (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
+
+    The bound is in units of the loss and stays as it is: `kl_clip` must suit the loss.
 
     Before momentum the bound is on what this step adds, `lr² Δᵀ F Δ ≤ κ`, as in the paper; old momentum is left alone
     while it goes downhill. After momentum it is on the whole step `s`, momentum included: `sᵀ F s ≤ κ`, with `F` the
@@ -152,22 +179,26 @@ class TrustRegion(StepSize):
     def size(self, proposal: Proposal) -> Sized:
         bound = self._bound_step if self.after_momentum else self._bound_gradient
         scale, held = bound(proposal)
-        return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": scale, "momentum_scale": held})
+        measures = {"trust_region_scale": scale, "momentum_scale": held}
+        if proposal.kl_clip is None:
+            return Sized(proposal.direction(), lambda _: {}, measures)
+        measures["kl_clip"] = torch.full_like(scale, proposal.kl_clip)
+        memory = proposal.memory.to(scale.device, non_blocking=True)
+        share = shortened(memory[3], scale < 1)
+        return Sized(proposal.direction(), lambda _: {}, measures, torch.cat([memory[:3], share.reshape(1)]))
 
     def _bound_gradient(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
         one = torch.ones_like(proposal.products[0][1])
         if proposal.kl_clip is None:
             return one, one
-        rates = [(_scalar(group["lr"], one.device), product) for group, product in proposal.products]
-        decrease = torch.stack([rate * product for rate, product in rates]).sum()
-        quadratic = torch.stack([rate**2 * product for rate, product in rates]).sum()
-        summed = _summed_terms(proposal)
+        decrease, quadratic = lengths(proposal.products)
+        summed = summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         buffers = _buffers(proposal)
         promised = proposal.executor.all_reduce_scalars(_promised(buffers, one.device).reshape(1))[0]
         held = momentum_scale(promised, summed, proposal.kl_clip)
-        _scale(chain.from_iterable(proposal.parts), scale)
-        _scale_momentum(proposal, buffers, held)
+        scale_all(chain.from_iterable(proposal.parts), scale)
+        scale_momentum(proposal, [(group, buffer) for group, buffer, _ in buffers], held)
         return scale, held
 
     def _bound_step(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
@@ -183,10 +214,10 @@ class TrustRegion(StepSize):
                 grads.append(block.matrix(grad))
         sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, grads, one.device)])
         quadratic, decrease = executor.add_up(sums).unbind()
-        summed = _summed_terms(proposal)
+        summed = summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
-        _scale(chain.from_iterable(proposal.parts), scale)
-        _scale_momentum(proposal, _buffers(proposal), scale)
+        scale_all(chain.from_iterable(proposal.parts), scale)
+        scale_momentum(proposal, [(group, buffer) for group, buffer, _ in _buffers(proposal)], scale)
         return scale, scale
 
 
@@ -246,7 +277,7 @@ class QuadraticModel(StepSize):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                direction[param].mul_(_scalar(group["lr"], param.device))
+                direction[param].mul_(scalar(group["lr"], param.device))
                 buffer = proposal.momentum(param)
                 if buffer is not None and group["momentum"] > 0:
                     before[param] = buffer
@@ -259,9 +290,9 @@ class QuadraticModel(StepSize):
         curved = curved.to(slope.dtype) + _ridge(proposal.groups, ways, slope, l2)
         damped = curved + _ridge(proposal.groups, ways, slope, lambda group: group["damping"])
         weights = minimum(damped, slope)
-        _scale(list(direction.values()), weights[0])
+        scale_all(list(direction.values()), weights[0])
         if before:
-            _scale(list(before.values()), weights[1])
+            scale_all(list(before.values()), weights[1])
         return Sized(
             direction,
             lambda group: {
@@ -301,7 +332,7 @@ def _dot(left: Direction, right: Direction, device: torch.device) -> Tensor:
     return inner_product([left[param] for param in shared], [right[param] for param in shared], device)
 
 
-def _summed_terms(proposal: Proposal) -> float:
+def summed_terms(proposal: Proposal) -> float:
     """The terms of the step's summed loss; of the last statistics where none were seen in this step."""
     return proposal.count.summed or max(block.clock.summed_terms for block in proposal.covered)
 
@@ -311,16 +342,35 @@ def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
 
     Of each the part that is here.
     """
-    here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
     return [
         (group, local(buffer), local(regularised(param, group)))
-        for block in proposal.covered
-        for param, group in zip(block.params, block.groups, strict=True)
-        if param in here
-        and param.grad is not None
-        and group["momentum"] != 0
-        and (buffer := proposal.momentum(param)) is not None
+        for param, group in covered_here(proposal)
+        if param.grad is not None and group["momentum"] != 0 and (buffer := proposal.momentum(param)) is not None
     ]
+
+
+def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
+    """The covered parameters that are updated here, in whole or in part, with their param groups."""
+    here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
+    pairs = [pair for block in proposal.covered for pair in zip(block.params, block.groups, strict=True)]
+    return [(param, group) for param, group in pairs if param in here]
+
+
+def lengths(products: Sequence[tuple[Group, Tensor]]) -> tuple[Tensor, Tensor]:
+    """`Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`, of the products of a proposal."""
+    rates = [(scalar(group["lr"], product.device), product) for group, product in products]
+    decrease = torch.stack([rate * product for rate, product in rates]).sum()
+    return decrease, torch.stack([rate**2 * product for rate, product in rates]).sum()
+
+
+def shortened(share: Tensor, short: Tensor) -> Tensor:
+    """Bring the share of too short steps up to date: an average in which 98 of them in a row make 0.95.
+
+    Args:
+        share: until the last step, `[]`.
+        short: whether this step was, `[]` bool.
+    """
+    return share + 0.03 * (short.to(share.dtype) - share)
 
 
 def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
@@ -328,7 +378,7 @@ def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.dev
     decrease = torch.zeros((), device=device)
     for group, lefts, rights in by_group(buffers):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        rate = sign * group["momentum"] * _scalar(group["lr"], device)
+        rate = sign * group["momentum"] * scalar(group["lr"], device)
         decrease = decrease + inner_product(lefts, rights, device) * rate
     return decrease
 
@@ -344,7 +394,7 @@ def _whole_step(proposal: Proposal, block: KFACBlock, parts: Parts) -> Parts:
             sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
             carried = sign * mu * buffer.to(part.dtype)
             step = part + mu * (carried + part) if group["nesterov"] else added * part + carried
-        steps.append(step * _scalar(group["lr"], step.device) * (param.grad is not None))
+        steps.append(step * scalar(group["lr"], step.device) * (param.grad is not None))
     return steps
 
 
@@ -369,14 +419,15 @@ def by_group(
     return found.values()
 
 
-def _scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor, Tensor]], factor: Tensor) -> None:
-    """For good, and so not where the step will not be taken."""
+def scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor]], factor: Tensor) -> None:
+    """Scale momentum for good, and so not where the step will not be taken."""
     if proposal.finite is not None:
         factor = torch.where(proposal.finite, factor, 1.0)
-    _scale([buffer for _, buffer, _ in buffers], factor)
+    scale_all([buffer for group, buffer in buffers if group["momentum"] != 0], factor)
 
 
-def _scale(tensors: Iterable[Tensor], factor: Tensor) -> None:
+def scale_all(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all by one number, wherever they are."""
     if factor.device.type == "cpu" and float(factor) == 1.0:  # which the host knows without waiting
         return
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
@@ -386,7 +437,8 @@ def _scale(tensors: Iterable[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(alike, factor.to(device, non_blocking=True))
 
 
-def _scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number as it is, a tensor of one element as one of none on the device."""
     return value.reshape(()).to(device) if isinstance(value, Tensor) else value
 
 

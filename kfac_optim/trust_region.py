@@ -11,7 +11,9 @@ from torch import Tensor
 _WIDE = (torch.float32, torch.float64)
 
 
-def trust_region_scale(quadratic: Tensor, decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:
+def trust_region_scale(
+    quadratic: Tensor, decrease: Tensor, summed_terms: float, kl_clip: float | Tensor, longest: float | Tensor = 1.0
+) -> Tensor:
     """`ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5), on the device.
 
     `sᵀFs` is taken as the larger of two estimates. One is the paper's, `lr² Δᵀ∇`, which trusts the factors: exact if
@@ -26,13 +28,14 @@ def trust_region_scale(quadratic: Tensor, decrease: Tensor, summed_terms: float,
         decrease: `sᵀ∇ = lr Δᵀ∇` summed likewise, `[]`.
         summed_terms: N for a summed loss, 1 for a mean.
         kl_clip: `κ`, positive, in nats.
+        longest: what the scale may be at most.
 
     Returns:
-        `[]`, in [0, 1].
+        `[]`, in [0, `longest`].
     """
-    # A step of zero (no gradient) divides to inf and clamps to 1; one whose sums overflow is not taken.
-    scale = (kl_clip / torch.maximum(quadratic, decrease.square() / summed_terms)).sqrt().clamp(max=1)
-    return scale.nan_to_num(nan=0.0)
+    # A step of zero (no gradient) divides to inf and clamps to the longest; one whose sums overflow is not taken.
+    scale = (kl_clip / torch.maximum(quadratic, decrease.square() / summed_terms)).sqrt()
+    return scale.clamp(max=longest).nan_to_num(nan=0.0)
 
 
 def momentum_scale(decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:
@@ -49,6 +52,42 @@ def momentum_scale(decrease: Tensor, summed_terms: float, kl_clip: float) -> Ten
     """
     bound = math.sqrt(kl_clip * summed_terms)
     return torch.where(decrease < -bound, -bound / decrease, 1.0)
+
+
+def slope_ratio(slope: Tensor, slope_before: Tensor) -> Tensor:
+    """Compare what the last step promised with what it left, in [-1, 1], on the device.
+
+    The last step went along `b`. What it promised is the slope of the loss along `b` at its start, and the slope at its
+    end is `bᵀ∇` of the gradient that came next, on examples that `b` has not seen. The ratio has no unit: 1 where the
+    loss falls at the end as it did at the start, 0 where the step went just far enough, below 0 where it went too far.
+
+    Args:
+        slope: `Σ lr bᵀ∇` over every covered parameter, with the gradient of now, `[]`.
+        slope_before: the same with the gradient that led into the last step, `[]`; not above 0 where there is none.
+    """
+    return torch.where(slope_before > 0, slope / slope_before, 0.0).nan_to_num(nan=0.0).clamp(-1, 1)
+
+
+def follow(multiplier: Tensor, ratio: Tensor, held: Tensor) -> Tensor:
+    """Adapt what multiplies a trust region to the slope ratio of the last step, on the device.
+
+    The square makes the region deaf to small ratios, which noise makes of gradients that have nothing to do with each
+    other. A region that did not hold the last step does not grow.
+
+    Args:
+        multiplier: its logarithm, `[]`.
+        ratio: as of `slope_ratio`, `[]`.
+        held: whether the region held the last step, `[]` bool.
+
+    Returns:
+        The logarithm of now, `[]`.
+    """
+    change = _PACE * ratio * ratio.abs()
+    return (multiplier + torch.where(held, change, change.clamp(max=0))).clamp(*_RANGE)
+
+
+_PACE = 0.4  # the multiplier grows or shrinks by half in a step at the most
+_RANGE = math.log(1e-3), math.log(1e12)  # pure noise may not shrink a region to nothing, and squares must be finite
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:

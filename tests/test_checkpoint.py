@@ -10,7 +10,7 @@ import torch
 from plain import assert_identical, batch, block, clones, mlp, snapshot, square_loss, train
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, Structure
+from kfac_optim import KFACOptimizer, Structure, TrustRegion
 
 Make = Callable[[], nn.Module]
 
@@ -369,16 +369,17 @@ def test_with_every_layer_skipped_sgds_own_checkpoint_continues_its_run() -> Non
 def test_without_factors_the_checkpoint_is_small_and_statistics_start_anew() -> None:
     """Resuming equals a new optimizer that was given the momentum buffers."""
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, include_factors=False, factor_update_period=1)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "factor_update_period": 1, "step_size": TrustRegion()}
+    optimizer = KFACOptimizer(model, **options, include_factors=False)
     train(model, optimizer, 3)
     state = through_a_file(optimizer.state_dict())
     assert "inverse" not in state["state"][0]["kfac"]
     twin, resumed = copy.deepcopy(model), copy.deepcopy(model)
-    fresh = KFACOptimizer(twin, lr=0.1, momentum=0.9, factor_update_period=1)
+    fresh = KFACOptimizer(twin, **options)
     for index, param in enumerate(twin.parameters()):
         fresh.state[param]["momentum_buffer"] = state["state"][index]["momentum_buffer"].clone()
     train(twin, fresh, 3, start=3)
-    loaded = KFACOptimizer(resumed, lr=0.1, momentum=0.9, include_factors=False, factor_update_period=1)
+    loaded = KFACOptimizer(resumed, **options, include_factors=False)
     loaded.load_state_dict(state)
     train(resumed, loaded, 3, start=3)
     assert_identical(clones(resumed.parameters()), clones(twin.parameters()))

@@ -27,7 +27,7 @@ from plain import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from kfac_optim import EKFAC, KFACOptimizer, Structure, WeightSharing
+from kfac_optim import EKFAC, KFACOptimizer, Structure, TrustRegion, WeightSharing
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -243,9 +243,8 @@ def directions(model: nn.Module, optimizer: KFACOptimizer, damping: float) -> tu
 @pytest.mark.parametrize("kl_clip", [None, 1e-5, 1e5])
 def test_the_measures_of_the_step_equal_their_direct_computation(kl_clip: float | None) -> None:
     model = mlp()
-    optimizer = KFACOptimizer(
-        model, lr=0.3, damping=0.02, kl_clip=kl_clip, inverse_update_period=1, factor_update_period=1
-    )
+    periods: dict[str, Any] = {"inverse_update_period": 1, "factor_update_period": 1}
+    optimizer = KFACOptimizer(model, lr=0.3, damping=0.02, kl_clip=kl_clip, step_size=TrustRegion(), **periods)
     train(model, optimizer, 3)
     metrics = optimizer.metrics()
     direction, raw = directions(model, optimizer, 0.02)
@@ -312,7 +311,7 @@ def test_the_metrics_are_plain_floats_after_a_step() -> None:
     assert metrics.keys() == {
         *("blocks", "blocks_without_statistics", "dropped_calls", "skipped_steps", "rejected_steps"),
         *("covered_parameters", "measured_parameters", "left_out_parameters", "unpreconditioned_blocks"),
-        *("trust_region_scale", "momentum_scale", "cosine", "gradient_norm", "direction_norm"),
+        *("trust_region_scale", "momentum_scale", "kl_clip", "cosine", "gradient_norm", "direction_norm"),
         *("damping", "factor_age", "inverse_age", "condition_A", "condition_G"),
         *("refused_statistics", "retried_refreshes", "failed_refreshes"),
     }

@@ -169,9 +169,8 @@ def test_damping_is_adapted_once_in_an_interval() -> None:
 def test_with_the_default_periods_the_inverses_keep_up() -> None:
     """0.95⁴⁰ is 0.13: λ is halved twice between steps 20 and 60, where by the periods one refresh is due."""
     model = network()
-    optimizer = KFACOptimizer(
-        model, lr=0.3, damping=0.5, estimate=ExactGGN(nn.MSELoss()), adapt_damping=LevenbergMarquardt(interval=1)
-    )
+    options: dict[str, Any] = {"estimate": ExactGGN(nn.MSELoss()), "step_size": TrustRegion()}
+    optimizer = KFACOptimizer(model, lr=0.3, damping=0.5, adapt_damping=LevenbergMarquardt(interval=1), **options)
     for _ in range(60):
         step(model, optimizer)
         applied = [block.clock.damping for block in optimizer._binding.coverage.blocks]
@@ -220,7 +219,7 @@ def test_judging_a_step_leaves_no_trace_but_the_damping(estimate: Any) -> None:
     ends = []
     for rule in (None, LevenbergMarquardt(interval=1, decay=1.0)):
         model = network(batch_norm=True, dropout=0.3)
-        optimizer = build(model, rule, estimate=estimate(nn.MSELoss()))
+        optimizer = build(model, rule, estimate=estimate(nn.MSELoss()), step_size=TrustRegion())
         torch.manual_seed(5)
         for _ in range(4):
             step(model, optimizer)
@@ -272,7 +271,8 @@ def test_the_gradients_are_those_before_the_step(set_to_none: bool) -> None:
 
 def test_a_closure_that_states_the_loss_terms_states_them_once() -> None:
     model, twin = network(), network()
-    ours, theirs = (build(m, r) for m, r in ((model, LevenbergMarquardt(interval=1, decay=1.0)), (twin, None)))
+    rules = (LevenbergMarquardt(interval=1, decay=1.0), None)
+    ours, theirs = (build(m, r, step_size=TrustRegion()) for m, r in zip((model, twin), rules, strict=True))
 
     def run(model: nn.Module, optimizer: KFACOptimizer) -> None:
         def closure() -> Tensor:

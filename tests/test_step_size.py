@@ -517,7 +517,8 @@ def test_the_choice_must_be_a_step_size() -> None:
 def test_momentum_is_bounded_by_the_slope_of_the_loss_with_its_weight_decay() -> None:
     """Which is the slope that is preconditioned, where weight decay is part of the curvature."""
     model = nn.Linear(4, 3)
-    optimizer = KFACOptimizer(model, lr=0.5, momentum=0.9, weight_decay=20.0, l2_in_curvature=True, kl_clip=1e-6)
+    numbers: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 20.0, "kl_clip": 1e-6}
+    optimizer = KFACOptimizer(model, l2_in_curvature=True, step_size=TrustRegion(), **numbers)
     square_loss(model(batch())).backward()
     optimizer.step()
     for param in model.parameters():

@@ -20,6 +20,7 @@ SCALER = ": _local_scalar_dense"  # torch's own: a scaler asks whether to call t
 PROBED = "scale_probe._common_factor: tolist"  # by what were the gradients multiplied since backward?
 USED = "binding._says_something: _local_scalar_dense"  # does any gradient say something yet? The first step alone.
 CHECKED = "gradient_check.conclude: tolist"  # do the captured calls account for the gradients? The first step alone.
+UNIT = "adaptive_trust_region.loss_unit: _local_scalar_dense"  # of the loss, which the damping is in
 SETBACKS = "execution.setbacks: tolist"  # too many of them in a row?
 HELD = "inverses.base.has_statistics: _local_scalar_dense"  # of each block, until it has some
 HELD_THREE = "inverses.doubly_factored.has_statistics: _local_scalar_dense"
@@ -42,6 +43,8 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
     found = by_scaler + Counter({FINITE: 1})
     if kind != "plain":
         found[SCALE if name == "GradScaler" else PROBED] = 1
+    if kind != "plain" and name != "after momentum":
+        found[UNIT] = 1
     if kind in ("refresh", "first"):
         if name != "no limit":
             found[SETBACKS] = 1

@@ -51,6 +51,7 @@ class DistributedExecutor(SingleDevice):
         state: the optimizer's, for momentum buffers.
         scalars: `StepSize.scalars`.
         totals: `StepSize.totals`.
+        keeps_direction: `StepSize.keeps_direction`.
 
     Attributes:
         plan: who does what; None before the first step.
@@ -67,6 +68,7 @@ class DistributedExecutor(SingleDevice):
         state: Callable[[], MutableMapping[Any, Any]],
         scalars: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
         totals: Callable[[Sequence[Mapping[str, Any]]], tuple[int, ...]],
+        keeps_direction: Callable[[Sequence[Mapping[str, Any]]], bool],
     ) -> None:
         super().__init__()
         self.plan: Plan | None = None
@@ -74,7 +76,7 @@ class DistributedExecutor(SingleDevice):
         self._terms = terms
         self._arguments, self._tensors = arguments, tensors
         self._state = state
-        self._scalars, self._totals = scalars, totals
+        self._scalars, self._totals, self._keeps_direction = scalars, totals, keeps_direction
         # The group that trains, as far as it is known: the user's, or that of what wraps the model.
         self._group = config.group
         self.worker = dist.get_rank(config.group)
@@ -449,7 +451,7 @@ class DistributedExecutor(SingleDevice):
             parameter_dtype=reduce(torch.promote_types, dtypes, torch.bfloat16) if dtypes else torch.float32,
             factor_dtype=reduce(torch.promote_types, factor_dtypes) if factor_dtypes else torch.float32,
             sums_dtype=self.config.sums_dtype,
-            momentum=any(group["momentum"] != 0 for group in groups),
+            momentum=any(group["momentum"] != 0 for group in groups) or self._keeps_direction(list(covered)),
             # Of each group a product of gradient and direction, and of all together the squares of both.
             scalars=(len(covered) + 2, *self._scalars(list(covered))),
             totals=self._totals(list(covered)),
