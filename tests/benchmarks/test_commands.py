@@ -115,6 +115,17 @@ def test_accelerator_measures_steps_refreshes_and_a_profile(tmp_path: Path, caps
     assert ranges >= {f"kfac.{part}" for part in ("statistics", "fold", "refresh", "precondition", "update")}
 
 
+def test_defaults_holds_kfac_against_the_best_rate_of_adam(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("defaults", "regression-1000", "classifier", "--quick", "--out", tmp_path)
+    assert "regression-1000" in capsys.readouterr().out
+    large, classifier = json.loads((tmp_path / "defaults.json").read_text())["problems"]
+    for problem in (large, classifier):
+        assert [each["optimizer"] for each in problem["runs"]] == ["Adam", "KFAC"]
+        adam, kfac = (each["loss"] for each in problem["runs"])
+        assert problem["better_than_adam"] == (kfac < adam)
+    assert large["runs"][0]["loss"] > 1e5 > classifier["runs"][0]["loss"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_accelerator_wants_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pass --device cpu --quick" in refused(capsys, "accelerator")
@@ -248,6 +259,7 @@ def test_refresh_times_every_step_of_every_schedule(
         (["autoencoders", "--batch-size", "20001"], "--batch-size: expected at most 20000.*got 20001"),
         (["scaling", "--bandwidths", "0"], "--bandwidths: expected a number above 0, got '0'"),
         (["scaling", "--models", "gpt"], "--models: invalid choice: 'gpt'"),
+        (["defaults", "mnist-c"], "PROBLEM: expected some of regression, regression-1000,.* got 'mnist-c'"),
         (["refresh", "--period", "0"], "--period: expected a whole number of at least 1, got '0'"),
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
         (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),
@@ -271,7 +283,16 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    names = ("quickstart", "step-cost", "accelerator", "preconditioning", "autoencoders", "refresh", "scaling")
+    names = (
+        "quickstart",
+        "defaults",
+        "step-cost",
+        "accelerator",
+        "preconditioning",
+        "autoencoders",
+        "refresh",
+        "scaling",
+    )
     assert all(name in printed for name in names)
 
 
