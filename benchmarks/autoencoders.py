@@ -49,6 +49,7 @@ from kfac_optim import (
     LevenbergMarquardt,
     NewtonSchulz,
     QuadraticModel,
+    TrustRegion,
 )
 
 HELP = "which estimate, inverse and damping train deep autoencoders?"
@@ -114,7 +115,7 @@ def _kfac(choices: Callable[[int], Mapping[str, Any]]) -> Callable[..., Optimize
             weight_decay=L2,
             factor_update_period=5,
             inverse_update_period=20,
-            **choices(batch_size),
+            **{"step_size": TrustRegion(), **choices(batch_size)},  # the ranges of kl_clip are those of a fixed region
             **setting,
         )
 

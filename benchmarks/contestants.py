@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from benchmarks.problem import Decay, Problem
 from benchmarks.search import Box, Range, Setting
 from benchmarks.settings import fast
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, TrustRegion
 
 _REFRESH = 20  # steps between two refreshes of Shampoo's roots
 _EVALUATIONS = 25  # of a step of L-BFGS: torch would allow 1.25 for each iteration, no line search in a step of one
@@ -204,6 +204,7 @@ def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Opt
         momentum=0.9,
         nesterov=True,  # as SGD has it
         weight_decay=setting["weight_decay"],
+        step_size=TrustRegion(),  # the results that are kept, and the ranges of kl_clip, are those of a fixed region
         **tuned,
         **choices,
     )

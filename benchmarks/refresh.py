@@ -33,7 +33,7 @@ from benchmarks import arguments, data, plots
 from benchmarks.harness import pin_threads, synchronize, write_json
 from benchmarks.models import Autoencoder
 from benchmarks.workloads import reconstruction_loss
-from kfac_optim import Background, KFACOptimizer, LossTerms, MonteCarlo, Staggered, Together
+from kfac_optim import Background, KFACOptimizer, LossTerms, MonteCarlo, Staggered, Together, TrustRegion
 
 HELP = "how long is the longest step, with refreshes together, staggered and in the background?"
 
@@ -141,6 +141,7 @@ class _Variant:
                 momentum=_MOMENTUM,
                 damping=args.damping,
                 kl_clip=args.kl_clip,
+                step_size=TrustRegion(),
                 factor_update_period=1,
                 inverse_update_period=args.period,
                 estimate=MonteCarlo(nn.BCEWithLogitsLoss(), loss_terms=LossTerms.EXAMPLES),
