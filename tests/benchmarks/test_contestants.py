@@ -10,6 +10,7 @@ from benchmarks import contestants
 from benchmarks.contestants import CONTESTANTS, MuonWithAdamW
 from benchmarks.problems import PROBLEMS
 from benchmarks.settings import fast
+from kfac_optim import TrustRegion
 
 
 def test_spaces_go_with_the_number_of_summed_terms() -> None:
@@ -99,6 +100,7 @@ def test_kfac_is_told_its_rate_or_three_numbers_the_loss_and_cheaper_steps(monke
     told = Mock()
     monkeypatch.setattr(contestants, "KFACOptimizer", told)
     for_all = {"momentum": 0.9, "nesterov": True, "weight_decay": problem.weight_decay}
+    for_all["step_size"] = TrustRegion()
     CONTESTANTS["KFAC-default"].optimizer(model, problem, {"lr": 0.1})
     told.assert_called_once_with(model, 0.1, loss_terms=problem.loss_terms, **for_all)
     told.reset_mock()
