@@ -85,6 +85,7 @@ class CaptureWindow(Ledger):
         self.probe = ScaleProbe()
         self.offered = False
         self.left_out = 0
+        self._in_operator = False
         self.step = self.worker = 0
         self.tape = Tape(self)
         self._hooks: list[LayerHooks] = []
@@ -286,7 +287,9 @@ class CaptureWindow(Ledger):
 
     def begin_call(self, model: int, nested: bool) -> None:
         if not nested:
+            self._in_operator = True
             self._notice_what_is_gone()
+            self._in_operator = False
             self.roots.leave_all()  # a graph that raised has left its own behind
         self.graph_began()
         self.roots.enter(model)
@@ -348,7 +351,7 @@ class CaptureWindow(Ledger):
 
     def _renew_nodes(self) -> None:
         """Operators of graphs cannot ask for these themselves; a model that is moved gets others."""
-        if self._traced or self._traced_before:
+        if not self._in_operator and (self._traced or self._traced_before):
             for watch in self._watches:
                 watch.node = accumulator(watch.used) or watch.node  # a frozen weight has none
 

@@ -297,7 +297,13 @@ def discard_a_backward(loop: Loop) -> None:
     loop.call(random(0, 8, 4)).square().mean().backward()
 
 
-HABITS = [accumulate, two_backwards, attack_first, evaluate_between, discard_a_backward]
+def discard_by_the_model(loop: Loop) -> None:
+    loop.call(random(1, 8, 4)).square().mean().backward()
+    loop.model.zero_grad()
+    loop.call(random(0, 8, 4)).square().mean().backward()
+
+
+HABITS = [accumulate, two_backwards, attack_first, evaluate_between, discard_a_backward, discard_by_the_model]
 
 
 @pytest.mark.parametrize("habit", HABITS)
