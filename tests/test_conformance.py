@@ -695,7 +695,7 @@ def test_a_step_without_gradients_changes_nothing(way: type[Way], desc: str) -> 
     before = snapshot(optimizer)
     assert optimizer.step(lambda: torch.tensor([1.0])) == torch.tensor([1.0])
     assert_identical(snapshot(optimizer)[0], before[0])
-    assert buffers(optimizer) == [None] * 4
+    assert not any(buffer is not None and buffer.any() for buffer in buffers(optimizer))
 
 
 @left_to_sgd

@@ -10,7 +10,7 @@ from plain import batch, clones, gradient_matrix, linear_factors, mlp, square_lo
 from plain import direction as damped_direction
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, TrustRegion
 
 # Momentum, weight decay and a stale inverse take part, so that a step too many or too few shows in all later ones.
 OPTIONS: dict[str, Any] = {
@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "factor_update_period": 1,
     "inverse_update_period": 3,
     "kl_clip": 1e-4,
+    "step_size": TrustRegion(),  # as it is written out by hand
 }
 STEPS = 4
 
