@@ -80,6 +80,9 @@ class ScaleProbe:
             return Factor()
         before, after = self._kept, param.grad.detach()
         ratio, spread = _common_factor(before, after)
+        if ratio == 1 and spread == 0:
+            self._known = 1.0
+            return Factor()
         tolerance = _ROUNDINGS * torch.finfo(param.dtype).eps
         if not (math.isfinite(ratio) and ratio > 0) or spread > tolerance * ratio:
             return Factor()
