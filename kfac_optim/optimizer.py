@@ -623,7 +623,7 @@ class KFACOptimizer(Optimizer):
         rejected = 0 if self._judge is None else self._judge.rejected
         self._skipped.look()
         counts = self._skipped.total, self._skipped.in_a_row, rejected
-        memory = None if self._memory is None else self._memory.clone()
+        memory = None if self._memory is None else self._memory.tolist()  # numbers outlive a spawn, new tensors do not
         numbers = {key: self.defaults[key] for key in self._group_keys}
         blocks |= self._binding.beside_blocks()
         keep_while_spawning(blocks)
@@ -886,7 +886,7 @@ def _rebuild(
     counts: tuple[int, int, int],
     released: bool,
     has_scaler: bool = False,  # pickles of before it was told had none
-    memory: Tensor | None = None,  # as had those of before step sizes remembered
+    memory: list[float] | None = None,  # as had those of before step sizes remembered
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
@@ -903,7 +903,9 @@ def _rebuild(
     if released:
         optimizer.remove_hooks()
     optimizer._has_scaler = has_scaler
-    optimizer._memory = memory
+    if memory is not None:
+        remembered = optimizer._remembered()
+        optimizer._memory = torch.tensor(memory, dtype=remembered.dtype, device=remembered.device)
     scaler = optimizer._scaler()
     if scaler is not None and scaler.is_enabled():
         # The copy's is of use where the user has it as well, who then copied it too; else nobody updates its scale.

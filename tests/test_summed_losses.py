@@ -27,7 +27,8 @@ def judged_by(optimizer: KFACOptimizer) -> float:
 
 def build(**options: Any) -> tuple[nn.Module, KFACOptimizer]:
     model = mlp()
-    chosen = {"loss_terms": LossTerms.SUM, "factor_update_period": 2, "inverse_update_period": 2, **options}
+    chosen = {"loss_terms": LossTerms.SUM, "factor_update_period": 2, "inverse_update_period": 2}
+    chosen |= {"step_size": TrustRegion(), **options}
     return model, KFACOptimizer(model, lr=1.0, damping=0.1, kl_clip=KAPPA, **chosen)
 
 
