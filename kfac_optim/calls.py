@@ -245,7 +245,7 @@ class ForwardCall:
     """
 
     __slots__ = (
-        *("_committed", "_examples", "_gradient", "_input", "_ledger"),
+        *("_committed", "_examples", "_gradient", "_input", "_is_for_check", "_ledger"),
         *("_root", "_training", "_version", "_watch", "context"),
     )
 
@@ -266,7 +266,7 @@ class ForwardCall:
         self._input = None if layer_input is None else layer_input.detach()
         self._version = 0 if layer_input is None else version(layer_input)
         self._gradient: Tensor | None = None
-        self._committed = False
+        self._committed = self._is_for_check = False
         self._training = training
         self.context = context
 
@@ -307,9 +307,11 @@ class ForwardCall:
         self._gradient = gradient if kept else None
         self._root = ledger.count_layer(self._root, self._examples, gradient)
         with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
-            keep = watch.emit(LayerCall(layer_input, gradient, earlier, self._training, self.context))
+            shown = None if self._is_for_check else layer_input
+            keep = watch.emit(LayerCall(shown, gradient, earlier, self._training, self.context))
         if (keep or verifies) and kept and not traced:
-            self._input = layer_input
+            # Statistics that did not ask for the input are what they are without the check.
+            self._input, self._is_for_check = layer_input, not keep
 
     def _verify(self, watch: LayerWatch, layer_input: Tensor | None, gradient: Tensor, *, in_operator: bool) -> None:
         call = None

@@ -322,8 +322,11 @@ def test_factors_of_every_matrix_equal_their_definition(
     optimizer.step()
     rows = recorded(case, Linears(module))
     factors = optimizer.factors()
-    assert set(factors) == set(rows) == {name for name, _ in module.named_parameters() if name.startswith("weight")}
-    for name, (a, g) in rows.items():
+    assert set(rows) == {name for name, _ in module.named_parameters() if name.startswith("weight")}
+    # Where every output gradient is zero, as behind units that are all off, there is no sample.
+    assert set(factors) == {name for name, (_, g) in rows.items() if any(part.any() for part in g)}
+    for name in factors:
+        a, g = rows[name]
         bias = getattr(module, name.replace("weight", "bias"), None)
         trains_bias = bias is not None and bias.requires_grad
         assert_same(factors[name], expected_factors(a, g, trains_bias, sharing, structure))
@@ -455,7 +458,7 @@ def test_weights_that_are_computed_or_that_are_one_are_not_covered() -> None:
     parametrizations.weight_norm(parametrized, "weight_ih_l0")
     model = nn.ModuleList([pruned, shared, parametrized])
     optimizer = kfac(nn.ModuleList([model, nn.Linear(2, 2)]))
-    assert list(optimizer.factors()) == ["1"]
+    assert [record.name for record in optimizer.summary().blocks] == ["1"]
     text = str(optimizer.summary())
     assert "computed from other parameters" in text
     assert "one and the same parameter" in text
@@ -692,8 +695,7 @@ def test_a_matrix_parametrized_after_construction_is_no_longer_measured() -> Non
     module(torch.randn(5, 2, 3))[0].square().sum().backward()
     with pytest.warns(UserWarning, match="parametrized or pruned since"):
         optimizer.step()
-    counted = {name: bool(a.count_nonzero() > 0) for name, (a, _) in optimizer.factors().items()}
-    assert counted == {"weight_ih_l0": True, "weight_hh_l0": False}
+    assert optimizer.factors().keys() == {"weight_ih_l0"}
 
 
 @pytest.mark.parametrize("kind", SEQUENCE)
