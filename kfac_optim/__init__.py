@@ -4,6 +4,7 @@ The house, from the ground up; imports go only to a lower storey (within a folde
 to that of a folder around it):
 
     specs, linalg, validation   L0  what a layer is; matrix functions; checks of user's numbers
+    ranges                      L0  what numbers of a checkpoint may be
     text                        L0  tables and sizes as text
     autograd                    L0  what is asked of autograd; the only file on it
     dynamo                      L0  what torch.compile makes of functions of ours
@@ -51,6 +52,8 @@ to that of a folder around it):
     estimates                   L10  which output gradients count
     execution                   L10  who does the work: one device, later many
     checkpoint                  L10  block state in and out of state_dict
+    checkpoint_check            L11  can the state of blocks be loaded?
+    checkpoint_groups           L12  can param groups and momentum be loaded, and whose are they?
     discovery                   L11  the blocks of a model
     background                  L11  refreshes beside the training, whoever does the work
     step_size                   L11  how far a step goes
@@ -61,7 +64,8 @@ to that of a folder around it):
     schedulers                  L11  schedules for any param-group number
     diagnostics                 L13  summary, metrics, factors
     binding                     L13  the model as the optimizer knows it: found, made into blocks, hooked
-    optimizer                   L14  KFACOptimizer: groups, hooks, checkpoints
+    loading                     L14  a checkpoint checked and sorted
+    optimizer                   L15  KFACOptimizer: groups, hooks, checkpoints
 """
 
 from kfac_optim.adaptive_trust_region import AdaptiveTrustRegion

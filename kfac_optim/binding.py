@@ -11,6 +11,7 @@ from kfac_optim import checkpoint
 from kfac_optim.assembly import Coverage
 from kfac_optim.blocks import Attachment, KFACBlock, attach, by_module
 from kfac_optim.capture import CaptureWindow
+from kfac_optim.checkpoint_check import check_layers
 from kfac_optim.discovery import build_blocks, claim
 from kfac_optim.finder import ModelFinder
 from kfac_optim.functional import FunctionalUses
@@ -60,6 +61,7 @@ class ModelBinding:
         self.given = model is not None
         self.coverage = Coverage()
         self.waiting: checkpoint.States = {}
+        self._waiting_since = 0  # how many of our steps had been taken when that was loaded
         self.released = False
         self._to_adopt = model
         self._options = options
@@ -70,7 +72,7 @@ class ModelBinding:
         self._groups: Groups = {}
         self._finder: ModelFinder | None = None
         self._settled = False
-        self._steps = 0  # where there is no block whose clock, and checkpoint, would tell
+        self._steps = 0  # of this object; clocks of blocks, which are in checkpoints, tell all
         self._left_out: checkpoint.States = {}  # the marks of what was left to SGD since
         self._roots: dict[nn.Module, Handle] = {}
         self._attached: dict[nn.Module, tuple[Sequence[Attachment], Handle]] = {}
@@ -105,6 +107,11 @@ class ModelBinding:
         self._groups = groups
         for block in self.coverage.blocks:
             block.groups = tuple(groups[param] for param in block.params)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a step had gradients that are not zero."""
+        return self._settled
 
     def settle(self) -> bool:
         """With the first step that has gradients, all that only a forward can show was shown.
@@ -159,21 +166,48 @@ class ModelBinding:
         self.exclude(dict.fromkeys(convicted, UNACCOUNTED))
         return [block.name for block in convicted]
 
-    def leave_out(self, marks: checkpoint.States) -> None:
-        """Leave to SGD what a checkpoint marks as left to it, and nothing else."""
-        is_new = marks.keys() != self._left_out.keys()
-        self._left_out = dict(marks)
-        if is_new and self.model is not None:
-            self._build()
+    def take_on(self, states: checkpoint.States, marks: checkpoint.States) -> None:
+        """Have the blocks that a checkpoint has, to be restored next: also of layers that were frozen since it began.
 
-    def brought_back(self, marks: checkpoint.States) -> list[KFACBlock]:
-        """Blocks of what was left to SGD, and would not be after `leave_out(marks)`."""
-        params = self._left_out.keys() - marks.keys()
-        if self.model is None or not params:
-            return []
-        kept = dict.fromkeys(self._left_out.keys() & marks.keys(), "")
-        found = build_blocks(self.model, self._groups, self._options, (), kept).blocks
-        return [block for block in found if block.params[0] in params]
+        Args:
+            states: what it holds for blocks.
+            marks: of what it leaves to SGD; nothing else is left from now on.
+        """
+        changed = self._would_change(states, marks)
+        self._left_out, self.waiting = dict(marks), {}
+        if changed:
+            self._build(self._members(states))
+
+    def blocks_with(self, states: checkpoint.States, marks: checkpoint.States) -> list[KFACBlock]:
+        """Give the blocks that there would be after `take_on`; nothing is changed."""
+        present = self.coverage.blocks
+        if self.model is None or not self._would_change(states, marks):
+            return present
+        trained = self._members(states).union(*(block.params for block in present))
+        left_out = dict.fromkeys(marks, "")
+        found = build_blocks(self.model, self._groups, self._options, (), left_out, trained).blocks
+        known = {tuple(map(id, block.params)): block for block in present}
+        blocks = [known.get(tuple(map(id, block.params)), block) for block in found]
+        covered = {param for block in blocks for param in block.params}.union(marks)
+        return blocks + [block for block in present if covered.isdisjoint(block.params)]
+
+    def _would_change(self, states: checkpoint.States, marks: checkpoint.States) -> bool:
+        if self.model is None:
+            return False
+        return marks.keys() != self._left_out.keys() or not self._members(states).isdisjoint(self.coverage.frozen)
+
+    def _members(self, states: checkpoint.States) -> set[nn.Parameter]:
+        """Give the parameters of blocks with these states, as far as the model has them."""
+        found: set[nn.Parameter] = set()
+        if self.model is None or not states:
+            return found
+        names = ModuleNames(self.model)
+        held = [dict(names.held_by(module, recurse=True)) for module in self.model.modules()]
+        for param, state in states.items():
+            first, *others = checkpoint.member_names(state)
+            of_layer = next((each for each in held if each.get(first) is param), {})
+            found.update(of_layer[name] for name in (first, *others) if name in of_layer)
+        return found
 
     def does_nothing(self) -> bool:
         """Whether nothing is preconditioned against the user's wish, nor can yet be."""
@@ -216,14 +250,16 @@ class ModelBinding:
 
     def restore(self, states: Sequence[Mapping[str, Any] | None], waiting: checkpoint.States) -> None:
         """Load what a checkpoint holds for each block, and keep the rest for those to come."""
-        self.waiting = waiting
+        self.waiting = self._functional.expected = waiting
+        self._waiting_since = self._steps
         for block, state in zip(self.coverage.blocks, states, strict=True):
             checkpoint.restore(block, state, several=self._several)
         self._prepare()
 
     def beside_blocks(self) -> checkpoint.States:
         """What checkpoints hold of parameters without a block: what waits for one, and the marks of those left out."""
-        return self.waiting | self._left_out
+        waited = self._steps - self._waiting_since
+        return {param: checkpoint.aged(state, waited) for param, state in self.waiting.items()} | self._left_out
 
     def awaits(self, param: nn.Parameter) -> bool:
         """Whether there may yet be a block whose first parameter this is."""
@@ -263,15 +299,20 @@ class ModelBinding:
             self._finder.remove()
             self._finder = None
 
-    def _build(self) -> None:
-        """Find the blocks; keep those that exist, hook in those that are new, unless the hooks were taken off."""
+    def _build(self, trained: Collection[nn.Parameter] = ()) -> None:
+        """Find the blocks; keep those that exist, hook in those that are new, unless the hooks were taken off.
+
+        Args:
+            trained: parameters that belong to blocks though they are frozen now.
+        """
         assert self.model is not None
         names = ModuleNames(self.model)
         self._refuse_stand_ins(names)
         refuse_flat(self._groups, names.parameters())
         self._window.shards = names.shards
         left_out = {param: checkpoint.reason_of(mark) for param, mark in self._left_out.items()}
-        self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, left_out)
+        trained = self._members(self.waiting).union(trained)
+        self.coverage = build_blocks(self.model, self._groups, self._options, self.coverage.blocks, left_out, trained)
         if not self.released:
             self._hook(self.model, names)
         if not self._several:
@@ -364,8 +405,9 @@ class ModelBinding:
         """Give a new block what a checkpoint that was loaded before held for it."""
         state = self.waiting.get(block.params[0])
         if state is not None:
-            checkpoint.check([block], [state], [], any_prefix=not self.given)
+            check_layers([block], [state], [], any_prefix=not self.given, several=self._several)
             checkpoint.restore(block, state, several=self._several)
+            block.let_pass(self._steps - self._waiting_since)
             del self.waiting[block.params[0]]
 
 

@@ -284,6 +284,14 @@ class KFACBlock:
         # To multiply a Fraction takes as long as all else here.
         return (fresh and outgrown) or clock.step % period == phase.numerator * period // phase.denominator
 
+    def let_pass(self, steps: int) -> None:
+        """Let steps pass in which the layer was out of sight; a refresh that fell due then is due now."""
+        begin = self.clock.step
+        for step in range(begin, begin + min(steps, self.group["inverse_update_period"])):
+            self.clock.step = step
+            self.clock.outdated |= self.refresh_due()
+        self.clock.step = begin + steps
+
     def mark_refreshed(self) -> None:
         """Note the refresh."""
         self.clock.refreshed_at = self.clock.step

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks import Clock, KFACBlock, Missing, RefreshUnderWay
-from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.specs import LayerSpec
 
 KEY = "kfac"
@@ -19,33 +18,50 @@ KEY = "kfac"
 STEP_SIZE = "step_size"
 """Where what the step size remembers stands in the state of every block, the same in all and on all processes."""
 
+FORMAT = 1
+"""The version of what stands there. With every change of it this is raised, and older ones are still to be read."""
+
 States = dict[nn.Parameter, Mapping[str, Any]]
 """What stands there, by that parameter."""
 
 
 def dump(
-    block: KFACBlock, tensors: Mapping[str, Any] | None, *, under_way: bool = True, spread: bool = False
+    block: KFACBlock,
+    tensors: Mapping[str, Any] | None,
+    *,
+    factors: bool = True,
+    under_way: bool = True,
+    spread: bool = False,
+    momenta: int = 0,
 ) -> dict[str, Any]:
-    """The state of `block`. The name is UTF-8 bytes, to name layers by.
+    """The state of `block`. Texts are UTF-8 bytes, as tensors and numbers are all there is.
 
     Args:
         block: whose.
         tensors: its statistics and inverse, as `Inverse.tensors` gives them; None leaves them out.
+        factors: whether they are wanted, if not of this process then of another.
         under_way: whether a refresh that is under way is waited for, and held beside them.
         spread: whether, where they are left out, another process has them.
+        momenta: how many of its parameters have a momentum buffer.
     """
     state: dict[str, Any] = {
+        "version": FORMAT,
         "name": _bytes(block.name),
+        "params": _bytes("\n".join(block.spec.params)),  # which may be frozen where this is loaded
         "clock": asdict(block.clock),
         "opposed": block.spec.opposed,
         "shared_input": block.spec.shared_input,
         "spread": spread,  # the same on all ranks, as whatever stands under one key in a distributed checkpoint
+        "factors": factors,
+        "refreshing": False,
+        "momenta": momenta,
     }
     if tensors is not None:
         state["inverse"] = tensors
         # One that fails says so when it is to be taken over.
         if under_way and block.under_way is not None and block.under_way.done.exception() is None:
             shadow = block.under_way.shadow
+            state["refreshing"] = True
             state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.inverse.tensors(shadow.state)}
     return state
 
@@ -77,11 +93,16 @@ def remembered(states: States) -> Tensor | None:
 
 def mark(name: str, reason: str) -> dict[str, Any]:
     """What stands in the place of a block's state where the layer was left to SGD in mid-training."""
-    return {"name": _bytes(name), "left_out": _bytes(reason)}
+    return {"version": FORMAT, "name": _bytes(name), "left_out": _bytes(reason)}
+
+
+def aged(state: Mapping[str, Any], steps: int) -> Mapping[str, Any]:
+    """Give a block's state with the clock as it is `steps` later, where nothing else has happened to the block."""
+    return {**state, "clock": {**state["clock"], "step": state["clock"]["step"] + steps}}
 
 
 def reason_of(mark: Mapping[str, Any]) -> str:
-    return _text(mark["left_out"])
+    return text_of(mark["left_out"])
 
 
 def part(states: States) -> tuple[States, States]:
@@ -90,6 +111,7 @@ def part(states: States) -> tuple[States, States]:
     return {param: state for param, state in states.items() if param not in marks}, marks
 
 
+@torch.no_grad()
 def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool = False) -> None:
     """Copy into `block`; without factors its statistics start anew at the next step, without a state all does.
 
@@ -103,7 +125,7 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
         block.spec = replace(block.spec, opposed=_opposed_by_modules(block))
         block.restart()
     elif "inverse" in state:
-        block.revise(_spec(block, state))
+        block.revise(revised(block, state))
         if several:
             block.restart()  # for the place of what this process did not need
         block.clock = Clock(**state["clock"])
@@ -118,48 +140,6 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
         block.restart()
 
 
-def check(
-    blocks: Sequence[KFACBlock],
-    states: Sequence[Mapping[str, Any] | None],
-    strays: Sequence[str],
-    *,
-    any_prefix: bool = False,
-) -> None:
-    """Raise ValueError, naming layers, unless the states fit the blocks.
-
-    Args:
-        blocks: of this optimizer.
-        states: what the checkpoint holds for each, None where it holds nothing.
-        strays: names of layers in the checkpoint that belong to no block.
-        any_prefix: whether names may differ by a prefix, as when the model was found inside another module.
-    """
-    problems = [f"it has statistics for {name!r}, which is not preconditioned here" for name in strays]
-    for block, state in zip(blocks, states, strict=True):
-        if state is None:
-            # Saved before the first forward it has none of what only a forward shows.
-            if not isinstance(block.adapter, ProductAdapter):
-                problems.append(f"it has none for {block.name!r}")
-        elif not _same_name(layer_name(state), block.name, any_prefix):
-            problems.append(f"it has {layer_name(state)!r} in the place of {block.name!r}")
-        elif "inverse" in state:
-            tensors = _tensors_like(block, state)
-            ours, theirs = _shapes(tensors), _shapes(state["inverse"])
-            if "under_way" in state:
-                ours |= _shapes(tensors, "under_way.")
-                theirs |= _shapes(state["under_way"]["inverse"], "under_way.")
-            for key in sorted(ours.keys() | theirs.keys()):
-                if ours.get(key) != theirs.get(key):
-                    problems.append(
-                        f"{key} of {block.name!r} is {theirs.get(key, 'missing')}, here {ours.get(key, 'unused')}"
-                    )
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; … ({len(problems)} in all)" if len(problems) > 8 else "")
-        raise ValueError(
-            f"kfac_optim: the checkpoint belongs to other layers or other options: {shown}. Build the optimizer as "
-            "it was when the checkpoint was saved; nothing has been changed."
-        )
-
-
 def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None]) -> dict[KFACBlock, Missing]:
     """The blocks that a checkpoint holds no statistics for."""
     found = {}
@@ -167,7 +147,7 @@ def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | No
         if state is None:
             found[block] = Missing(Clock(), elsewhere=False)
         elif "inverse" not in state:
-            found[block] = Missing(Clock(**state["clock"]), elsewhere=bool(state.get("spread", False)))
+            found[block] = Missing(Clock(**state["clock"]), elsewhere=state["spread"])
     return found
 
 
@@ -191,15 +171,30 @@ def without_blocks(states: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def layer_name(state: Mapping[str, Any]) -> str:
-    return _text(state["name"])
+    return text_of(state["name"])
+
+
+def member_names(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Give the names of the block's parameters within their module."""
+    return tuple(text_of(state["params"]).split("\n"))
+
+
+def text_of(value: object) -> str:
+    """Read a text that is kept as the bytes of its UTF-8.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.is_meta or value.layout is not torch.strided:
+        raise ValueError("not a tensor of bytes")
+    codes = [] if value.is_complex() or value.is_quantized else value.tolist()
+    if len(codes) != len(value) or not all(0 <= code <= 255 and code == int(code) for code in codes):
+        raise ValueError("not bytes")
+    return bytes(map(int, codes)).decode()
 
 
 def _bytes(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def _text(tensor: Tensor) -> str:
-    return bytes(tensor.to(torch.uint8).tolist()).decode()
 
 
 def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
@@ -212,38 +207,13 @@ def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
     return RefreshUnderWay(shadow, done)
 
 
-def _same_name(one: str, other: str, any_prefix: bool) -> bool:
-    short, long = sorted((one, other), key=len)
-    return one == other or (any_prefix and (not short or long.endswith(f".{short}")))
-
-
-def _spec(block: KFACBlock, state: Mapping[str, Any]) -> LayerSpec:
-    """The block's, with what forwards had shown by the time of the checkpoint."""
+def revised(block: KFACBlock, state: Mapping[str, Any]) -> LayerSpec:
+    """Give the block's spec with what forwards had shown by the time of the checkpoint."""
     return replace(
-        block.spec,
-        opposed=_opposed_by_modules(block) or bool(state.get("opposed", False)),
-        shared_input=bool(state.get("shared_input", block.spec.shared_input)),
+        block.spec, opposed=_opposed_by_modules(block) or state["opposed"], shared_input=state["shared_input"]
     )
 
 
 def _opposed_by_modules(block: KFACBlock) -> bool:
     """Whether modules use the matrix from both sides, whatever functions do."""
     return any(use.opposed for use in block.uses)
-
-
-def _tensors_like(block: KFACBlock, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The block's tensors; where the checkpoint would revise it, the like of what it will have."""
-    spec = _spec(block, state)
-    if spec == block.spec:
-        return block.inverse.tensors(block.state)
-    return block.inverse.tensors(block.inverse.init(spec.by_blocks(), dtype=block.dtype, device=torch.device("meta")))
-
-
-def _shapes(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, list[int]]:
-    shapes: dict[str, list[int]] = {}
-    for key, value in tensors.items():
-        if isinstance(value, Tensor):
-            shapes[prefix + key] = list(value.shape)
-        else:
-            shapes |= _shapes(value, f"{prefix}{key}.")
-    return shapes

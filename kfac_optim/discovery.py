@@ -1,7 +1,7 @@
 """Finding the layers of a model, and making a block of each that can be preconditioned."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -32,18 +32,21 @@ def build_blocks(
     options: BlockOptions,
     existing: Sequence[KFACBlock] = (),
     excluded: Mapping[nn.Parameter, str] = MappingProxyType({}),
+    once_trained: Collection[nn.Parameter] = (),
 ) -> Coverage:
     """Find the layers of `model` whose parameters are in `group_of` and make a block of each.
 
     Modules that share the very same parameters share a block. Where modules share a weight but not a bias, the
     block covers the weight alone. A weight that is also used by a module without an adapter is left uncovered,
     because only some of its uses could be measured. Blocks in `existing` that would be built again are kept; parameters
-    in `excluded` are left uncovered for the reason given.
+    in `excluded` are left uncovered for the reason given; those in `once_trained` are covered though they are frozen.
     """
     coverage = Coverage()
     names = ModuleNames(model)
     assembly = Assembly(names, group_of, options, existing)
-    known = {param for block in existing for param in block.params}  # what was frozen since keeps its block
+    known = {param for block in existing for param in block.params}.union(
+        once_trained
+    )  # frozen since, and keeps its block
     found: defaultdict[nn.Parameter, list[Use]] = defaultdict(list)
     owners: list[str] = []
     for path, module in model.named_modules():

@@ -131,6 +131,19 @@ _AS_IT_IS = Sized({}, lambda _: {}, {})
 
 def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepSize) -> float | None:
     """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
+    kl_clip = check_groups(groups, step_size)
+    for block in blocks:
+        for param, name in zip(block.params, block.param_names, strict=True):
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"kfac_optim: {name!r} has a {param.grad.layout} gradient; preconditioning needs "
+                    f"a dense one. Make it dense, or list '{block.name}' in skip_layers."
+                )
+    return kl_clip
+
+
+def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
+    """Refuse numbers of param groups that do not go together; the `kl_clip` all groups agree on."""
     for i, group in enumerate(groups):
         check_kfac_numbers(group, f" in param group {i}")
         check_shards(group, i, None if step_size.takes_shards else step_size)
@@ -141,14 +154,7 @@ def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepS
             f"kfac_optim: the trust region is one for the whole model, but param groups disagree on kl_clip: "
             f"{', '.join(str(group['kl_clip']) for group in groups)}. Set the same value in every group."
         )
-    for block in blocks:
-        for param, name in zip(block.params, block.param_names, strict=True):
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"kfac_optim: {name!r} has a {param.grad.layout} gradient; preconditioning needs "
-                    f"a dense one. Make it dense, or list '{block.name}' in skip_layers."
-                )
-    kl_clip: float | None = clips.pop()
+    kl_clip: float | None = clips.pop() if clips else None
     return kl_clip
 
 

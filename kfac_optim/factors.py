@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.linalg import pack_triangle, packed_diagonal, triangle_size, unpack_triangle
 from kfac_optim.specs import Structure
 
@@ -171,6 +172,11 @@ class Factor:
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds; the sum of an unfinished step is, like `.grad`, not part of it."""
         return {"average": self.packed, "mass": self.mass}
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        """Tell what these tensors can be."""
+        triangles = ranges.positive(lambda packed: torch.cat(packed_diagonal(packed, self.dim), -1))
+        return {"average": triangles if self._is_dense else ranges.second_moments, "mass": ranges.not_negative}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.packed.copy_(tensors["average"])

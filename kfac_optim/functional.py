@@ -8,7 +8,7 @@ multiplies by something computed from its weight instead has no statistics then,
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -37,12 +37,16 @@ class FunctionalUses:
         window: takes the statistics.
         claim: asked at the first product with a candidate; a bound method, held weakly.
         emitted: told of each block that took statistics.
+
+    Attributes:
+        expected: parameters that a checkpoint has statistics of; these candidates are looked for until they are found.
     """
 
     def __init__(self, window: CaptureWindow, claim: Claim, emitted: Callable[[KFACBlock], None]) -> None:
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
         self._emitted = emitted
+        self.expected: Collection[nn.Parameter] = ()
         self._blocks: dict[nn.Parameter, KFACBlock] = {}
         self._listening: list[KFACBlock] = []
         self._candidates: set[nn.Parameter] = set()
@@ -107,7 +111,7 @@ class FunctionalUses:
 
     def is_wanted(self) -> bool:
         """Whether the next forward of the model has something to show."""
-        looks = bool(self._candidates) and not self._looked
+        looks = bool(self._candidates) and not (self._looked and self._candidates.isdisjoint(self.expected))
         return looks or any(block.takes_statistics() for block in self._listening)
 
     def _look_into(self, owners: set[nn.Module]) -> None:

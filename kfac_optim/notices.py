@@ -50,6 +50,13 @@ class Notices:
         """Of parameters that were to be preconditioned until now."""
         warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.{self._remedy}", stacklevel=stacklevel + 1)
 
+    def warm_start(self, stacklevel: int) -> None:
+        warnings.warn(
+            "kfac_optim: the checkpoint is of torch.optim.SGD: its momentum and the numbers of its param groups are "
+            "taken over; statistics and inverses, which it has none of, begin anew at the next step.",
+            stacklevel=stacklevel + 1,
+        )
+
     def no_gradients(self, stacklevel: int) -> None:
         if not self.given:
             self.given = True

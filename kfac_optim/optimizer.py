@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from kfac_optim import checkpoint, diagnostics, engine, gradient_check
+from kfac_optim import checkpoint, diagnostics, engine, gradient_check, loading
 from kfac_optim.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.background import BackgroundRefresher
 from kfac_optim.batch_watch import BatchWatch
 from kfac_optim.binding import ModelBinding
 from kfac_optim.blocks import KFACBlock
 from kfac_optim.capture import CaptureWindow
+from kfac_optim.checkpoint_groups import MOMENTUM, check_shape
 from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
@@ -30,6 +31,7 @@ from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.loading import Incoming
 from kfac_optim.loss_scale import LossScale, calling_scaler, read_loss_scale, spread_overflow, unscale
 from kfac_optim.loss_terms import LossCount
 from kfac_optim.memory import keep_while_spawning
@@ -187,7 +189,7 @@ class KFACOptimizer(Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        self._incoming: tuple[checkpoint.States, checkpoint.States] = {}, {}
+        self._incoming = Incoming()
         given = _given_model(params, model)
         self._choices: dict[str, Any] = {
             "step_size": step_size,
@@ -576,27 +578,28 @@ class KFACOptimizer(Optimizer):
         rank has starts anew on all alike, with a warning.
 
         Raises:
-            ValueError: the checkpoint belongs to other layers, which are named; nothing is changed.
+            ValueError: the checkpoint belongs to other layers, which are named, or to another optimizer, or is damaged;
+                nothing is changed.
         """
+        check_shape(state_dict)
         # Last of the pre-hooks, so that it sees what the user's own hooks made of the checkpoint.
         handle = self.register_load_state_dict_pre_hook(_take_blocks)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            self._incoming = {}, {}
+            warm, self._incoming = self._incoming.warm, Incoming()
+        if warm:
+            self._notices.warm_start(stacklevel=2)
         if not self._executor.several:  # else it may be that another rank has it
             checkpoint.warn_of_missed(self._missed, stacklevel=2)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # these are the checkpoint's, which may lack a number
-            for key in self._group_keys:
-                group.setdefault(key, self.defaults[key])
         self._window.discard()
-        states, marks = self._incoming
+        states = dict(self._incoming.states)
         self._memory = checkpoint.remembered(states)
-        self._binding.leave_out(marks)
+        self._binding.take_on(states, self._incoming.marks)
         blocks = self._binding.coverage.blocks
         known = [states.pop(block.params[0], None) for block in blocks]
         missing = checkpoint.missing(blocks, known)
@@ -731,6 +734,9 @@ class KFACOptimizer(Optimizer):
         if agreement.sampled:
             self._look_at_step_sizes(stacklevel=6)
         self._binding.end_step()
+        if not self._binding.settled:
+            # Gradients of zero: so `torch.distributed.checkpoint` has a new optimizer show what state it will have.
+            self._publish_blocks()
         self._notices.edited_gradients(agreement.edited, stacklevel=6)
         self._notices.uneven_terms(agreement.terms, stacklevel=6)
         unseen = [name for name in self._record.unpreconditioned if name not in suspects]
@@ -834,7 +840,12 @@ class KFACOptimizer(Optimizer):
         for block, tensors in held.items():
             # Refreshes under way on several processes would be known to some of them only.
             self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(
-                block, tensors, under_way=not several, spread=partial and block.is_ready
+                block,
+                tensors,
+                factors=self._include_factors,
+                under_way=not several,
+                spread=partial and block.is_ready,
+                momenta=sum(MOMENTUM in self.state.get(param, ()) for param in block.params),
             )
         for param, state in self._binding.beside_blocks().items():
             self.state[param][checkpoint.KEY] = state
@@ -893,7 +904,7 @@ def _rebuild(
     KFACOptimizer.__init__(optimizer, groups, model=model, **numbers, **choices)
     optimizer.state.update(state)
     waiting, marks = checkpoint.part(blocks)
-    optimizer._binding.leave_out(marks)
+    optimizer._binding.take_on(waiting, marks)
     known = [waiting.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
     optimizer._binding.restore(known, waiting)
     total, in_a_row, rejected = counts
@@ -914,29 +925,17 @@ def _rebuild(
 
 
 def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check the blocks' part of a checkpoint and set it aside, for torch would cast it to the parameters' dtype."""
+    """Check a checkpoint and set the blocks' part of it aside."""
     assert isinstance(optimizer, KFACOptimizer)
-    binding = optimizer._binding
-    blocks = binding.coverage.blocks
-    saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    params = optimizer._params()
-    if len(saved_ids) != len(params):
-        return state_dict  # torch's own message is next
-    param_of = dict(zip(saved_ids, params, strict=True))
-    held = {i: s for i, s in state_dict["state"].items() if isinstance(s, dict)}
-    incoming = {param_of[i]: s[checkpoint.KEY] for i, s in held.items() if checkpoint.KEY in s}
-    of_blocks = {block.params[0]: incoming.get(block.params[0]) for block in blocks}
-    states, marks = checkpoint.part(incoming)
-    checkpoint.remembered(states)
-    # Layers that are yet to be shown, or unfrozen, wait for it.
-    strays = [param for param in states if not (param in of_blocks or binding.awaits(param))]
-    names = [checkpoint.layer_name(states[param]) for param in strays]
-    any_prefix = not binding.given
-    checkpoint.check(blocks, list(of_blocks.values()), names, any_prefix=any_prefix)
-    back = binding.brought_back(marks)
-    checkpoint.check(back, [states.get(block.params[0]) for block in back], [], any_prefix=any_prefix)
-    optimizer._incoming = states, marks
-    return {**state_dict, "state": checkpoint.without_blocks(state_dict["state"])}
+    rest, optimizer._incoming = loading.read(
+        state_dict,
+        optimizer.param_groups,
+        optimizer._group_keys,
+        optimizer._binding,
+        lambda groups: engine.check_groups(groups, optimizer._step_size),
+        several=optimizer._executor.several,
+    )
+    return rest
 
 
 def _shows_shards(params: object) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.rows import on_host
@@ -99,6 +100,14 @@ class FactorPair:
                 nested[name] = factor.tensors()
         return nested
 
+    def ranges(self) -> dict[str, Any]:
+        """Tell what these tensors can be, nested alike."""
+        nested: dict[str, Any] = {"refused": ranges.not_negative, "refused_in_a_row": ranges.not_negative}
+        for name, factor in (("A", self.a), ("G", self.g)):
+            if factor is not None:
+                nested[name] = factor.ranges()
+        return nested
+
     def load(self, tensors: Mapping[str, Any]) -> None:
         self.refused.copy_(tensors["refused"])
         self.refused_in_a_row.copy_(tensors["refused_in_a_row"])
@@ -159,6 +168,9 @@ class OpposedPair(FactorPair):
 
     def tensors(self) -> dict[str, Any]:
         return {"own": self.own.tensors(), "opposed": self.opposed.tensors()}
+
+    def ranges(self) -> dict[str, Any]:
+        return {"own": self.own.ranges(), "opposed": self.opposed.ranges()}
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         self.own.load(tensors["own"])

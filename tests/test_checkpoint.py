@@ -147,45 +147,6 @@ def test_a_checkpoint_shares_no_memory_with_the_optimizer_that_loaded_it() -> No
     assert_identical(state, before)
 
 
-def frozen_at_first() -> tuple[nn.Module, KFACOptimizer]:
-    model = mlp()
-    model[0].requires_grad_(False)
-    return model, KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1, inverse_update_period=2)
-
-
-@pytest.mark.parametrize("unfrozen", ["before the load", "after it"])
-def test_a_script_that_unfreezes_a_layer_in_mid_training_resumes_its_own_checkpoint_bitwise(unfrozen: str) -> None:
-    """When it begins anew the layer is frozen, and the optimizer is built then."""
-    model, optimizer = frozen_at_first()
-    train(model, optimizer, 2)
-    model[0].requires_grad_(True)
-    train(model, optimizer, 3, start=2)
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    second, resumed = frozen_at_first()
-    second.load_state_dict(saved["model"])
-    if unfrozen == "before the load":
-        second[0].requires_grad_(True)
-    resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))
-    assert_identical(resumed.state_dict(), saved["optimizer"])
-    second[0].requires_grad_(True)
-    train(second, resumed, 3, start=5)
-    train(model, optimizer, 3, start=5)
-    assert_identical(clones(second.parameters()), clones(model.parameters()))
-    assert_identical(resumed.state_dict(), optimizer.state_dict())
-
-
-def test_statistics_of_a_layer_that_is_frozen_wait_through_steps_until_it_is_unfrozen() -> None:
-    train(model := mlp(), optimizer := KFACOptimizer(model, lr=0.1, factor_update_period=1), 3)
-    second, resumed = frozen_at_first()
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(second, resumed, 2, start=3)
-    assert_identical(resumed.state_dict()["state"][0]["kfac"], optimizer.state_dict()["state"][0]["kfac"])
-    assert list(resumed.factors()) == ["2"]
-    second[0].requires_grad_(True)
-    second(batch())
-    assert_identical(resumed.factors()["0"], optimizer.factors()["0"])
-
-
 # -- dtype and device ------------------------------------------------------------------------------------------
 
 
@@ -282,13 +243,6 @@ def without_kfac(index: int) -> dict[str, Any]:
     return state
 
 
-def sgd_checkpoint() -> dict[str, Any]:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    train(model, optimizer, 1)
-    return optimizer.state_dict()
-
-
 REFUSED = {
     "another width": (
         lambda: saved_by(mlp(sizes=(4, 7, 3))),
@@ -307,11 +261,6 @@ REFUSED = {
     "identity there": (
         lambda: saved_by(mlp(), structure=(Structure.DENSE, Structure.IDENTITY)),
         r"G_inverse of '0' is missing, here \[1, 5, 5\]",
-    ),
-    "SGD's own": (sgd_checkpoint, r"it has none for '0'; it has none for '2'"),
-    "Adam's": (
-        lambda: torch.optim.Adam(mlp().parameters()).state_dict(),
-        r"it has none for '0'; it has none for '2'",
     ),
     "more parameters": (
         lambda: saved_by(mlp(sizes=(4, 5, 5, 3))),

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.factors import Factor
 from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.memory import copy_held
@@ -203,6 +204,13 @@ class Inverse(ABC, Generic[S]):
     def tensors(self, state: S) -> dict[str, Any]:
         """The state as a nested dict of tensors, for checkpoints; copies only of what would be in it twice."""
 
+    def ranges(self, state: S) -> dict[str, Any]:
+        """Tell what the tensors of a checkpoint can be, nested like `tensors`, by rules of `kfac_optim.ranges`.
+
+        A checkpoint with others is refused. What is left out has to be finite.
+        """
+        return {}
+
     def held(self, state: S) -> dict[str, Any]:
         """`tensors` without the copies: what takes memory between two steps."""
         return self.tensors(state)
@@ -277,6 +285,15 @@ class PairState(ABC):
             "failed": self.failed,
             "failed_in_a_row": self.failed_in_a_row,
             "condition": self.condition,
+        }
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        """Tell what `measures` and `results` can be, by the names there."""
+        return {
+            "retried": ranges.not_negative,
+            "failed": ranges.not_negative,
+            "failed_in_a_row": ranges.not_negative,
+            "condition": ranges.measured,
         }
 
 
@@ -377,6 +394,9 @@ class PairInverse(Inverse[P]):
 
     def tensors(self, state: P) -> dict[str, Any]:
         return {"factors": state.pair.tensors(), **state.measures(), **state.results()}
+
+    def ranges(self, state: P) -> dict[str, Any]:
+        return {"factors": state.pair.ranges(), **state.ranges()}
 
     def load(self, state: P, tensors: Mapping[str, Any]) -> None:
         state.pair.load(tensors["factors"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.damping import Damped, factored_tikhonov
 from kfac_optim.factors import Factor
 from kfac_optim.inverses.base import Inverse, Result
@@ -242,6 +243,14 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             "factors": {name: factor.tensors() for name, factor in state.factors.items()},
             "inverses": dict(state.inverses),
             **state.measures(),
+        }
+
+    def ranges(self, state: DoublyFactoredState) -> dict[str, Any]:
+        return {
+            "factors": {name: factor.ranges() for name, factor in state.factors.items()},
+            "inverses": dict.fromkeys(state.inverses, ranges.positive_matrix),
+            **dict.fromkeys(state.measures(), ranges.not_negative),
+            "conditions": ranges.measured,
         }
 
     def load(self, state: DoublyFactoredState, tensors: Mapping[str, Any]) -> None:

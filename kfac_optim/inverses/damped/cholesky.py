@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.inverses.base import PairInverse, PairState, Result, batches, dense_flops
 from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert_by_cholesky, take_reciprocals
 from kfac_optim.linalg import sandwich
@@ -37,6 +38,9 @@ class CholeskyState(PairState):
     def results(self) -> dict[str, Tensor]:
         named = {"A_inverse": self.a_inverse, "G_inverse": self.g_inverse}
         return {name: inverse for name, inverse in named.items() if inverse is not None}
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        return super().ranges() | dict.fromkeys(("A_inverse", "G_inverse"), ranges.positive_matrix)
 
     def shared(self, part: str) -> tuple[Result, ...]:
         inverses = of_part(part, self.a_inverse, self.g_inverse)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.damping import Damped
 from kfac_optim.factors import Factor
 from kfac_optim.inverses.base import EIGH_FLOPS, FactorJob, PairInverse, PairState, Result, batches
@@ -78,6 +79,16 @@ class LowRankState(PairState):
 
     def measures(self) -> dict[str, Tensor]:
         return super().measures() | {"cutoff": self.cutoff}
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        rules = {
+            "basis": ranges.unit_vectors,
+            "weights": ranges.share,
+            "scale": ranges.not_negative,
+            "inverse": ranges.positive_matrix,
+        }
+        of_sides = {f"{side}_{name}": rule for side in "AG" for name, rule in rules.items()}
+        return super().ranges() | of_sides | {"cutoff": ranges.measured}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.factors import Factor
 from kfac_optim.inverses.base import PairInverse, PairState, Result, batches, dense_flops
 from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
@@ -67,6 +68,10 @@ class NewtonSchulzState(PairState):
 
     def measures(self) -> dict[str, Tensor]:
         return super().measures() | {"fallbacks": self.fallbacks}
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        inverses = dict.fromkeys(("A_inverse", "G_inverse"), ranges.positive_matrix)
+        return super().ranges() | inverses | {"fallbacks": ranges.not_negative}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.damping import factored_tikhonov
 from kfac_optim.factors import Factor
 from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, Result, batches
@@ -52,6 +53,10 @@ class EigenState(PairState):
                 if spectrum.basis is not None:
                     named[f"{name}_basis"] = spectrum.basis
         return named
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        values = dict.fromkeys(("A_values", "G_values"), ranges.not_negative)
+        return super().ranges() | values | dict.fromkeys(("A_basis", "G_basis"), ranges.unit_vectors)
 
     def shared(self, part: str) -> tuple[Result, ...]:
         spectra = of_part(part, self.a, self.g)

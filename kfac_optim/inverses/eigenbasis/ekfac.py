@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.calls import LayerCall
 from kfac_optim.factors import Factor
 from kfac_optim.inverses.base import EIGH_FLOPS, Result, dense_flops, dense_sides
@@ -92,6 +93,13 @@ class EKFACState(EigenState):
             "S_substituted": self.substituted,
             "S_refused": self.refused,
             "S_refused_in_a_row": self.refused_in_a_row,
+        }
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        return {
+            **super().ranges(),
+            **dict.fromkeys(self.sampled(), ranges.not_negative),
+            **dict.fromkeys(("S", "S_applied"), ranges.second_moments),
         }
 
     def standing(self) -> "_Standing":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_optim import ranges
 from kfac_optim.inverses.base import EIGH_FLOPS, dense_flops
 from kfac_optim.inverses.eigenbasis.base import (
     EigenbasisInverse,
@@ -36,6 +37,9 @@ class OnlineState(EigenState):
 
     def results(self) -> dict[str, Tensor]:
         return {**super().results(), "since_full": self.since_full}
+
+    def ranges(self) -> dict[str, ranges.Rule]:
+        return super().ranges() | {"since_full": ranges.not_negative}
 
 
 @dataclass(frozen=True)
