@@ -69,6 +69,7 @@ def build(first: Inverse[Any], second: Inverse[Any]) -> tuple[nn.Module, KFACOpt
         factor_update_period=1,
         inverse_update_period=2,
         refresh=Background(max_staleness=2),
+        nonfinite_limit=None,
     )
     return model, optimizer
 
