@@ -175,6 +175,13 @@ class Executor(Protocol):
     def tensors(self, block: KFACBlock) -> Any | None:
         """The whole state of `block` for a checkpoint, as `Inverse.tensors` gives it; None where it is not here."""
 
+    def lacks(self, *, factors: bool) -> str | None:
+        """Tell what checkpoints made now miss of what other workers know; None where they miss nothing.
+
+        Args:
+            factors: whether they are to hold statistics and inverses.
+        """
+
     def consolidate(
         self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
     ) -> None:
@@ -361,6 +368,9 @@ class SingleDevice:
 
     def tensors(self, block: KFACBlock) -> Any | None:
         return block.inverse.tensors(block.state)
+
+    def lacks(self, *, factors: bool) -> str | None:
+        return None
 
     def consolidate(
         self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None

@@ -50,6 +50,14 @@ class Notices:
         """Of parameters that were to be preconditioned until now."""
         warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.{self._remedy}", stacklevel=stacklevel + 1)
 
+    def partial_checkpoint(self, lacking: str, stacklevel: int) -> None:
+        warnings.warn(
+            f"kfac_optim: this state_dict() lacks {lacking}: what resumes from it goes on otherwise than this run. "
+            "Call optimizer.consolidate_state_dict() on all ranks right before state_dict() (on the optimizer itself, "
+            "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns.",
+            stacklevel=stacklevel + 1,
+        )
+
     def warm_start(self, stacklevel: int) -> None:
         warnings.warn(
             "kfac_optim: the checkpoint is of torch.optim.SGD: its momentum and the numbers of its param groups are "

@@ -519,12 +519,18 @@ class KFACOptimizer(Optimizer):
 
         Refreshes under way are waited for, and held beside the inverses that they are to replace.
 
-        On several processes no collective: it may be called on one rank, and holds what that rank has. It loads on any
-        number of processes, and layers whose statistics it lacks start anew there, with a warning. To have all of it
-        call `consolidate_state_dict` first. Refreshes that `Background` has under way are then not held: such layers
-        keep their inverses until they are next due.
+        On several processes no collective: it may be called on one rank, and holds what that rank has, with a warning
+        where others know more. It loads on any number of processes, and layers whose statistics it lacks start anew
+        there, with another. To have all of it call `consolidate_state_dict` on all ranks before, under Accelerate by
+
+            accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())
+
+        with the optimizer that `prepare` was given. Refreshes that `Background` has under way are then not held: such
+        layers keep their inverses until they are next due.
         """
         fresh = self._record is None and not self.state
+        if (lacking := self._executor.lacks(factors=self._include_factors)) is not None:
+            self._notices.partial_checkpoint(lacking, stacklevel=2)
         self._publish_blocks()
         whole = super().state_dict()
         if fresh:  # `torch.distributed.checkpoint` takes whatever stands there for a sign that momentum does

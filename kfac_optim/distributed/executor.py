@@ -117,6 +117,7 @@ class DistributedExecutor(SingleDevice):
         # Whole states for checkpoints, until the next step.
         self._complete: dict[KFACBlock, Any] = {}
         self._borrowed: list[nn.Parameter] = []
+        self._consolidated = False
 
     def attach(self, model: nn.Module | None) -> None:
         super().attach(model)
@@ -570,7 +571,7 @@ class DistributedExecutor(SingleDevice):
         self._coming_refresh()  # as it is known to all ranks still, for what may be under way
         self._loads += 1
         self._lost = dict(missing)
-        self._complete, self._borrowed = {}, []  # of a state that is no more
+        self._complete, self._borrowed, self._consolidated = {}, [], False  # of a state that is no more
 
     def tensors(self, block: KFACBlock) -> Any | None:
         if block in self._complete:
@@ -583,6 +584,17 @@ class DistributedExecutor(SingleDevice):
             return block.inverse.tensors(block.blank_state())
         return None
 
+    def lacks(self, *, factors: bool) -> str | None:
+        plan = self.plan
+        measured = any(block.clock.folds for block in self._blocks)
+        if plan is None or plan.ranks == 1 or self._consolidated or self._lost is not None or not measured:
+            return None
+        missing = ["what other ranks have measured since the last refresh"] if factors else []
+        momentum = any(group["momentum"] != 0 for block in self._blocks for group in block.groups)
+        if isinstance(plan.strategy, Sharded) and momentum:
+            missing.append("the momentum of parameters that other ranks update")
+        return " and ".join(missing) or None
+
     def consolidate(
         self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
     ) -> None:
@@ -590,6 +602,7 @@ class DistributedExecutor(SingleDevice):
         if self.plan is None and self._lost is None:
             return  # nothing was learned
         self.prepare(blocks, params, names)
+        self._consolidated = True
         self._abandon_round()
         self.exchange.merge(self._blocks)
         self._complete = self.holdings.gathered(
@@ -612,7 +625,7 @@ class DistributedExecutor(SingleDevice):
                     state[param] = {name: value for name, value in state[param].items() if name != KEY}
         for param in self._borrowed:
             state[param] = {name: value for name, value in state[param].items() if name != "momentum_buffer"}
-        self._complete, self._borrowed = {}, []
+        self._complete, self._borrowed, self._consolidated = {}, [], False
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         return (0,) if self._exchange is None or block not in self._states else self.exchange.owners(block)
