@@ -408,6 +408,9 @@ class ModelBinding:
             check_layers([block], [state], [], any_prefix=not self.given, several=self._several)
             checkpoint.restore(block, state, several=self._several)
             block.let_pass(self._steps - self._waiting_since)
+            for other in self.coverage.blocks:  # the unit is one for all
+                if other.params[0] not in self.waiting:
+                    block.clock.loss_unit = other.clock.loss_unit
             del self.waiting[block.params[0]]
 
 

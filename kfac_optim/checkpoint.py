@@ -33,6 +33,7 @@ def dump(
     under_way: bool = True,
     spread: bool = False,
     momenta: int = 0,
+    remembered: Tensor | None = None,
 ) -> dict[str, Any]:
     """The state of `block`. Texts are UTF-8 bytes, as tensors and numbers are all there is.
 
@@ -43,6 +44,7 @@ def dump(
         under_way: whether a refresh that is under way is waited for, and held beside them.
         spread: whether, where they are left out, another process has them.
         momenta: how many of its parameters have a momentum buffer.
+        remembered: what the step size remembers, `[4]`; in every block, so that any part of a checkpoint has it.
     """
     state: dict[str, Any] = {
         "version": FORMAT,
@@ -56,6 +58,8 @@ def dump(
         "refreshing": False,
         "momenta": momenta,
     }
+    if remembered is not None:
+        state[STEP_SIZE] = remembered
     if tensors is not None:
         state["inverse"] = tensors
         # One that fails says so when it is to be taken over.
@@ -67,27 +71,12 @@ def dump(
 
 
 def remembered(states: States) -> Tensor | None:
-    """What the step size of the optimizer that was saved remembered, `[4]`; None where nothing is said of it.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Give what the step size of the optimizer that was saved remembered, `[4]`; None where nothing is said of it."""
     said = [state for state in states.values() if STEP_SIZE in state]
     if not said:
         return None
     # Of a layer that was frozen then, the checkpoint may have what is older.
-    found = max(said, key=lambda state: int(state["clock"]["step"]))[STEP_SIZE]
-    if not (isinstance(found, Tensor) and found.shape == (4,) and found.is_floating_point()):
-        shown = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(found)
-        raise ValueError(
-            f"kfac_optim: what the step size remembers must be four floating numbers, and is {shown} in the "
-            "checkpoint; nothing has been changed."
-        )
-    if not found.is_meta and not bool(found.isfinite().all()):
-        raise ValueError(
-            f"kfac_optim: what the step size remembers must be finite numbers, and is {found.tolist()} in the "
-            "checkpoint; nothing has been changed."
-        )
+    found: Tensor = max(said, key=lambda state: int(state["clock"]["step"]))[STEP_SIZE]
     return found.detach().clone()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfac_optim import ranges
 from kfac_optim.blocks import KFACBlock
-from kfac_optim.checkpoint import FORMAT, layer_name, member_names, revised, text_of
+from kfac_optim.checkpoint import FORMAT, STEP_SIZE, layer_name, member_names, revised, text_of
 from kfac_optim.layers.product import ProductAdapter
 
 
@@ -44,6 +44,10 @@ def _number(*, zero: bool) -> _Field:
 
 _FLAG = _Field(lambda value: isinstance(value, bool), "True or False")
 _TEXT = _Field(_is_text, "UTF-8 text as a tensor of bytes")
+_FOUR = _Field(
+    lambda value: isinstance(value, Tensor) and value.shape == (4,) and value.is_floating_point(),
+    "four floating numbers",
+)
 _DICT = _Field(lambda value: isinstance(value, Mapping), "a dict")
 
 # Of a layer that was left to SGD; of a block; what a block need not have; of a refresh under way; and of a clock.
@@ -60,7 +64,7 @@ _BLOCK = {
     "refreshing": _FLAG,
     "momenta": _whole(0),
 }
-_OPTIONAL = {"inverse": _DICT, "under_way": _DICT}
+_OPTIONAL = {"inverse": _DICT, "under_way": _DICT, STEP_SIZE: _FOUR}
 _UNDER_WAY = {"clock": _DICT, "inverse": _DICT}
 _CLOCK = {
     "step": _whole(0),
@@ -71,6 +75,7 @@ _CLOCK = {
     "damping": _number(zero=True),
     "outdated": _FLAG,
     "summed_terms": _number(zero=False),
+    "loss_unit": _number(zero=False),
 }
 
 
@@ -230,6 +235,9 @@ def _damages(block: KFACBlock, state: Mapping[str, Any], *, several: bool) -> It
         rule = rules.get(key.removeprefix("under_way."), ranges.finite)
         if like is not None and (wrong := tensor_problem(value, like, rule, virtual=virtual)) is not None:
             yield f"{key!r} of {block.name!r} is {wrong}"
+    told = state.get(STEP_SIZE)
+    if told is not None and (wrong := tensor_problem(told, told, ranges.finite, virtual=virtual)) is not None:
+        yield f"{STEP_SIZE!r} of {block.name!r} is {wrong}"
     if several:
         return
     measured = state["clock"]["refreshed_at"] >= 0 and not state["spread"]

@@ -19,8 +19,8 @@ Group = Mapping[str, Any]
 
 MOMENTUM = "momentum_buffer"
 
-# What torch's own SGD fills in, as its older versions did not save them; the others are in all its checkpoints.
-_FILLED_IN = {"nesterov": False, "maximize": False, "foreach": None, "fused": None}
+# Numbers that older versions of torch's SGD did not save, which stay as they are; the others are in all checkpoints.
+_FLAGS = ("nesterov", "maximize", "foreach", "fused")
 _SGD = ("lr", "momentum", "dampening", "weight_decay")
 
 
@@ -71,7 +71,7 @@ def origin(state_dict: Mapping[str, Any], keys: Sequence[str]) -> Origin:
     """
     groups, states = state_dict["param_groups"], state_dict["state"]
     held = {key: None for state in states.values() if isinstance(state, Mapping) for key in state}
-    ours = set(keys) - {*_SGD, *_FILLED_IN}
+    ours = set(keys) - {*_SGD, *_FLAGS}
     if KEY in held or any(not ours.isdisjoint(group) for group in groups):
         return Origin.OURS
     sgds = all("dampening" in group and "momentum" in group for group in groups)
@@ -102,9 +102,8 @@ def completed(saved: Sequence[Group], present: Sequence[Group], keys: Sequence[s
     """
     found: list[Group] = []
     for number, (theirs, ours) in enumerate(zip(saved, present, strict=True)):
-        filled = {**_FILLED_IN, **theirs}
-        if whose is Origin.SGD:
-            filled = {**{key: ours[key] for key in keys if key not in _SGD}, **filled}
+        kept = _FLAGS if whose is Origin.OURS else [key for key in keys if key not in _SGD]
+        filled = {**{key: ours[key] for key in kept}, **theirs}
         lacking = [key for key in keys if key not in filled]
         if lacking:
             raise _refusal(

@@ -740,7 +740,7 @@ class KFACOptimizer(Optimizer):
         if agreement.sampled:
             self._look_at_step_sizes(stacklevel=6)
         self._binding.end_step()
-        if not self._binding.settled:
+        if gradients and not self._binding.settled:
             # Gradients of zero: so `torch.distributed.checkpoint` has a new optimizer show what state it will have.
             self._publish_blocks()
         self._notices.edited_gradients(agreement.edited, stacklevel=6)
@@ -843,6 +843,7 @@ class KFACOptimizer(Optimizer):
         blocks, several = self._binding.coverage.blocks, self._executor.several
         held = {block: self._executor.tensors(block) if self._include_factors else None for block in blocks}
         partial = several and self._include_factors and None in held.values()
+        self._publish_directions()
         for block, tensors in held.items():
             # Refreshes under way on several processes would be known to some of them only.
             self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(
@@ -852,12 +853,10 @@ class KFACOptimizer(Optimizer):
                 under_way=not several,
                 spread=partial and block.is_ready,
                 momenta=sum(MOMENTUM in self.state.get(param, ()) for param in block.params),
+                remembered=self._remembered(),
             )
         for param, state in self._binding.beside_blocks().items():
             self.state[param][checkpoint.KEY] = state
-        self._publish_directions()
-        for block in blocks:  # each of them, so that any part of a checkpoint has it
-            self.state[block.params[0]][checkpoint.KEY][checkpoint.STEP_SIZE] = self._remembered()
         if self.state and dist.is_available() and dist.is_initialized():
             for param in self._params():
                 if param.requires_grad:

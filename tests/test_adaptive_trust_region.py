@@ -168,10 +168,10 @@ def test_a_checkpoint_that_knows_of_no_region_starts_at_kl_clip() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(3), r"four floating numbers, and is \[3\] of torch.float32"),
-        (torch.zeros(4, dtype=torch.int64), r"\[4\] of torch.int64"),
-        (1.0, "and is 1.0"),
-        (torch.tensor([math.nan, 0.0, 0.0, 0.0]), "finite numbers, and is .nan"),
+        (torch.zeros(3), r"a tensor \[3\] of torch.float32, not four floating numbers"),
+        (torch.zeros(4, dtype=torch.int64), r"a tensor \[4\] of torch.int64, not four"),
+        (1.0, "is 1.0, not four"),
+        (torch.tensor([math.nan, 0.0, 0.0, 0.0]), "'step_size' of '0' is not finite"),
     ],
 )
 def test_a_checkpoint_with_something_else_is_refused_and_nothing_changes(value: Any, message: str) -> None:

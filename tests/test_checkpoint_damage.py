@@ -286,7 +286,9 @@ def assert_says(loaded: Any, expected: Any, at: str = "") -> None:
             if key == "S_applied" and not expected.get("S_applied_apart", True):
                 continue  # a copy of S, which is not read
             known = int(key) if isinstance(key, str) and key.isdigit() else key
-            if key in ("factors", "refreshing", "spread", "momenta") or (value is None and known not in loaded):
+            if key in ("factors", "refreshing", "spread", "momenta", "step_size") or (
+                value is None and known not in loaded
+            ):
                 continue
             if not at and key not in loaded:
                 continue  # beside state and param groups

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from kfac_optim import EKFAC, Inverse, KFACOptimizer, NewtonSchulz
+from kfac_optim import EKFAC, Inverse, KFACOptimizer, NewtonSchulz, TrustRegion
 
 Run = tuple[nn.Module, KFACOptimizer]
 
 
-def new(momentum: float, inverse: Inverse[Any]) -> Run:
+def new(momentum: float, inverse: Inverse[Any], **options: Any) -> Run:
     model = mlp()
     return model, KFACOptimizer(
-        model, lr=0.1, momentum=momentum, factor_update_period=1, inverse_update_period=3, inverse=inverse
+        model, lr=0.1, momentum=momentum, factor_update_period=1, inverse_update_period=3, inverse=inverse, **options
     )
 
 
@@ -88,7 +88,7 @@ DIRECT: dict[str, Callable[[Run, Run, Path], None]] = {"as a dict": as_a_dict, "
 
 @pytest.mark.parametrize("way", DIRECT)
 def test_the_optimizers_own_state_dict_resumes_bitwise_where_there_is_no_momentum(way: str, tmp_path: Path) -> None:
-    run, other = new(0.0, EKFAC()), new(0.0, EKFAC())
+    run, other = (new(0.0, EKFAC(), step_size=TrustRegion()) for _ in range(2))
     train(*run, 5)
     DIRECT[way](run, other, tmp_path)
     assert_goes_on_alike(run, other)
