@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from kfac_optim import ranges
 from kfac_optim.blocks import KFACBlock
@@ -167,6 +168,8 @@ def check_momentum(state: object, param: nn.Parameter, name: str, *, covered: bo
     at = f"{MOMENTUM!r} of {name!r} is"
     if not isinstance(buffer, Tensor):
         raise _refusal(f"{at} {described(buffer)}, not a tensor")
+    if is_lazy(param):  # whose shape the checkpoint of the model is about to tell
+        return
     if buffer.shape != param.shape:
         raise _refusal(f"{at} {list(buffer.shape)}, here {list(param.shape)}")
     if isinstance(buffer, DTensor) != isinstance(param, DTensor):
