@@ -236,8 +236,10 @@ def _damages(block: KFACBlock, state: Mapping[str, Any], *, several: bool) -> It
         if like is not None and (wrong := tensor_problem(value, like, rule, virtual=virtual)) is not None:
             yield f"{key!r} of {block.name!r} is {wrong}"
     told = state.get(STEP_SIZE)
-    if told is not None and (wrong := tensor_problem(told, told, ranges.finite, virtual=virtual)) is not None:
-        yield f"{STEP_SIZE!r} of {block.name!r} is {wrong}"
+    if told is not None:
+        wrong = tensor_problem(told, torch.empty(told.shape, dtype=told.dtype), ranges.finite, virtual=virtual)
+        if wrong is not None:
+            yield f"{STEP_SIZE!r} of {block.name!r} is {wrong}"
     if several:
         return
     measured = state["clock"]["refreshed_at"] >= 0 and not state["spread"]

@@ -706,7 +706,19 @@ def test_without_factors_the_checkpoint_holds_nothing_under_way_either(gate: Gat
     )
     train(model, optimizer, 2)
     state = optimizer.state_dict()
-    assert state["state"][0]["kfac"].keys() == {"name", "clock", "opposed", "shared_input", "spread", "step_size"}
+    assert state["state"][0]["kfac"].keys() == {
+        "version",
+        "name",
+        "params",
+        "clock",
+        "opposed",
+        "shared_input",
+        "spread",
+        "factors",
+        "refreshing",
+        "momenta",
+        "step_size",
+    }
     optimizer.load_state_dict(state)
     assert all(each.under_way is None and not each.is_ready for each in blocks(optimizer))
 

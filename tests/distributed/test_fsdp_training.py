@@ -211,7 +211,9 @@ METRICS = ("cosine", "gradient_norm", "direction_norm", "trust_region_scale", "m
 
 def averages(optimizer: KFACOptimizer) -> dict[str, Tensor]:
     """Running averages and their masses, by layer and place, as a checkpoint holds them."""
-    saved = optimizer.state_dict()["state"]
+    with warnings.catch_warnings():  # of this rank alone
+        warnings.filterwarnings("ignore", r"kfac_optim. this state_dict\(\) lacks")
+        saved = optimizer.state_dict()["state"]
     names = [name for name, _ in optimizer._binding.model.named_parameters()]
     return {
         " ".join((names[number], *path)): tensor.clone()

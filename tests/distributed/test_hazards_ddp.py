@@ -6,6 +6,7 @@ import pickle
 import re
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -177,11 +178,13 @@ def forward_beside(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Ten
         model(3 * x)
         model.train()
     losses.mean().backward()
-    optimizer.state_dict()
-    with torch.no_grad():
-        model(x)
-    optimizer.step()
-    optimizer.state_dict()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"kfac_optim. this state_dict\(\) lacks")
+        optimizer.state_dict()
+        with torch.no_grad():
+            model(x)
+        optimizer.step()
+        optimizer.state_dict()
 
 
 def thrown_away(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, number: int) -> None:
