@@ -783,8 +783,9 @@ class KFACOptimizer(Optimizer):
     def _remembered(self) -> Tensor:
         """What the step size remembers, `[4]`."""
         if self._memory is None:
-            like = next((block.params[0] for block in self._binding.coverage.blocks), torch.empty(0))
-            dtype = torch.promote_types(like.dtype, torch.float32)
+            # A copy has no block before its first forward where the model has to be found.
+            like = next((block.params[0] for block in self._binding.coverage.blocks), self._params()[0])
+            dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else torch.float64
             self._memory = torch.zeros(4, dtype=dtype, device=like.device)
         return self._memory
 
