@@ -92,7 +92,7 @@ class EigenbasisInverse(PairInverse[E]):
     def damped(self, state: E, damping: float) -> Tensor:
         """What to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
         values = state.eigenvalues()
-        return values + (state.solved.to(values.dtype) * damping)[:, None, None]
+        return torch.where(state.solved[:, None, None], values + damping, 1.0)
 
     @property
     def follows_damping(self) -> bool:
