@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -386,7 +387,7 @@ class KFACBlock:
     def _new_state(self) -> Any:
         self._home = self.dtype, self.params[0].device
         self.under_way = None
-        self.check = GradientCheck(self.adapter, self.spec)
+        self.check = GradientCheck(self.spec, partial(self.adapter.pack, self.spec))
         return self.blank_state()
 
 

@@ -14,8 +14,7 @@ of `W Wᵀ W`, which squares, absolute values and deviations from orthogonality 
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.autograd import on_gradient_first, reaches
 from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerAdapter, LayerStatistics
+from kfac_optim.layers.base import LayerStatistics
 from kfac_optim.specs import LayerSpec
 
 # Directions along which the two sides are compared: enough for the norm of a difference to show.
@@ -51,13 +50,13 @@ class GradientCheck:
         differs: whether the present step has shown a difference.
 
     Args:
-        adapter: that of the block, which makes one matrix of tensors shaped like its parameters.
         spec: the block's.
+        pack: makes one matrix `[groups, out, in]` of tensors shaped like the block's parameters.
     """
 
-    def __init__(self, adapter: LayerAdapter[Any], spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, pack: Callable[[Sequence[Tensor]], Tensor]) -> None:
         self.is_done = False
-        self._adapter, self._spec = adapter, spec
+        self._spec, self._pack = spec, pack
         self._handles: list[RemovableHandle] = []
         self._params: list[weakref.ref[nn.Parameter]] = []
         self.reset()
@@ -154,7 +153,7 @@ class GradientCheck:
         dtype = self._directions.dtype
         tensors = [torch.zeros_like(param, dtype=dtype) for param in params]
         tensors[index] = tensor.to(dtype)
-        return self._adapter.pack(self._spec, tensors)
+        return self._pack(tensors)
 
     def _known_params(self) -> list[nn.Parameter]:
         """The parameters; none where some are gone."""
