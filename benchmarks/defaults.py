@@ -34,7 +34,11 @@ from benchmarks.problem import Aim, FixedBatch, Problem
 from benchmarks.problems import PROBLEMS as COMPARED
 from benchmarks.problems import error_rate
 from benchmarks.training import LossFunction, mean_over, train
-from kfac_optim import KFACOptimizer, LossTerms, MonteCarlo
+from kfac_optim import (
+    KFACOptimizer,
+    LossTerms,
+    MonteCarlo,
+)
 
 HELP = "does K-FAC train at its defaults, whatever the size of the loss?"
 

@@ -35,7 +35,14 @@ from benchmarks.harness import Contender, median_ratio, pin_threads, time_interl
 from benchmarks.variants import LR, MOMENTUM, NEVER
 from benchmarks.workloads import WORKLOADS, Workload
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import DistributedConfig, Launch, Placement, Replicated, Sharded, Strategy
+from kfac_optim.distributed import (
+    DistributedConfig,
+    Launch,
+    Placement,
+    Replicated,
+    Sharded,
+    Strategy,
+)
 
 HELP = "what does K-FAC send, hold and cost on several processes, beside SGD under DDP?"
 

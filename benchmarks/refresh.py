@@ -33,7 +33,15 @@ from benchmarks import arguments, data, plots
 from benchmarks.harness import pin_threads, synchronize, write_json
 from benchmarks.models import Autoencoder
 from benchmarks.workloads import reconstruction_loss
-from kfac_optim import Background, KFACOptimizer, LossTerms, MonteCarlo, Staggered, Together, TrustRegion
+from kfac_optim import (
+    Background,
+    KFACOptimizer,
+    LossTerms,
+    MonteCarlo,
+    Staggered,
+    Together,
+    TrustRegion,
+)
 
 HELP = "how long is the longest step, with refreshes together, staggered and in the background?"
 

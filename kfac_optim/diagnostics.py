@@ -9,12 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from kfac_optim.assembly import Coverage
-from kfac_optim.blocks import KFACBlock
-from kfac_optim.engine import StepRecord
-from kfac_optim.partition import clear_padding
-from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Structure, WeightSharing
-from kfac_optim.text import describe_bytes, table
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.building import Coverage
+from kfac_optim.factors.block_diagonal import clear_padding
+from kfac_optim.specs import (
+    BlockDiagonal,
+    BlockRecord,
+    Kept,
+    ParameterRecord,
+    Structure,
+    WeightSharing,
+)
+from kfac_optim.step.engine import StepRecord
+from kfac_optim.utils.text import describe_bytes, table
 
 _UNSEEN = "no call of a module that holds it was seen yet"
 

@@ -10,46 +10,85 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from kfac_optim import checkpoint, diagnostics, engine, gradient_check, loading
-from kfac_optim.adaptive_trust_region import AdaptiveTrustRegion
-from kfac_optim.background import BackgroundRefresher
-from kfac_optim.batch_watch import BatchWatch
-from kfac_optim.binding import ModelBinding
-from kfac_optim.blocks import KFACBlock
-from kfac_optim.capture import CaptureWindow
-from kfac_optim.checkpoint_groups import MOMENTUM, check_shape
+from kfac_optim import diagnostics
+from kfac_optim.blocks import checkpoint, checkpoint_loading
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.checkpoint_groups import MOMENTUM, check_shape
+from kfac_optim.blocks.checkpoint_loading import Incoming
+from kfac_optim.blocks.model_binding import ModelBinding
+from kfac_optim.blocks.options import block_options
+from kfac_optim.blocks.selection import Pattern
+from kfac_optim.capture import gradient_check
+from kfac_optim.capture.loss_terms import LossCount
+from kfac_optim.capture.scale_probe import Factor
+from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
-from kfac_optim.distributed.plan import Plan
+from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
-from kfac_optim.estimates import Empirical, Estimate, NamedLoss
-from kfac_optim.execution import AtOnce, Executor, Refresher, SingleDevice
+from kfac_optim.factors.subsampling import Subsample
+from kfac_optim.fisher.estimates import (
+    Empirical,
+    Estimate,
+    NamedLoss,
+)
+from kfac_optim.fisher.gauss_newton import ForwardRecorder, Objective
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
-from kfac_optim.levenberg_marquardt import LevenbergMarquardt
-from kfac_optim.loading import Incoming
-from kfac_optim.loss_scale import LossScale, calling_scaler, read_loss_scale, spread_overflow, unscale
-from kfac_optim.loss_terms import LossCount
-from kfac_optim.memory import keep_while_spawning
-from kfac_optim.notices import Notices
-from kfac_optim.options import block_options
-from kfac_optim.precision import all_finite, finite_on_device, without_autocast
-from kfac_optim.random_state import random_state
-from kfac_optim.refresh import Background, Refresh, Together, check_refresh
-from kfac_optim.replay import ForwardRecorder, Objective
-from kfac_optim.sampling import Subsample
-from kfac_optim.scale_probe import Factor
-from kfac_optim.selection import Pattern
-from kfac_optim.shards import is_sharded, local
-from kfac_optim.skipped import SkippedSteps, fused_kernels_look
-from kfac_optim.specs import Kept, LayerSpec, LossTerms, WeightSharing
-from kfac_optim.step_size import StepSize
-from kfac_optim.trial import Judge, Trial
-from kfac_optim.validation import check_flag, check_group, check_integer, check_kind, check_number, plain_number
+from kfac_optim.specs import (
+    Kept,
+    LayerSpec,
+    LossTerms,
+    WeightSharing,
+)
+from kfac_optim.step import engine
+from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
+from kfac_optim.step.background_refresh import BackgroundRefresher
+from kfac_optim.step.batch_watch import BatchWatch
+from kfac_optim.step.execution import (
+    AtOnce,
+    Executor,
+    Refresher,
+    SingleDevice,
+)
+from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.step.loss_scale import (
+    LossScale,
+    calling_scaler,
+    read_loss_scale,
+    spread_overflow,
+    unscale,
+)
+from kfac_optim.step.refresh_schedules import (
+    Background,
+    Refresh,
+    Together,
+    check_refresh,
+)
+from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
+from kfac_optim.step.step_size import StepSize
+from kfac_optim.step.trial import Judge, Trial
+from kfac_optim.step.user_warnings import Notices
+from kfac_optim.utils.precision import (
+    all_finite,
+    finite_on_device,
+    without_autocast,
+)
+from kfac_optim.utils.random_state import random_state
+from kfac_optim.utils.sharded_params import is_sharded, local
+from kfac_optim.utils.tensor_storage import keep_while_spawning
+from kfac_optim.utils.validation import (
+    check_flag,
+    check_group,
+    check_integer,
+    check_kind,
+    check_number,
+    plain_number,
+)
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -933,7 +972,7 @@ def _rebuild(
 def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check a checkpoint and set the blocks' part of it aside."""
     assert isinstance(optimizer, KFACOptimizer)
-    rest, optimizer._incoming = loading.read(
+    rest, optimizer._incoming = checkpoint_loading.read(
         state_dict,
         optimizer.param_groups,
         optimizer._group_keys,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from kfac_optim.validation import check_integer, check_number
+from kfac_optim.utils.validation import check_integer, check_number
 
 _PERIODS = ("factor_update_period", "inverse_update_period")
 

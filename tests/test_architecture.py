@@ -1,4 +1,4 @@
-"""The house stands as its docstring draws it: imports go down, the engine knows no layer and no communication."""
+"""The package is laid out as its docstring says: imports go one way, and the engine knows no layer family."""
 
 import ast
 import inspect
@@ -11,43 +11,29 @@ import pytest
 import kfac_optim
 
 PACKAGE = Path(kfac_optim.__file__).parent
-# "    name(/), name, name   L3  what it is": the table of storeys in the package's docstring
-ROW = re.compile(r"^ {4}(?P<names>[a-z_]+/?(?:, [a-z_]+/?)*) +L(?P<storey>\d+)  \S", re.MULTILINE)
-
-
-def storeys(docstring: str) -> dict[str, int]:
-    """What the table in a docstring says; empty where there is none."""
-    return {
-        name: int(row["storey"])
-        for row in ROW.finditer(docstring)
-        for name in (part.rstrip("/") for part in row["names"].split(", "))
-    }
-
-
-STOREYS = storeys(kfac_optim.__doc__ or "")
+# "    name, name   what they are": the rows of the table in a package's docstring, lowest first.
+ROW = re.compile(r"^ {4}(?P<names>[a-z_]+(?:, [a-z_]+)*) {2,}\S", re.MULTILINE)
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-
-
-def unit(path: Path) -> str:
-    """The name in the table that `path` belongs to: a file, or the folder it lies in."""
-    return path.parts[0].removesuffix(".py")
+TABLES = {Path(): Path("__init__.py"), Path("distributed"): Path("distributed/__init__.py")}
 
 
 def tree(path: Path) -> ast.Module:
     return ast.parse((PACKAGE / path).read_text())
 
 
-# A folder may have a table of its own, in the docstring of its __init__.py: then its files obey that.
-FOLDERS = {
-    unit(path): found
-    for path in FILES
-    if path.name == "__init__.py" and len(path.parts) == 2
-    if (found := storeys(ast.get_docstring(tree(path), clean=False) or ""))
-}
+def rows(folder: Path) -> dict[str, int]:
+    """Give the row of each room in the table of a folder."""
+    docstring = ast.get_docstring(tree(TABLES[folder]), clean=False) or ""
+    return {name: row for row, match in enumerate(ROW.finditer(docstring)) for name in match["names"].split(", ")}
+
+
+def room(path: Path, folder: Path) -> str:
+    """Give the name in the table of a folder that a file below it belongs to."""
+    return path.relative_to(folder).parts[0].removesuffix(".py")
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
-    """Absolute names of what `node` imports: modules, or names in them."""
+    """Give the absolute names of what a node imports: modules, or names in them."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -56,7 +42,7 @@ def imported_names(node: ast.AST) -> Iterator[str]:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of this package that `name` is, or is defined in."""
+    """Give the file of this package that a name is, or is defined in."""
     parts = name.split(".")
     if parts[0] != "kfac_optim":
         return None
@@ -66,45 +52,41 @@ def file_of(name: str) -> Path | None:
 
 
 def own_imports(path: Path) -> set[Path]:
-    """Files of the package that the file imports."""
+    """Give the files of the package that a file imports."""
     names = (name for node in ast.walk(tree(path)) for name in imported_names(node))
     return {file for name in names if (file := file_of(name)) is not None}
 
 
-def test_the_table_of_the_docstring_names_every_file_and_folder_and_nothing_else() -> None:
-    assert set(STOREYS) == {unit(path) for path in FILES} - {"__init__"}
-    assert min(STOREYS.values()) == 0
+@pytest.mark.parametrize("folder", TABLES, ids=str)
+def test_the_table_of_a_docstring_names_every_room_and_nothing_else(folder: Path) -> None:
+    below = [path for path in FILES if folder in path.parents and path != TABLES[folder]]
+    assert set(rows(folder)) == {room(path, folder) for path in below}
 
 
-def test_the_table_of_a_folder_names_every_file_in_it() -> None:
-    assert set(FOLDERS) == {"distributed"}
-    for folder, table in FOLDERS.items():
-        files = {path.stem for path in FILES if path.parts[0] == folder}
-        assert set(table) == files - {"__init__"}
+def test_the_top_of_the_package_is_what_a_user_touches() -> None:
+    top = {path.stem for path in FILES if len(path.parts) == 1}
+    assert top == {"__init__", "optimizer", "diagnostics", "schedulers", "specs"}
 
 
 def test_the_reading_of_imports_sees_an_import() -> None:
-    assert Path("factors.py") in own_imports(Path("inverses/base.py"))
-    assert Path("engine.py") in own_imports(Path("optimizer.py"))
+    assert Path("factors/factor.py") in own_imports(Path("factors/kronecker_factors.py"))
+    assert Path("step/engine.py") in own_imports(Path("optimizer.py"))
     assert Path("__init__.py") not in own_imports(Path("optimizer.py"))
     assert file_of("kfac_optim.KFACOptimizer") == Path("__init__.py")
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if unit(path) != "__init__"], ids=str)
-def test_a_file_imports_lower_storeys_only_and_within_a_folder_the_bases_around_them(path: Path) -> None:
-    for target in own_imports(path):
-        assert target != Path("__init__.py"), "the package's own public names are for users"
-        if unit(target) != unit(path):
-            assert STOREYS[unit(target)] < STOREYS[unit(path)], f"{path} imports {target}"
-        elif unit(path) in FOLDERS and path.name != "__init__.py":
-            table = FOLDERS[unit(path)]
-            assert table[target.stem] < table[path.stem], f"{path} imports {target}"
-        elif path.name != "__init__.py":
-            assert target.name == "base.py", f"{path} imports {target} beside it"
-            assert target.parent in path.parents, f"{path} imports {target} of a folder that it is not in"
+@pytest.mark.parametrize("folder", TABLES, ids=str)
+def test_imports_between_rooms_go_to_higher_rows_of_the_table(folder: Path) -> None:
+    table = rows(folder)
+    for path in (path for path in FILES if folder in path.parents and path != TABLES[folder]):
+        for target in (target for target in own_imports(path) if folder in target.parents):
+            assert target != TABLES[folder], f"{path} imports the names that {target} gives to users"
+            ours, theirs = room(path, folder), room(target, folder)
+            assert ours == theirs or table[theirs] < table[ours], f"{path} imports {target}"
 
 
 def test_there_is_no_circle_of_imports() -> None:
+    """Not between files, a folder's `__init__.py` included."""
     graph = {path: own_imports(path) for path in FILES}
     done: set[Path] = set()
 
@@ -139,13 +121,13 @@ def reachable(path: Path) -> set[Path]:
     return found
 
 
-LAYER_FAMILIES = {path for path in FILES if unit(path) == "layers"} - {Path("layers/base.py")}
+LAYER_FAMILIES = {path for path in FILES if path.parts[0] == "layers"} - {Path("layers/base.py")}
 
 
 def test_the_engine_imports_no_layer_family_and_no_communication() -> None:
-    engine = Path("engine.py")
+    engine = Path("step/engine.py")
     assert not own_imports(engine) & LAYER_FAMILIES
-    assert not any(unit(target) == "distributed" for target in reachable(engine))
+    assert not any(target.parts[0] == "distributed" for target in reachable(engine))
     # Nor through those whom it tells what to do. (`layers/__init__` runs with `layers/base`, but is not used.)
     assert not reachable(engine) & LAYER_FAMILIES
     for path in {engine, *reachable(engine)}:
@@ -166,8 +148,8 @@ def test_no_kind_of_layer_is_named_outside_the_layer_families() -> None:
 def test_one_file_alone_touches_autograds_inside() -> None:
     for path in FILES:
         text = (PACKAGE / path).read_text()
-        if path != Path("autograd.py"):
-            assert "torch._C" not in text or path == Path("dynamo.py"), path
+        if path != Path("utils/autograd.py"):
+            assert "torch._C" not in text or path == Path("utils/dynamo.py"), path
             assert "torch.autograd" not in text, path
             assert "register_hook" not in text, path
 

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plain import assert_identical, batch, clones, mlp, square_loss, train
+from helpers.plain import (
+    assert_identical,
+    batch,
+    clones,
+    mlp,
+    square_loss,
+    train,
+)
 from torch import nn
 
 import kfac_optim

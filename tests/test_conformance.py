@@ -38,7 +38,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain import FREQUENT, assert_identical, clones, snapshot
+from helpers.plain import (
+    FREQUENT,
+    assert_identical,
+    clones,
+    snapshot,
+)
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import waits
-from accelerator import site
+from helpers import waits
+from helpers.accelerator import site
 from test_waits import expected
 from torch import nn
 
 from kfac_optim import Background, KFACOptimizer
-from kfac_optim.trust_region import square_sum
+from kfac_optim.step.trust_region import square_sum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

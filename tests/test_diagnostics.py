@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import (
+from helpers.plain import (
     assert_identical,
     batch,
     block,
@@ -27,7 +27,13 @@ from plain import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from kfac_optim import EKFAC, KFACOptimizer, Structure, TrustRegion, WeightSharing
+from kfac_optim import (
+    EKFAC,
+    KFACOptimizer,
+    Structure,
+    TrustRegion,
+    WeightSharing,
+)
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import HAZARDS, Hazard
+from helpers.hazards import HAZARDS, Hazard
 from torch import Tensor
 
 

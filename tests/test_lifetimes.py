@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from plain import FREQUENT, mlp
+from helpers.plain import FREQUENT, mlp
 from torch import Tensor, nn
 
-from kfac_optim import Background, KFACOptimizer, MonteCarlo, QuadraticModel
+from kfac_optim import (
+    Background,
+    KFACOptimizer,
+    MonteCarlo,
+    QuadraticModel,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 

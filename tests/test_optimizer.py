@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain import (
+from helpers.plain import (
     FREQUENT,
     assert_identical,
     assert_same_factors,
@@ -37,7 +37,13 @@ from plain import (
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, Structure, TrustRegion
+from kfac_optim import (
+    Cholesky,
+    DoublyFactored,
+    KFACOptimizer,
+    Structure,
+    TrustRegion,
+)
 from kfac_optim.distributed import DistributedConfig
 
 MakeParams = Callable[[nn.Module], Any]

@@ -7,10 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plain import Factors, assert_identical, assert_same_factors, batch, clones, factors_after, mlp, square_loss, train
+from helpers.plain import (
+    Factors,
+    assert_identical,
+    assert_same_factors,
+    batch,
+    clones,
+    factors_after,
+    mlp,
+    square_loss,
+    train,
+)
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, capture
+from kfac_optim import KFACOptimizer
+from kfac_optim.capture import window
 
 BACKEND = "aot_eager"
 F64 = torch.float64
@@ -236,7 +247,7 @@ def test_a_copy_of_an_optimizer_whose_hooks_were_taken_off_has_none_either() -> 
 
 
 def test_compiled_forwards_that_no_step_follows_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_MOST_CALLS", 30)
+    monkeypatch.setattr(window, "_MOST_CALLS", 30)
     model, twin = mlp(), mlp()
     optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
     forward = torch.compile(model, backend=BACKEND)

@@ -5,9 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_identical, clones, mlp, train
+from helpers.plain import (
+    assert_identical,
+    clones,
+    mlp,
+    train,
+)
 
-from kfac_optim import ExponentialDecay, HyperparameterScheduler, KFACOptimizer
+from kfac_optim import (
+    ExponentialDecay,
+    HyperparameterScheduler,
+    KFACOptimizer,
+)
 
 
 def optimizer(**options: Any) -> KFACOptimizer:

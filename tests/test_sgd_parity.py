@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import clones, layer_direction
+from helpers.plain import clones, layer_direction
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 

@@ -9,24 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import waits
+from helpers import waits
 
 TESTS = Path(__file__).parent
 
-FINITE = "precision.all_finite: _local_scalar_dense"  # are the gradients?
-SKIPPED = "skipped.look: tolist"  # how many steps did the device skip since?
-SCALE = "loss_scale.read_loss_scale: _local_scalar_dense"
+FINITE = "utils.precision.all_finite: _local_scalar_dense"  # are the gradients?
+SKIPPED = "step.skipped_steps.look: tolist"  # how many steps did the device skip since?
+SCALE = "step.loss_scale.read_loss_scale: _local_scalar_dense"
 SCALER = ": _local_scalar_dense"  # torch's own: a scaler asks whether to call the step
-PROBED = "scale_probe._common_factor: tolist"  # by what were the gradients multiplied since backward?
-USED = "binding._says_something: _local_scalar_dense"  # does any gradient say something yet? The first step alone.
-CHECKED = "gradient_check.conclude: tolist"  # do the captured calls account for the gradients? The first step alone.
-UNIT = "adaptive_trust_region.loss_unit: _local_scalar_dense"  # of the loss, which the damping is in
-SETBACKS = "execution.setbacks: tolist"  # too many of them in a row?
-HELD = "inverses.base.has_statistics: _local_scalar_dense"  # of each block, until it has some
+PROBED = "capture.scale_probe._common_factor: tolist"  # by what were the gradients multiplied since backward?
+USED = "blocks.model_binding._says_something: _local_scalar_dense"  # does any gradient say something yet? The first step alone.
+CHECKED = (
+    "capture.gradient_check.conclude: tolist"  # do the captured calls account for the gradients? The first step alone.
+)
+UNIT = "step.adaptive_trust_region.loss_unit: _local_scalar_dense"  # of the loss, which the damping is in
+SETBACKS = "step.execution.setbacks: tolist"  # too many of them in a row?
+HELD = "inverses.pair_inverse.has_statistics: _local_scalar_dense"  # of each block, until it has some
 HELD_THREE = "inverses.doubly_factored.has_statistics: _local_scalar_dense"
 # One for each batched call:
-CHOLESKY = "linalg.damped_cholesky_inverse: nonzero"  # has any failed?
-EIGH = ("linalg._try_eigh: _linalg_eigh", "linalg.eigendecomposition: nonzero", "linalg.eigendecomposition: tolist")
+CHOLESKY = "linalg.cholesky.damped_cholesky_inverse: nonzero"  # has any failed?
+EIGH = (
+    "linalg.eigen._try_eigh: _linalg_eigh",
+    "linalg.eigen.eigendecomposition: nonzero",
+    "linalg.eigen.eigendecomposition: tolist",
+)
 ONLINE = "inverses.eigenbasis.online.decompose: tolist"
 NEWTON = "inverses.damped.newton._finish: _local_scalar_dense"  # has any not converged?
 
@@ -72,9 +78,9 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, TESTS / "waits.py"],
+        [sys.executable, TESTS / "helpers" / "waits.py"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

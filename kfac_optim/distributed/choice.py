@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.text import without_addresses
+from kfac_optim.utils.text import without_addresses
 
 
 def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | None:

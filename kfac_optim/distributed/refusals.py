@@ -1,10 +1,15 @@
 """Choices that do not go together on several processes, refused where the optimizer is built."""
 
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.strategies import Auto, FullySharded, Placement, Sharded
-from kfac_optim.levenberg_marquardt import LevenbergMarquardt
-from kfac_optim.refresh import Background, Refresh
-from kfac_optim.step_size import StepSize, TrustRegion
+from kfac_optim.distributed.planning.strategies import (
+    Auto,
+    FullySharded,
+    Placement,
+    Sharded,
+)
+from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.step.refresh_schedules import Background, Refresh
+from kfac_optim.step.step_size import StepSize, TrustRegion
 
 
 def check_choices(

@@ -8,16 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_optim import ranges
-from kfac_optim.damping import Damped, factored_tikhonov
-from kfac_optim.factors import Factor
+from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
+from kfac_optim.factors.second_moments import (
+    active_rows,
+    on_host,
+    total,
+)
 from kfac_optim.inverses.base import Inverse, Result
-from kfac_optim.layers.base import LayerStatistics, RowStatistics
-from kfac_optim.linalg import damped_cholesky_inverse, leading_singular_triple, norm1
-from kfac_optim.memory import copy_held
-from kfac_optim.rows import active_rows, on_host, total
-from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
-from kfac_optim.validation import check_integer
+from kfac_optim.inverses.damping import Damped, factored_tikhonov
+from kfac_optim.linalg.cholesky import damped_cholesky_inverse
+from kfac_optim.linalg.eigen import leading_singular_triple
+from kfac_optim.linalg.products import norm1
+from kfac_optim.specs import (
+    Cost,
+    FactorShape,
+    LayerSpec,
+    Part,
+    Structure,
+)
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.tensor_storage import copy_held
+from kfac_optim.utils.validation import check_integer
 
 
 class DoublyFactoredState:
@@ -248,9 +260,9 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
     def ranges(self, state: DoublyFactoredState) -> dict[str, Any]:
         return {
             "factors": {name: factor.ranges() for name, factor in state.factors.items()},
-            "inverses": dict.fromkeys(state.inverses, ranges.positive_matrix),
-            **dict.fromkeys(state.measures(), ranges.not_negative),
-            "conditions": ranges.measured,
+            "inverses": dict.fromkeys(state.inverses, value_checks.positive_matrix),
+            **dict.fromkeys(state.measures(), value_checks.not_negative),
+            "conditions": value_checks.measured,
         }
 
     def load(self, state: DoublyFactoredState, tensors: Mapping[str, Any]) -> None:

@@ -4,12 +4,11 @@ from types import MappingProxyType
 
 from torch import nn
 
+from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
 from kfac_optim.layers.attention import MultiheadAttentionAdapter
 from kfac_optim.layers.base import (
     Adapters,
     LayerAdapter,
-    LayerStatistics,
-    RowStatistics,
     WeightBiasAdapter,
     find_adapter,
 )

@@ -10,13 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.autograd import no_view
-from kfac_optim.calls import LayerCall, LayerWatch
-from kfac_optim.capture import CaptureWindow
-from kfac_optim.functions import substitute
-from kfac_optim.hooks import Handle, Handles
-from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink, watch_of
+from kfac_optim.capture.calls import LayerWatch
+from kfac_optim.capture.function_modes import substitute
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import RowStatistics
+from kfac_optim.layers.base import (
+    COMPUTED_WEIGHT,
+    LayerAdapter,
+    StatisticsSink,
+    watch_of,
+)
 from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.utils.autograd import no_view
+from kfac_optim.utils.hooks import Handle, Handles
 
 _PACKED = ("in_proj_weight", "in_proj_bias")
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

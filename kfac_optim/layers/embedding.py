@@ -10,11 +10,16 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerStatistics, RowStatistics, WeightBiasAdapter, own_forward
-from kfac_optim.rows import product_along, turned
-from kfac_optim.sampling import Draw
-from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
+from kfac_optim.factors.second_moments import product_along, turned
+from kfac_optim.factors.subsampling import Draw
+from kfac_optim.layers.base import WeightBiasAdapter, own_forward
+from kfac_optim.specs import (
+    LayerSpec,
+    Structure,
+    WeightSharing,
+)
 
 
 class EmbeddingStatistics(RowStatistics):

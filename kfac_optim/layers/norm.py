@@ -19,11 +19,25 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from kfac_optim.calls import LayerCall
-from kfac_optim.layers.base import LayerStatistics, WeightBiasAdapter, own_forward, weight_and_bias
-from kfac_optim.rows import batched, channel_moments, channel_rows, examples_at_once
-from kfac_optim.sampling import Draw, RowSample
-from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.second_moments import (
+    batched,
+    channel_moments,
+    channel_rows,
+    examples_at_once,
+)
+from kfac_optim.factors.subsampling import Draw, RowSample
+from kfac_optim.layers.base import (
+    WeightBiasAdapter,
+    own_forward,
+    weight_and_bias,
+)
+from kfac_optim.specs import (
+    LayerSpec,
+    Structure,
+    WeightSharing,
+)
 
 M = TypeVar("M", bound=nn.Module)
 TrailingNorm = TypeVar("TrailingNorm", nn.LayerNorm, nn.RMSNorm)

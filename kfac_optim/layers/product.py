@@ -5,11 +5,12 @@ from collections.abc import Collection, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.capture import CaptureWindow
-from kfac_optim.hooks import Handle, Handles
-from kfac_optim.layers.base import LayerAdapter, RowStatistics, StatisticsSink
-from kfac_optim.rows import linear_rows
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_statistics import RowStatistics
+from kfac_optim.factors.second_moments import linear_rows
+from kfac_optim.layers.base import LayerAdapter, StatisticsSink
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.hooks import Handle, Handles
 
 ADDS_BIAS = (1,)
 """Context of a product to which the block's bias was added; without it there is none."""

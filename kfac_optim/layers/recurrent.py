@@ -21,12 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from kfac_optim.calls import LayerWatch
-from kfac_optim.capture import CaptureWindow
-from kfac_optim.functions import substitute
-from kfac_optim.hooks import Handle, Handles
-from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, RowStatistics, StatisticsSink, watch_of
+from kfac_optim.capture.calls import LayerWatch
+from kfac_optim.capture.function_modes import substitute
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_statistics import RowStatistics
+from kfac_optim.layers.base import (
+    COMPUTED_WEIGHT,
+    LayerAdapter,
+    StatisticsSink,
+    watch_of,
+)
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.hooks import Handle, Handles
 
 _Module = nn.RNNBase | nn.RNNCellBase
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from helpers.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

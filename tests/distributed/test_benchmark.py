@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import Ranks
+from helpers.ranks import Ranks
 from torch import Tensor, nn
 
 from benchmarks import distributed

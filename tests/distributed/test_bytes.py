@@ -12,13 +12,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import counted_bytes
-from ranks import Ranks
+from helpers.collectives import counted_bytes
+from helpers.ranks import Ranks
+from helpers.volumes import (
+    control,
+    replicated,
+    sharded,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from volumes import control, replicated, sharded
 
 from kfac_optim import (
     EKFAC,
@@ -45,7 +49,7 @@ from kfac_optim.distributed import (
     Statistics,
     Strategy,
 )
-from kfac_optim.distributed.buckets import Payload
+from kfac_optim.distributed.planning.buckets import Payload
 
 INVERSES: dict[str, Any] = {
     type(inverse).__name__: inverse

@@ -5,10 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import Ranks
+from helpers.ranks import Ranks
 
-from kfac_optim.distributed import CostModel, calibration
-from kfac_optim.distributed.calibration import measure_costs
+from kfac_optim.distributed import CostModel
+from kfac_optim.distributed.planning import calibration
+from kfac_optim.distributed.planning.calibration import measure_costs
 
 # Seconds of a product, an inverse, a short and a long all-reduce, on each rank.
 SECONDS = ((1e-3, 4e-3, 2e-4, 1e-2), (2e-3, 1e-3, 4e-4, 2e-3))

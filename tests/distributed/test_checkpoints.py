@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from plain import assert_identical
-from ranks import Ranks
+from helpers.plain import assert_identical
+from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,8 +20,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, NewtonSchulz
-from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded, Strategy
+from kfac_optim import (
+    EKFAC,
+    Cholesky,
+    Eigen,
+    Inverse,
+    KFACOptimizer,
+    NewtonSchulz,
+)
+from kfac_optim.distributed import (
+    DistributedConfig,
+    Placement,
+    Replicated,
+    Sharded,
+    Strategy,
+)
 
 EXAMPLES, SAVED, STEPS = 16, 5, 12  # the refresh of step 5 falls on the checkpoint, the next on step 8
 MEM = Replicated(0.25)

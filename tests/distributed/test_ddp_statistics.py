@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import wrapped
-from ranks import Ranks
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.parallel import DistributedDataParallel
-from wrapped import (
+from helpers import wrapped
+from helpers.ranks import Ranks
+from helpers.wrapped import (
     Branches,
     Checkpointed,
     Plain,
@@ -25,6 +22,9 @@ from wrapped import (
     seeded,
     statistics,
 )
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
 

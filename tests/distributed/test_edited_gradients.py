@@ -6,14 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training import (
+    Mixed,
+    build,
+    examples,
+    share,
+    squares,
+    wrap,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Mixed, build, examples, share, squares, wrap
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
-from kfac_optim.distributed.strategies import Strategy
+from kfac_optim.distributed import (
+    DistributedConfig,
+    Replicated,
+    Sharded,
+)
+from kfac_optim.distributed.planning.strategies import Strategy
 
 FLAGS: dict[str, dict[str, Any] | None] = {
     "bare": None,

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training import close
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from training import close
 
 from kfac_optim import KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Sharded
-from kfac_optim.shards import is_sharded
+from kfac_optim.utils.sharded_params import is_sharded
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "factor_update_period": 1, "inverse_update_period": 1}
 

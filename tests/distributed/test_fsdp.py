@@ -5,19 +5,27 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from kfac_optim.distributed.comm import Communicator
-from kfac_optim.distributed.fsdp import Owned, assemble, cut, from_owners, like, rows_of, to_owners
-from kfac_optim.distributed.layouts import ShareBucket
-from kfac_optim.shards import local
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.layouts import ShareBucket
+from kfac_optim.distributed.gradients.fsdp import (
+    Owned,
+    assemble,
+    cut,
+    from_owners,
+    like,
+    rows_of,
+    to_owners,
+)
+from kfac_optim.utils.sharded_params import local
 
 SHAPES = [(4, 3), (8, 2, 2), (5, 3), (1, 3), (3,), (0, 2), (4,), (7, 1)]
 CPU = torch.device("cpu")

@@ -6,13 +6,24 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-import wrapped
-from ranks import Ranks
+from helpers import wrapped
+from helpers.ranks import Ranks
+from helpers.wrapped import (
+    Branches,
+    Checkpointed,
+    Plain,
+    assert_same,
+    batch,
+    loss,
+    mlp,
+    plain_statistics,
+    seeded,
+    statistics,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from wrapped import Branches, Checkpointed, Plain, assert_same, batch, loss, mlp, plain_statistics, seeded, statistics
 
 from kfac_optim import KFACOptimizer, MonteCarlo
 

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import counted_bytes
-from ranks import Ranks
+from helpers.collectives import counted_bytes
+from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,11 +35,17 @@ from kfac_optim import (
     Staggered,
     TrustRegion,
 )
-from kfac_optim.checkpoint import KEY
-from kfac_optim.distributed import DistributedConfig, FullySharded, Placement, Replicated, Statistics
-from kfac_optim.distributed.buckets import Payload
-from kfac_optim.distributed.transfer import leaves
-from kfac_optim.shards import local
+from kfac_optim.blocks.checkpoint import KEY
+from kfac_optim.distributed import (
+    DistributedConfig,
+    FullySharded,
+    Placement,
+    Replicated,
+    Statistics,
+)
+from kfac_optim.distributed.communication.transfer import leaves
+from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.utils.sharded_params import local
 
 STEPS = 20
 TOLERANCE = 1e-10

@@ -16,11 +16,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import RankError, Ranks
+from helpers.ranks import RankError, Ranks
+from helpers.training import (
+    EXAMPLES,
+    TIMEOUT,
+    Batch,
+    Mixed,
+    build,
+    close,
+    examples,
+    share,
+    squares,
+    wrap,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import EXAMPLES, TIMEOUT, Batch, Mixed, build, close, examples, share, squares, wrap
 
 from kfac_optim import (
     Background,
@@ -31,10 +42,15 @@ from kfac_optim import (
     QuadraticModel,
     Together,
 )
-from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
-from kfac_optim.distributed.gradients import _set_gradient
-from kfac_optim.distributed.strategies import Strategy
-from kfac_optim.refresh import Refresh
+from kfac_optim.distributed import (
+    DistributedConfig,
+    Placement,
+    Replicated,
+    Sharded,
+)
+from kfac_optim.distributed.gradients.flow import _set_gradient
+from kfac_optim.distributed.planning.strategies import Strategy
+from kfac_optim.step.refresh_schedules import Refresh
 
 STRATEGIES = (Replicated(0.5), Sharded(), Sharded(Placement.FACTORS))
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

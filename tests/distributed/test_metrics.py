@@ -4,13 +4,29 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training import (
+    Mixed,
+    build,
+    examples,
+    share,
+    squares,
+    wrap,
+)
 from torch import nn
-from training import Mixed, build, examples, share, squares, wrap
 
-from kfac_optim import Cholesky, KFACOptimizer, LowRank
-from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
-from kfac_optim.distributed.strategies import Strategy
+from kfac_optim import (
+    Cholesky,
+    KFACOptimizer,
+    LowRank,
+)
+from kfac_optim.distributed import (
+    DistributedConfig,
+    Placement,
+    Replicated,
+    Sharded,
+)
+from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.inverses.base import Inverse
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "damping": 0.1, "factor_update_period": 1, "inverse_update_period": 3}

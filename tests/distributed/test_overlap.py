@@ -4,11 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
+from kfac_optim import (
+    EKFAC,
+    Cholesky,
+    Inverse,
+    KFACOptimizer,
+)
 from kfac_optim.distributed import (
     Cause,
     DistributedConfig,
@@ -19,7 +24,7 @@ from kfac_optim.distributed import (
     Sharded,
     Strategy,
 )
-from kfac_optim.distributed.buckets import Payload
+from kfac_optim.distributed.planning.buckets import Payload
 
 BACKWARD_ENDS = Launch("(backward ends)", Cause.CALLED, 0.0)
 STEPS = 4

@@ -13,11 +13,27 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import (
+    COST,
+    INVERSES,
+    equal_layers,
+    gpt,
+    models,
+    options_,
+    strategies_,
+)
+from helpers.volumes import (
+    control,
+    fully_sharded,
+    kaisa,
+    local_statistics,
+    replicated,
+    sgd,
+    sharded,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import COST, INVERSES, equal_layers, gpt, models, options_, strategies_
 from torch import nn
-from volumes import control, fully_sharded, kaisa, local_statistics, replicated, sgd, sharded
 
 from benchmarks import shapes
 from kfac_optim import (
@@ -49,9 +65,24 @@ from kfac_optim.distributed import (
     make_plan,
     predict_sgd,
 )
-from kfac_optim.distributed.assignment import LayerLoad, Load, largest_first, place
-from kfac_optim.distributed.buckets import Bucket, Item, Payload, fill
-from kfac_optim.distributed.prediction import Compute, exposed, finished, in_order_of_backward
+from kfac_optim.distributed.planning.assignment import (
+    LayerLoad,
+    Load,
+    largest_first,
+    place,
+)
+from kfac_optim.distributed.planning.buckets import (
+    Bucket,
+    Item,
+    Payload,
+    fill,
+)
+from kfac_optim.distributed.planning.prediction import (
+    Compute,
+    exposed,
+    finished,
+    in_order_of_backward,
+)
 
 DENSE, DIAGONAL = Structure.DENSE, Structure.DIAGONAL
 COMM_OPT = Replicated(1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, Ranks
+from helpers.ranks import RankError, Ranks
 
 
 def total(rank: int, start: int) -> int:

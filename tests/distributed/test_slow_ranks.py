@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ranks import Ranks
+from helpers.ranks import Ranks
 from torch import nn
 
 from kfac_optim import Cholesky, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Sharded
-from kfac_optim.distributed.comm import CollectiveError
+from kfac_optim.distributed.communication.collectives import CollectiveError
 
 SLOW = 6.0  # seconds: longer than the time-out and the roll call
 

@@ -1,13 +1,17 @@
 """All ranks judge the step of a summed loss by the terms of that step, with statistics or without."""
 
 import pytest
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.wrapped import mlp, seeded
 from torch.nn.parallel import DistributedDataParallel
-from wrapped import mlp, seeded
 
 from kfac_optim import KFACOptimizer, LossTerms
-from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
-from kfac_optim.distributed.strategies import Strategy
+from kfac_optim.distributed import (
+    DistributedConfig,
+    Replicated,
+    Sharded,
+)
+from kfac_optim.distributed.planning.strategies import Strategy
 
 
 def of_steps(rank: int, strategy: Strategy, wraps: bool) -> None:

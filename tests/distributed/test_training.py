@@ -4,11 +4,22 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from helpers.ranks import Ranks
+from helpers.training import (
+    EMPTY,
+    EVEN,
+    NETS,
+    UNEVEN,
+    Case,
+    Split,
+    build,
+    check,
+    on_rank,
+    wrap,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
 from torch import nn
-from training import EMPTY, EVEN, NETS, UNEVEN, Case, Split, build, check, on_rank, wrap
 
 from kfac_optim import (
     EKFAC,
@@ -28,8 +39,14 @@ from kfac_optim import (
     TrustRegion,
     WeightSharing,
 )
-from kfac_optim.distributed import Auto, DistributedConfig, Placement, Replicated, Sharded
-from kfac_optim.distributed.strategies import Strategy
+from kfac_optim.distributed import (
+    Auto,
+    DistributedConfig,
+    Placement,
+    Replicated,
+    Sharded,
+)
+from kfac_optim.distributed.planning.strategies import Strategy
 
 FACTORS = Placement.FACTORS
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY

@@ -6,14 +6,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training import close
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import close
 
-from kfac_optim import ExactGGN, KFACOptimizer, LossTerms
-from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
-from kfac_optim.distributed.strategies import Strategy
+from kfac_optim import (
+    ExactGGN,
+    KFACOptimizer,
+    LossTerms,
+)
+from kfac_optim.distributed import (
+    DistributedConfig,
+    Replicated,
+    Sharded,
+)
+from kfac_optim.distributed.planning.strategies import Strategy
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "factor_update_period": 2, "inverse_update_period": 2}
 STEPS = 5

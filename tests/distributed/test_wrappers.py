@@ -9,16 +9,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
-from test_groups import NUMBERS, one_process_of, train
+from helpers.ranks import Ranks
+from helpers.training import (
+    Mixed,
+    build,
+    close,
+    examples,
+    share,
+    squares,
+)
+from test_process_groups import (
+    NUMBERS,
+    one_process_of,
+    train,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from training import Mixed, build, close, examples, share, squares
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import Cause, DistributedConfig, Launch, Replicated, Sharded
-from kfac_optim.distributed.strategies import Strategy
+from kfac_optim.distributed import (
+    Cause,
+    DistributedConfig,
+    Launch,
+    Replicated,
+    Sharded,
+)
+from kfac_optim.distributed.planning.strategies import Strategy
 
 each_strategy = pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
 

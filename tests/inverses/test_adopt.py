@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import look_alikes
-from oracles import assert_same, kronecker
-from plain import assert_identical, mlp, square_loss
+from helpers.cases import look_alikes
+from helpers.oracles import assert_same, kronecker
+from helpers.plain import (
+    assert_identical,
+    mlp,
+    square_loss,
+)
 from torch import Tensor, nn
 
 from kfac_optim import (
@@ -22,8 +26,8 @@ from kfac_optim import (
     OnlineEigen,
     Structure,
 )
-from kfac_optim.blocks import KFACBlock
-from kfac_optim.execution import SingleDevice
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.step.execution import SingleDevice
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -5,12 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from plain import assert_identical
-from states import measured_state
+from helpers.plain import assert_identical
+from helpers.states import measured_state
 
-from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, LowRank, NewtonSchulz
+from kfac_optim import (
+    EKFAC,
+    Cholesky,
+    Eigen,
+    Inverse,
+    LowRank,
+    NewtonSchulz,
+)
 from kfac_optim.inverses import base
-from kfac_optim.inverses.base import batches
+from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import damped_jobs
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -1,10 +1,9 @@
 from functools import partial
 
-import oracles
 import pytest
-import states
 import torch
-from cases import (
+from helpers import oracles, states
+from helpers.cases import (
     STRUCTURES,
     LayerCase,
     any_loss,
@@ -15,14 +14,22 @@ from cases import (
     look_alikes,
     snapshot,
 )
+from helpers.oracles import assert_same
+from helpers.plain import edited
+from helpers.states import (
+    CPU,
+    every_structure,
+    spec,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import edited
-from states import CPU, every_structure, spec
 from torch import nn
 
-from kfac_optim import Cholesky, Structure, WeightSharing
+from kfac_optim import (
+    Cholesky,
+    Structure,
+    WeightSharing,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

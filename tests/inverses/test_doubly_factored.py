@@ -1,18 +1,39 @@
 import copy
 from collections.abc import Callable
 
-import oracles
 import pytest
 import torch
-from cases import any_loss, displacement, free_optimizer, snapshot
+from helpers import oracles
+from helpers.cases import (
+    any_loss,
+    displacement,
+    free_optimizer,
+    snapshot,
+)
+from helpers.oracles import assert_same
+from helpers.plain import (
+    assert_identical,
+    batch,
+    block,
+    clones,
+    edited,
+    mlp,
+    square_loss,
+    train,
+)
+from helpers.states import CPU, assert_resumes_bitwise
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import assert_identical, batch, block, clones, edited, mlp, square_loss, train
-from states import CPU, assert_resumes_bitwise
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, LayerSpec, Structure, WeightSharing
+from kfac_optim import (
+    Cholesky,
+    DoublyFactored,
+    KFACOptimizer,
+    LayerSpec,
+    Structure,
+    WeightSharing,
+)
 from kfac_optim.inverses import doubly_factored
 from kfac_optim.inverses.doubly_factored import DoublyFactoredState
 
@@ -161,7 +182,7 @@ def test_examples_without_a_gradient_are_not_counted_whatever_they_hold(
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numbers on the CPU be such that would have to be waited for."""
     monkeypatch.setattr("kfac_optim.layers.base.on_host", lambda _: False)
-    monkeypatch.setattr("kfac_optim.rows.on_host", lambda _: False)
+    monkeypatch.setattr("kfac_optim.factors.second_moments.on_host", lambda _: False)
     monkeypatch.setattr(doubly_factored, "on_host", lambda _: False)
 
 

@@ -1,19 +1,42 @@
 from functools import partial
 
-import cases
-import oracles
 import pytest
-import states
 import torch
-from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
+from helpers import cases, oracles, states
+from helpers.cases import (
+    STRUCTURES,
+    LayerCase,
+    any_loss,
+    conv_cases,
+    displacement,
+    linear_cases,
+    look_alikes,
+    snapshot,
+)
+from helpers.oracles import MaybeFactor, assert_same
+from helpers.plain import (
+    assert_identical,
+    edited,
+    mlp,
+)
+from helpers.states import (
+    CPU,
+    assert_resumes_bitwise,
+    every_structure,
+    spec,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import MaybeFactor, assert_same
-from plain import assert_identical, edited, mlp
-from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
+from kfac_optim import (
+    Cholesky,
+    Eigen,
+    KFACOptimizer,
+    LayerSpec,
+    Structure,
+    WeightSharing,
+)
 from kfac_optim.inverses.eigenbasis.base import EigenState
 
 pytestmark = [

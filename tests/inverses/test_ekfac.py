@@ -1,17 +1,37 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import cases
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
+from helpers import cases, oracles
+from helpers.cases import (
+    LayerCase,
+    any_loss,
+    conv_cases,
+    displacement,
+    linear_cases,
+    look_alikes,
+    snapshot,
+)
+from helpers.oracles import assert_same
+from helpers.plain import (
+    assert_identical,
+    batch,
+    block,
+    clones,
+    edited,
+    mlp,
+    square_loss,
+)
+from helpers.states import (
+    CPU,
+    OwnStatistics,
+    assert_resumes_bitwise,
+    every_structure,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import assert_identical, batch, block, clones, edited, mlp, square_loss
-from states import CPU, OwnStatistics, assert_resumes_bitwise, every_structure
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -29,11 +49,11 @@ from kfac_optim import (
     Structure,
     WeightSharing,
 )
-from kfac_optim import rows as row_functions
-from kfac_optim.calls import LayerCall
+from kfac_optim.factors import second_moments as row_functions
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.second_moments import sum_of_squares
 from kfac_optim.inverses.eigenbasis.ekfac import EKFACState
 from kfac_optim.layers.embedding import EmbeddingStatistics
-from kfac_optim.rows import sum_of_squares
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

@@ -1,21 +1,35 @@
 from functools import partial
 
-import oracles
 import pytest
-import states
 import torch
-from cases import any_loss, displacement, free_optimizer, snapshot
+from helpers import oracles, states
+from helpers.cases import (
+    any_loss,
+    displacement,
+    free_optimizer,
+    snapshot,
+)
+from helpers.oracles import assert_same
+from helpers.plain import edited, mlp
+from helpers.states import (
+    CPU,
+    assert_resumes_bitwise,
+    every_structure,
+    spec,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import edited, mlp
-from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, KFACOptimizer, LowRank, Structure
-from kfac_optim.damping import factored_tikhonov
+from kfac_optim import (
+    Cholesky,
+    KFACOptimizer,
+    LowRank,
+    Structure,
+)
 from kfac_optim.inverses.damped.low_rank import Deflation, LowRankState
-from kfac_optim.linalg import leading_eigenpairs, random_basis
+from kfac_optim.inverses.damping import factored_tikhonov
+from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -1,19 +1,45 @@
 from functools import partial
 
-import cases
-import oracles
 import pytest
-import states
 import torch
-from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
+from helpers import cases, oracles, states
+from helpers.cases import (
+    STRUCTURES,
+    LayerCase,
+    any_loss,
+    conv_cases,
+    displacement,
+    linear_cases,
+    look_alikes,
+    snapshot,
+)
+from helpers.oracles import assert_same
+from helpers.plain import (
+    assert_identical,
+    batch,
+    clones,
+    edited,
+    mlp,
+    square_loss,
+    train,
+)
+from helpers.states import (
+    CPU,
+    assert_resumes_bitwise,
+    every_structure,
+    spec,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import assert_identical, batch, clones, edited, mlp, square_loss, train
-from states import CPU, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, KFACOptimizer, NewtonSchulz, Structure, WeightSharing
+from kfac_optim import (
+    Cholesky,
+    KFACOptimizer,
+    NewtonSchulz,
+    Structure,
+    WeightSharing,
+)
 from kfac_optim.inverses.damped.newton import NewtonSchulzState
 
 pytestmark = [

@@ -2,20 +2,46 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import cases
-import oracles
 import pytest
-import states
 import torch
-from cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
+from helpers import cases, oracles, states
+from helpers.cases import (
+    STRUCTURES,
+    LayerCase,
+    any_loss,
+    conv_cases,
+    displacement,
+    linear_cases,
+    look_alikes,
+    snapshot,
+)
+from helpers.oracles import assert_same
+from helpers.plain import (
+    assert_identical,
+    batch,
+    block,
+    clones,
+    edited,
+    mlp,
+    train,
+)
+from helpers.states import (
+    CPU,
+    add_moments,
+    assert_resumes_bitwise,
+    every_structure,
+    spec,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import assert_identical, batch, block, clones, edited, mlp, train
-from states import CPU, add_moments, assert_resumes_bitwise, every_structure, spec
 from torch import Tensor, nn
 
-from kfac_optim import Eigen, KFACOptimizer, OnlineEigen, Structure
+from kfac_optim import (
+    Eigen,
+    KFACOptimizer,
+    OnlineEigen,
+    Structure,
+)
 from kfac_optim.inverses.eigenbasis.online import OnlineState, orthogonal_iteration
 
 pytestmark = [

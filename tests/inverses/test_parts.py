@@ -8,9 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.states import (
+    CPU,
+    add_moments,
+    every_structure,
+    spec,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from states import CPU, add_moments, every_structure, spec
 from torch import Tensor
 
 from kfac_optim import (
@@ -25,8 +30,12 @@ from kfac_optim import (
     OnlineEigen,
 )
 from kfac_optim.inverses.base import Result
-from kfac_optim.linalg import triangle_size, unpack_triangle
-from kfac_optim.specs import FactorShape, LayerSpec, Structure
+from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
+from kfac_optim.specs import (
+    FactorShape,
+    LayerSpec,
+    Structure,
+)
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
 PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), OnlineEigen(), EKFAC()]
@@ -164,7 +173,7 @@ def test_averages_are_unpacked_once_in_a_refresh_and_nowhere_else(
     inverse: Inverse[Any], opposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpack = mock.Mock(side_effect=unpack_triangle)
-    monkeypatch.setattr("kfac_optim.factors.unpack_triangle", unpack)
+    monkeypatch.setattr("kfac_optim.factors.factor.unpack_triangle", unpack)
     layer = replace(spec(4, 3, 2, (DENSE, DENSE)), opposed=opposed)
     state = inverse.init(layer, dtype=torch.float32, device=CPU)
     for _ in range(3):
@@ -185,7 +194,7 @@ def test_averages_are_unpacked_once_in_a_refresh_and_nowhere_else(
 
 def test_of_three_factors_each_is_unpacked_once_in_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     unpack = mock.Mock(side_effect=unpack_triangle)
-    monkeypatch.setattr("kfac_optim.factors.unpack_triangle", unpack)
+    monkeypatch.setattr("kfac_optim.factors.factor.unpack_triangle", unpack)
     inverse = DoublyFactored(channels=3)
     state = inverse.init(LayerSpec("layer", ("weight", "bias"), 13, 5), dtype=torch.float32, device=CPU)
     for factor in state.factors.values():

@@ -4,12 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.oracles import assert_same
+from helpers.plain import assert_identical
+from helpers.shares import (
+    Ranks,
+    Sample,
+    sample,
+)
+from helpers.states import (
+    CPU,
+    every_structure,
+    measured_state,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import assert_identical
-from shares import Ranks, Sample, sample
-from states import CPU, every_structure, measured_state
 from torch import Tensor
 
 from kfac_optim import (
@@ -25,8 +33,8 @@ from kfac_optim import (
     OnlineEigen,
     Structure,
 )
-from kfac_optim.inverses.base import PairInverse, PairState
-from kfac_optim.memory import drop, hold
+from kfac_optim.inverses.pair_inverse import PairInverse, PairState
+from kfac_optim.utils.tensor_storage import drop, hold
 
 pytestmark = pytest.mark.usefixtures("float64")
 

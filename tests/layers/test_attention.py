@@ -5,16 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import oracles
+from helpers.oracles import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, Structure, WeightSharing
+from kfac_optim import (
+    KFACOptimizer,
+    Structure,
+    WeightSharing,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 

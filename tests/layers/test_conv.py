@@ -4,19 +4,34 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import STRUCTURES, Bias, ConvCase, any_loss, conv_cases, correlating, measure, snapshot
+from helpers import oracles
+from helpers.cases import (
+    STRUCTURES,
+    Bias,
+    ConvCase,
+    any_loss,
+    conv_cases,
+    correlating,
+    measure,
+    snapshot,
+)
+from helpers.oracles import assert_same
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
-from oracles import assert_same
 from torch import Tensor, nn
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
-from kfac_optim.calls import LayerCall
-from kfac_optim.patches import Patches
+from kfac_optim import (
+    DEFAULT_ADAPTERS,
+    KFACOptimizer,
+    LossTerms,
+    Structure,
+    WeightSharing,
+)
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.patches import Patches
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

@@ -1,17 +1,29 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import oracles
 import pytest
 import torch
-from cases import STRUCTURES, any_loss, sizes, snapshot
+from helpers import oracles
+from helpers.cases import (
+    STRUCTURES,
+    any_loss,
+    sizes,
+    snapshot,
+)
+from helpers.oracles import assert_same
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracles import assert_same
 from torch import Tensor, nn
 
-from kfac_optim import DEFAULT_ADAPTERS, EKFAC, KFACOptimizer, LossTerms, Structure, WeightSharing
-from kfac_optim.calls import LayerCall
+from kfac_optim import (
+    DEFAULT_ADAPTERS,
+    EKFAC,
+    KFACOptimizer,
+    LossTerms,
+    Structure,
+    WeightSharing,
+)
+from kfac_optim.factors.layer_call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("float64")
 

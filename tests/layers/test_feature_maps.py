@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from kfac_optim.blocks.selection import ModuleNames
 from kfac_optim.layers.feature_maps import flattened_channels
-from kfac_optim.selection import ModuleNames
 
 
 def channels_of(model: nn.Module, layer: nn.Module) -> int | None:

@@ -1,14 +1,27 @@
-import oracles
 import pytest
 import torch
-from cases import STRUCTURES, Bias, LinearCase, any_loss, linear_cases, measure
+from helpers import oracles
+from helpers.cases import (
+    STRUCTURES,
+    Bias,
+    LinearCase,
+    any_loss,
+    linear_cases,
+    measure,
+)
+from helpers.oracles import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same
 from torch import Tensor, nn
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
-from kfac_optim.calls import LayerCall
+from kfac_optim import (
+    DEFAULT_ADAPTERS,
+    KFACOptimizer,
+    LossTerms,
+    Structure,
+    WeightSharing,
+)
+from kfac_optim.factors.layer_call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("float64")
 

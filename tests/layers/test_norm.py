@@ -6,16 +6,29 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import STRUCTURES, Bias, any_loss, sizes, snapshot
+from helpers.cases import (
+    STRUCTURES,
+    Bias,
+    any_loss,
+    sizes,
+    snapshot,
+)
+from helpers.oracles import assert_same
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracles import assert_same
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, Subsample, WeightSharing
-from kfac_optim.calls import LayerCall
-from kfac_optim.sampling import Draw
+from kfac_optim import (
+    DEFAULT_ADAPTERS,
+    KFACOptimizer,
+    LossTerms,
+    Structure,
+    Subsample,
+    WeightSharing,
+)
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.subsampling import Draw
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -215,7 +228,7 @@ def test_moments_do_not_depend_on_how_many_examples_are_worked_on_at_a_time(
         stats = adapter.statistics(module, replace(spec, weight_sharing=sharing), call, torch.float64)
         stats.subsample(Draw(choice, 0, ""))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kfac_optim.rows._IN_CACHE", in_cache)
+            patch.setattr("kfac_optim.factors.second_moments._IN_CACHE", in_cache)
             found.append(stats.output_moment(structure))
     _, g = stats.rows()
     expected = g.flatten(1, 2).mT @ g.flatten(1, 2)

@@ -6,23 +6,29 @@ The main oracle is the same layer without padding: every sequence runs by itself
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import any_loss
+from helpers import oracles
+from helpers.cases import any_loss
+from helpers.oracles import assert_same
+from helpers.plain import block
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import assert_same
-from plain import block
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LayerStatistics, Structure, WeightSharing
-from kfac_optim.calls import LayerCall
+from kfac_optim import (
+    DEFAULT_ADAPTERS,
+    KFACOptimizer,
+    LayerStatistics,
+    Structure,
+    WeightSharing,
+)
+from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.recurrent import SequenceStatistics
-from kfac_optim.pairs import FactorPair
 from kfac_optim.specs import LayerSpec
 
 pytestmark = pytest.mark.usefixtures("float64")

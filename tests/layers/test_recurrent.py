@@ -9,21 +9,32 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import STRUCTURES, any_loss, sizes, snapshot
+from helpers import oracles
+from helpers.cases import (
+    STRUCTURES,
+    any_loss,
+    sizes,
+    snapshot,
+)
+from helpers.oracles import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import assert_same
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
+from kfac_optim import (
+    DEFAULT_ADAPTERS,
+    KFACOptimizer,
+    LossTerms,
+    Structure,
+    WeightSharing,
+)
 from kfac_optim.layers.recurrent import RecurrentAdapter
 
 pytestmark = [

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.damping import Damped, factored_tikhonov
-from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorJob, PairState
-from kfac_optim.linalg import damped_cholesky_inverse, norm1
+from kfac_optim.factors.factor import Factor
+from kfac_optim.inverses.batching import FactorJob
+from kfac_optim.inverses.damping import Damped, factored_tikhonov
+from kfac_optim.inverses.pair_inverse import PairState
+from kfac_optim.linalg.cholesky import damped_cholesky_inverse
+from kfac_optim.linalg.products import norm1
 from kfac_optim.specs import Structure
 
 

@@ -6,13 +6,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim import ranges
-from kfac_optim.inverses.base import PairInverse, PairState, Result, batches, dense_flops
-from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert_by_cholesky, take_reciprocals
-from kfac_optim.linalg import sandwich
-from kfac_optim.pairs import of_part
-from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
-from kfac_optim.validation import check_dtype
+from kfac_optim.factors.kronecker_factors import of_part
+from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.batching import batches
+from kfac_optim.inverses.damped.base import (
+    damped_jobs,
+    identity_like,
+    invert_by_cholesky,
+    take_reciprocals,
+)
+from kfac_optim.inverses.pair_inverse import (
+    PairInverse,
+    PairState,
+    dense_flops,
+)
+from kfac_optim.linalg.products import sandwich
+from kfac_optim.specs import (
+    Cost,
+    FactorShape,
+    LayerSpec,
+    Structure,
+)
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.validation import check_dtype
 
 
 class CholeskyState(PairState):
@@ -39,8 +55,8 @@ class CholeskyState(PairState):
         named = {"A_inverse": self.a_inverse, "G_inverse": self.g_inverse}
         return {name: inverse for name, inverse in named.items() if inverse is not None}
 
-    def ranges(self) -> dict[str, ranges.Rule]:
-        return super().ranges() | dict.fromkeys(("A_inverse", "G_inverse"), ranges.positive_matrix)
+    def ranges(self) -> dict[str, value_checks.Rule]:
+        return super().ranges() | dict.fromkeys(("A_inverse", "G_inverse"), value_checks.positive_matrix)
 
     def shared(self, part: str) -> tuple[Result, ...]:
         inverses = of_part(part, self.a_inverse, self.g_inverse)

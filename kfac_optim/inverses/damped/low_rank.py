@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim import ranges
-from kfac_optim.damping import Damped
-from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import EIGH_FLOPS, FactorJob, PairInverse, PairState, Result, batches
+from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.kronecker_factors import of_part
+from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damped.base import (
     DampedJob,
     damped_factors,
@@ -18,10 +18,22 @@ from kfac_optim.inverses.damped.base import (
     invert_by_cholesky,
     take_reciprocals,
 )
-from kfac_optim.linalg import leading_eigenpairs, random_basis, sandwich
-from kfac_optim.pairs import of_part
-from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
-from kfac_optim.validation import check_integer
+from kfac_optim.inverses.damping import Damped
+from kfac_optim.inverses.pair_inverse import (
+    EIGH_FLOPS,
+    PairInverse,
+    PairState,
+)
+from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis
+from kfac_optim.linalg.products import sandwich
+from kfac_optim.specs import (
+    Cost,
+    FactorShape,
+    LayerSpec,
+    Structure,
+)
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.validation import check_integer
 
 
 class Deflation(NamedTuple):
@@ -80,15 +92,15 @@ class LowRankState(PairState):
     def measures(self) -> dict[str, Tensor]:
         return super().measures() | {"cutoff": self.cutoff}
 
-    def ranges(self) -> dict[str, ranges.Rule]:
+    def ranges(self) -> dict[str, value_checks.Rule]:
         rules = {
-            "basis": ranges.unit_vectors,
-            "weights": ranges.share,
-            "scale": ranges.not_negative,
-            "inverse": ranges.positive_matrix,
+            "basis": value_checks.unit_vectors,
+            "weights": value_checks.share,
+            "scale": value_checks.not_negative,
+            "inverse": value_checks.positive_matrix,
         }
         of_sides = {f"{side}_{name}": rule for side in "AG" for name, rule in rules.items()}
-        return super().ranges() | of_sides | {"cutoff": ranges.measured}
+        return super().ranges() | of_sides | {"cutoff": value_checks.measured}
 
 
 @dataclass(frozen=True)

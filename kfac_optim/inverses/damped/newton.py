@@ -7,21 +7,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim import ranges
-from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import PairInverse, PairState, Result, batches, dense_flops
-from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
-from kfac_optim.linalg import (
-    damped_cholesky_inverse,
+from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.kronecker_factors import of_part
+from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.batching import batches
+from kfac_optim.inverses.damped.base import (
+    DampedJob,
+    damped_jobs,
+    identity_like,
+    keep_inverses,
+    take_reciprocals,
+)
+from kfac_optim.inverses.pair_inverse import (
+    PairInverse,
+    PairState,
+    dense_flops,
+)
+from kfac_optim.linalg.cholesky import damped_cholesky_inverse
+from kfac_optim.linalg.newton import (
     inverse_residuals,
     newton_schulz,
     newton_start,
-    norm1,
-    sandwich,
 )
-from kfac_optim.pairs import of_part
-from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
-from kfac_optim.validation import check_dtype, check_integer, check_number
+from kfac_optim.linalg.products import norm1, sandwich
+from kfac_optim.specs import (
+    Cost,
+    FactorShape,
+    LayerSpec,
+    Structure,
+)
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.validation import (
+    check_dtype,
+    check_integer,
+    check_number,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +89,9 @@ class NewtonSchulzState(PairState):
     def measures(self) -> dict[str, Tensor]:
         return super().measures() | {"fallbacks": self.fallbacks}
 
-    def ranges(self) -> dict[str, ranges.Rule]:
-        inverses = dict.fromkeys(("A_inverse", "G_inverse"), ranges.positive_matrix)
-        return super().ranges() | inverses | {"fallbacks": ranges.not_negative}
+    def ranges(self) -> dict[str, value_checks.Rule]:
+        inverses = dict.fromkeys(("A_inverse", "G_inverse"), value_checks.positive_matrix)
+        return super().ranges() | inverses | {"fallbacks": value_checks.not_negative}
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,20 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kfac_optim import ranges
-from kfac_optim.damping import factored_tikhonov
-from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import FactorJob, PairInverse, PairState, Result, batches
-from kfac_optim.linalg import eigendecomposition
-from kfac_optim.pairs import of_part
-from kfac_optim.specs import FactorShape, LayerSpec, Part, Structure
+from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.kronecker_factors import of_part
+from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.batching import FactorJob, batches
+from kfac_optim.inverses.damping import factored_tikhonov
+from kfac_optim.inverses.pair_inverse import PairInverse, PairState
+from kfac_optim.linalg.eigen import eigendecomposition
+from kfac_optim.specs import (
+    FactorShape,
+    LayerSpec,
+    Part,
+    Structure,
+)
+from kfac_optim.utils import value_checks
 
 
 class Spectrum(NamedTuple):
@@ -54,9 +61,9 @@ class EigenState(PairState):
                     named[f"{name}_basis"] = spectrum.basis
         return named
 
-    def ranges(self) -> dict[str, ranges.Rule]:
-        values = dict.fromkeys(("A_values", "G_values"), ranges.not_negative)
-        return super().ranges() | values | dict.fromkeys(("A_basis", "G_basis"), ranges.unit_vectors)
+    def ranges(self) -> dict[str, value_checks.Rule]:
+        values = dict.fromkeys(("A_values", "G_values"), value_checks.not_negative)
+        return super().ranges() | values | dict.fromkeys(("A_basis", "G_basis"), value_checks.unit_vectors)
 
     def shared(self, part: str) -> tuple[Result, ...]:
         spectra = of_part(part, self.a, self.g)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kfac_optim.inverses.base import EIGH_FLOPS, dense_flops
 from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, EigenState
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops
 from kfac_optim.specs import Cost, LayerSpec
 
 

@@ -12,16 +12,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim import ranges
-from kfac_optim.calls import LayerCall
-from kfac_optim.factors import Factor
-from kfac_optim.inverses.base import EIGH_FLOPS, Result, dense_flops, dense_sides
-from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, EigenState, Spectrum, outer
-from kfac_optim.layers.base import LayerStatistics
-from kfac_optim.memory import copy_held
-from kfac_optim.pairs import FactorPair, OpposedPair, of_part
-from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
-from kfac_optim.validation import check_flag
+from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.kronecker_factors import (
+    FactorPair,
+    OpposedPair,
+    of_part,
+)
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.eigenbasis.base import (
+    EigenbasisInverse,
+    EigenState,
+    Spectrum,
+    outer,
+)
+from kfac_optim.inverses.pair_inverse import (
+    EIGH_FLOPS,
+    dense_flops,
+    dense_sides,
+)
+from kfac_optim.specs import (
+    Cost,
+    FactorShape,
+    LayerSpec,
+    Part,
+    Structure,
+)
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.tensor_storage import copy_held
+from kfac_optim.utils.validation import check_flag
 
 
 class EKFACState(EigenState):
@@ -95,11 +115,11 @@ class EKFACState(EigenState):
             "S_refused_in_a_row": self.refused_in_a_row,
         }
 
-    def ranges(self) -> dict[str, ranges.Rule]:
+    def ranges(self) -> dict[str, value_checks.Rule]:
         return {
             **super().ranges(),
-            **dict.fromkeys(self.sampled(), ranges.not_negative),
-            **dict.fromkeys(("S", "S_applied"), ranges.second_moments),
+            **dict.fromkeys(self.sampled(), value_checks.not_negative),
+            **dict.fromkeys(("S", "S_applied"), value_checks.second_moments),
         }
 
     def standing(self) -> "_Standing":

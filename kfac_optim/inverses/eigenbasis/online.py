@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim import ranges
-from kfac_optim.inverses.base import EIGH_FLOPS, dense_flops
 from kfac_optim.inverses.eigenbasis.base import (
     EigenbasisInverse,
     EigenJob,
@@ -14,8 +12,10 @@ from kfac_optim.inverses.eigenbasis.base import (
     decompose_fully,
     hand_back,
 )
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops
 from kfac_optim.specs import Cost, LayerSpec
-from kfac_optim.validation import check_integer
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.validation import check_integer
 
 # As EIGH_FLOPS: two products (2 d³ each), a QR factorisation (4/3 d³) and forming its Q (4/3 d³).
 _STEP_FLOPS = 7.0
@@ -38,8 +38,8 @@ class OnlineState(EigenState):
     def results(self) -> dict[str, Tensor]:
         return {**super().results(), "since_full": self.since_full}
 
-    def ranges(self) -> dict[str, ranges.Rule]:
-        return super().ranges() | {"since_full": ranges.not_negative}
+    def ranges(self) -> dict[str, value_checks.Rule]:
+        return super().ranges() | {"since_full": value_checks.not_negative}
 
 
 @dataclass(frozen=True)

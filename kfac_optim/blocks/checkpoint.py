@@ -1,0 +1,213 @@
+"""Block state in and out of `Optimizer.state_dict()`: tensors and numbers only, and refused when it does not fit."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import (
+    Clock,
+    KFACBlock,
+    Missing,
+    RefreshUnderWay,
+)
+from kfac_optim.specs import LayerSpec
+
+KEY = "kfac"
+"""Where a block's state stands in the optimizer's state of the block's first parameter."""
+
+STEP_SIZE = "step_size"
+"""Where what the step size remembers stands in the state of every block, the same in all and on all processes."""
+
+FORMAT = 1
+"""The version of what stands there. With every change of it this is raised, and older ones are still to be read."""
+
+States = dict[nn.Parameter, Mapping[str, Any]]
+"""What stands there, by that parameter."""
+
+
+def dump(
+    block: KFACBlock,
+    tensors: Mapping[str, Any] | None,
+    *,
+    factors: bool = True,
+    under_way: bool = True,
+    spread: bool = False,
+    momenta: int = 0,
+    remembered: Tensor | None = None,
+) -> dict[str, Any]:
+    """The state of `block`. Texts are UTF-8 bytes, as tensors and numbers are all there is.
+
+    Args:
+        block: whose.
+        tensors: its statistics and inverse, as `Inverse.tensors` gives them; None leaves them out.
+        factors: whether they are wanted, if not of this process then of another.
+        under_way: whether a refresh that is under way is waited for, and held beside them.
+        spread: whether, where they are left out, another process has them.
+        momenta: how many of its parameters have a momentum buffer.
+        remembered: what the step size remembers, `[4]`; in every block, so that any part of a checkpoint has it.
+    """
+    state: dict[str, Any] = {
+        "version": FORMAT,
+        "name": _bytes(block.name),
+        "params": _bytes("\n".join(block.spec.params)),  # which may be frozen where this is loaded
+        "clock": asdict(block.clock),
+        "opposed": block.spec.opposed,
+        "shared_input": block.spec.shared_input,
+        "spread": spread,  # the same on all ranks, as whatever stands under one key in a distributed checkpoint
+        "factors": factors,
+        "refreshing": False,
+        "momenta": momenta,
+    }
+    if remembered is not None:
+        state[STEP_SIZE] = remembered
+    if tensors is not None:
+        state["inverse"] = tensors
+        # One that fails says so when it is to be taken over.
+        if under_way and block.under_way is not None and block.under_way.done.exception() is None:
+            shadow = block.under_way.shadow
+            state["refreshing"] = True
+            state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.inverse.tensors(shadow.state)}
+    return state
+
+
+def remembered(states: States) -> Tensor | None:
+    """Give what the step size of the optimizer that was saved remembered, `[4]`; None where nothing is said of it."""
+    said = [state for state in states.values() if STEP_SIZE in state]
+    if not said:
+        return None
+    # Of a layer that was frozen then, the checkpoint may have what is older.
+    found: Tensor = max(said, key=lambda state: int(state["clock"]["step"]))[STEP_SIZE]
+    return found.detach().clone()
+
+
+def mark(name: str, reason: str) -> dict[str, Any]:
+    """What stands in the place of a block's state where the layer was left to SGD in mid-training."""
+    return {"version": FORMAT, "name": _bytes(name), "left_out": _bytes(reason)}
+
+
+def aged(state: Mapping[str, Any], steps: int) -> Mapping[str, Any]:
+    """Give a block's state with the clock as it is `steps` later, where nothing else has happened to the block."""
+    return {**state, "clock": {**state["clock"], "step": state["clock"]["step"] + steps}}
+
+
+def reason_of(mark: Mapping[str, Any]) -> str:
+    return text_of(mark["left_out"])
+
+
+def part(states: States) -> tuple[States, States]:
+    """States of blocks, and the marks of layers that were left to SGD."""
+    marks = {param: state for param, state in states.items() if "left_out" in state}
+    return {param: state for param, state in states.items() if param not in marks}, marks
+
+
+@torch.no_grad()
+def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool = False) -> None:
+    """Copy into `block`; without factors its statistics start anew at the next step, without a state all does.
+
+    Args:
+        block: to copy into.
+        state: what `dump` gave.
+        several: whether there are other processes.
+    """
+    if state is None:
+        block.clock = Clock()
+        block.spec = replace(block.spec, opposed=_opposed_by_modules(block))
+        block.restart()
+    elif "inverse" in state:
+        block.revise(revised(block, state))
+        if several:
+            block.restart()  # for the place of what this process did not need
+        block.clock = Clock(**state["clock"])
+        block.follow()
+        block.discard()
+        block.inverse.load(block.state, state["inverse"])
+        block.under_way = None
+        if "under_way" in state:
+            block.under_way = _finished(block, state["under_way"])
+    else:
+        block.clock.step = state["clock"]["step"]
+        block.restart()
+
+
+def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None]) -> dict[KFACBlock, Missing]:
+    """The blocks that a checkpoint holds no statistics for."""
+    found = {}
+    for block, state in zip(blocks, states, strict=True):
+        if state is None:
+            found[block] = Missing(Clock(), elsewhere=False)
+        elif "inverse" not in state:
+            found[block] = Missing(Clock(**state["clock"]), elsewhere=state["spread"])
+    return found
+
+
+def warn_of_missed(names: Sequence[str], stacklevel: int) -> None:
+    if names:
+        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        warnings.warn(
+            f"kfac_optim: the checkpoint lacks what other ranks than the one that saved it had: the statistics of "
+            f"{shown}, which start anew, and under Sharded() their momentum. To save a whole one call "
+            "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict().",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def without_blocks(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The optimizer's state, of each parameter or its number, without that of blocks."""
+    return {
+        key: {name: value for name, value in state.items() if name != KEY} if isinstance(state, dict) else state
+        for key, state in states.items()
+    }
+
+
+def layer_name(state: Mapping[str, Any]) -> str:
+    return text_of(state["name"])
+
+
+def member_names(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Give the names of the block's parameters within their module."""
+    return tuple(text_of(state["params"]).split("\n"))
+
+
+def text_of(value: object) -> str:
+    """Read a text that is kept as the bytes of its UTF-8.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.is_meta or value.layout is not torch.strided:
+        raise ValueError("not a tensor of bytes")
+    codes = [] if value.is_complex() or value.is_quantized else value.tolist()
+    if len(codes) != len(value) or not all(0 <= code <= 255 and code == int(code) for code in codes):
+        raise ValueError("not bytes")
+    return bytes(map(int, codes)).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
+    """What was under way, to be taken over when it would have been."""
+    shadow = block.shadow()
+    shadow.clock = Clock(**state["clock"])
+    shadow.inverse.load(shadow.state, state["inverse"])
+    done: Future[None] = Future()
+    done.set_result(None)
+    return RefreshUnderWay(shadow, done)
+
+
+def revised(block: KFACBlock, state: Mapping[str, Any]) -> LayerSpec:
+    """Give the block's spec with what forwards had shown by the time of the checkpoint."""
+    return replace(
+        block.spec, opposed=_opposed_by_modules(block) or state["opposed"], shared_input=state["shared_input"]
+    )
+
+
+def _opposed_by_modules(block: KFACBlock) -> bool:
+    """Whether modules use the matrix from both sides, whatever functions do."""
+    return any(use.opposed for use in block.uses)

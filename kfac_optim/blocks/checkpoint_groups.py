@@ -1,0 +1,212 @@
+"""The part of a checkpoint that is torch's own: param groups and momentum, and whose checkpoint it is."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.checkpoint import KEY
+from kfac_optim.blocks.checkpoint_check import described, tensor_problem
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.sharded_params import local
+from kfac_optim.utils.validation import check_group
+
+Group = Mapping[str, Any]
+
+MOMENTUM = "momentum_buffer"
+
+# Numbers that older versions of torch's SGD did not save, which stay as they are; the others are in all checkpoints.
+_FLAGS = ("nesterov", "maximize", "foreach", "fused")
+_SGD = ("lr", "momentum", "dampening", "weight_decay")
+
+
+class Origin(Enum):
+    """Who has written a checkpoint."""
+
+    OURS = "KFACOptimizer"
+    SGD = "torch.optim.SGD"
+
+
+def check_shape(state_dict: object) -> None:
+    """Raise ValueError unless there are param groups and states where torch looks for them."""
+    if not isinstance(state_dict, dict):
+        raise _refusal(f"it is {described(state_dict)}, not a dict as state_dict() gives it")
+    for key, kind, name in (("param_groups", list | tuple, "a list"), ("state", Mapping, "a dict")):
+        if key not in state_dict:
+            given = ", ".join(map(repr, list(state_dict)[:4])) or "nothing"
+            raise _refusal(f"it lacks {key!r} and has {given}; pass what state_dict() gave")
+        if not isinstance(state_dict[key], kind):
+            raise _refusal(f"{key!r} is {described(state_dict[key])}, not {name}")
+    seen: set[Hashable] = set()
+    for number, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, dict):
+            raise _refusal(f"param group {number} is {described(group)}, not a dict")
+        params = group.get("params")
+        if not isinstance(params, list | tuple):
+            raise _refusal(f"'params' of param group {number} is {described(params)}, not a list")
+        for param in params:
+            if isinstance(param, bool) or not isinstance(param, int | str):
+                raise _refusal(f"'params' of param group {number} has {described(param)}, not numbers of parameters")
+            if param in seen:
+                raise _refusal(f"'params' has {param!r} twice")
+            seen.add(param)
+    names = [key for group in state_dict["param_groups"] for key in group if not isinstance(key, str)]
+    if names:
+        raise _refusal(f"a param group has a number called {described(names[0])}, not a string")
+
+
+def origin(state_dict: Mapping[str, Any], keys: Sequence[str]) -> Origin:
+    """Tell whose checkpoint this is, by what it holds.
+
+    Args:
+        state_dict: a checkpoint of the right shape.
+        keys: the numbers that our param groups have.
+
+    Raises:
+        ValueError: of another optimizer than ours and SGD, whose state is of no use here.
+    """
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    held = {key: None for state in states.values() if isinstance(state, Mapping) for key in state}
+    ours = set(keys) - {*_SGD, *_FLAGS}
+    if KEY in held or any(not ours.isdisjoint(group) for group in groups):
+        return Origin.OURS
+    sgds = all("dampening" in group and "momentum" in group for group in groups)
+    if sgds and set(held) <= {MOMENTUM}:
+        return Origin.SGD
+    numbers = list(dict.fromkeys(key for group in groups for key in group if key not in ("params", *_SGD)))
+    shown = f"its state holds {_listed(held)}" if held else f"its param groups hold {_listed(numbers)}"
+    author = "Adam or AdamW" if "betas" in numbers else "another optimizer"
+    raise ValueError(
+        f"kfac_optim: the checkpoint is of {author}: {shown}, which is not the momentum of K-FAC. Load the model alone "
+        "and begin with a new optimizer; a number of a param group can be set by hand, as in "
+        "optimizer.param_groups[0]['weight_decay'] = checkpoint['param_groups'][0]['weight_decay']. Nothing has been "
+        "changed."
+    )
+
+
+def completed(saved: Sequence[Group], present: Sequence[Group], keys: Sequence[str], whose: Origin) -> list[Group]:
+    """Give the checkpoint's param groups with all numbers, each of which was checked.
+
+    Args:
+        saved: the checkpoint's.
+        present: the optimizer's, as many; of a checkpoint of SGD they keep what SGD has not.
+        keys: the numbers that our param groups have.
+        whose: checkpoint it is.
+
+    Raises:
+        ValueError: a number is missing, of another kind or out of range.
+    """
+    found: list[Group] = []
+    for number, (theirs, ours) in enumerate(zip(saved, present, strict=True)):
+        kept = _FLAGS if whose is Origin.OURS else [key for key in keys if key not in _SGD]
+        filled = {**{key: ours[key] for key in kept}, **theirs}
+        lacking = [key for key in keys if key not in filled]
+        if lacking:
+            raise _refusal(
+                f"param group {number} lacks {', '.join(map(repr, lacking))}, which another version of kfac_optim may "
+                f"not have had; set it, as in checkpoint['param_groups'][{number}][{lacking[0]!r}] = "
+                f"{described(ours[lacking[0]])}"
+            )
+        for key in ("lr", "weight_decay"):
+            value = filled[key]
+            if isinstance(value, Tensor) and (value.is_meta or value.is_complex() or value.layout != torch.strided):
+                raise _refusal(f"{key!r} of param group {number} is {described(value)}, not a number")
+        try:
+            check_group(filled, f" in param group {number}")
+        except (TypeError, ValueError) as error:
+            raise _refusal(str(error).removeprefix("kfac_optim: ").removesuffix(".")) from None
+        found.append(filled)
+    return found
+
+
+def by_number(states: Mapping[Any, Any], ids: Sequence[Hashable]) -> dict[Any, Any]:
+    """Give the states by the numbers in `ids`, of which JSON makes strings.
+
+    Torch's `dcp.load` makes strings of them too, for all that is no tensor, and adds it to the dict it was given: what
+    stands there under a string is the checkpoint's, and tensors that stand under the number alone.
+
+    Raises:
+        ValueError: a state is of no parameter that the param groups list.
+    """
+    known_ids, of_text = set(ids), {str(i): i for i in ids}
+    found: dict[Any, Any] = {}
+    for key, state in sorted(states.items(), key=lambda item: isinstance(item[0], str)):
+        known = of_text.get(key, key) if isinstance(key, str) else key
+        holds = isinstance(state, Mapping) and (KEY in state or MOMENTUM in state)
+        if known not in known_ids and (holds or isinstance(key, int)):
+            raise _refusal(f"'state' has {key!r}, and no param group lists a parameter of that number")
+        found[known] = _merged(found[known], state) if known in found else state
+    return found
+
+
+def _merged(under: Any, over: Any) -> Any:
+    """Give nested dicts as one, in which `over` has the last word."""
+    if not (isinstance(under, Mapping) and isinstance(over, Mapping)):
+        return over
+    return {**under, **{key: _merged(under.get(key), value) for key, value in over.items()}}
+
+
+def check_momentum(state: object, param: nn.Parameter, name: str, *, covered: bool) -> None:
+    """Raise ValueError unless what the checkpoint holds for a parameter is a dict with momentum that fits, or without.
+
+    Args:
+        state: what it holds.
+        param: the parameter.
+        name: of the parameter.
+        covered: whether it belongs to a block, and so has no sparse gradients.
+    """
+    if not isinstance(state, Mapping):
+        raise _refusal(f"'state' of {name!r} is {described(state)}, not a dict")
+    buffer = state.get(MOMENTUM)
+    if buffer is None:
+        return
+    at = f"{MOMENTUM!r} of {name!r} is"
+    if not isinstance(buffer, Tensor):
+        raise _refusal(f"{at} {described(buffer)}, not a tensor")
+    if is_lazy(param):  # whose shape the checkpoint of the model is about to tell
+        return
+    if buffer.shape != param.shape:
+        raise _refusal(f"{at} {list(buffer.shape)}, here {list(param.shape)}")
+    if isinstance(buffer, DTensor) != isinstance(param, DTensor):
+        raise _refusal(
+            f"{at} {'' if isinstance(buffer, DTensor) else 'not '}sharded, unlike the parameter; load it by "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    mine, theirs = local(param), local(buffer)
+    if theirs.layout is torch.sparse_coo and not covered:  # of sparse gradients
+        theirs = theirs.coalesce().values()
+    if mine.shape != theirs.shape and isinstance(buffer, DTensor):
+        raise _refusal(f"{at} sharded otherwise: {list(theirs.shape)} of it are here, and {list(mine.shape)}")
+    if (wrong := tensor_problem(theirs, mine, value_checks.finite, virtual=mine.is_meta)) is not None:
+        raise _refusal(f"{at} {wrong}")
+
+
+def check_momenta(block: KFACBlock, held: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    """Raise ValueError where a block had more momentum buffers than there are now.
+
+    Args:
+        block: the block.
+        held: what the checkpoint holds for each parameter.
+    """
+    state = held.get(block.params[0], {}).get(KEY, {})
+    found = sum(held.get(param, {}).get(MOMENTUM) is not None for param in block.params)
+    if found < state.get("momenta", 0):
+        raise _refusal(
+            f"it was saved with {state['momenta']} momentum buffers of {block.name!r}, and has {found}. Where "
+            "torch.distributed.checkpoint.load has read it into the state_dict() of a new optimizer, which has none "
+            "yet, call torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) once before "
+            "that state_dict()"
+        )
+
+
+def _listed(keys: Iterable[object]) -> str:
+    return ", ".join(map(repr, keys)) or "nothing"
+
+
+def _refusal(problem: str) -> ValueError:
+    return ValueError(f"kfac_optim: the checkpoint cannot be loaded: {problem}. Nothing has been changed.")

@@ -1,0 +1,114 @@
+"""Reading a checkpoint: all of it is checked, and sorted into what torch loads and what belongs to blocks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from kfac_optim.blocks import (
+    checkpoint,
+    checkpoint_check,
+    checkpoint_groups,
+)
+from kfac_optim.blocks.checkpoint_groups import MOMENTUM, Origin
+from kfac_optim.blocks.model_binding import ModelBinding
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A checkpoint that is about to be loaded, or none.
+
+    Attributes:
+        states: what it holds for blocks.
+        marks: of the layers that were left to SGD.
+        warm: whether it is of SGD, and blocks begin anew.
+    """
+
+    states: checkpoint.States = field(default_factory=dict)
+    marks: checkpoint.States = field(default_factory=dict)
+    warm: bool = False
+
+
+def read(
+    state_dict: object,
+    groups: Sequence[dict[str, Any]],
+    keys: Sequence[str],
+    binding: ModelBinding,
+    check_groups: Callable[[Sequence[dict[str, Any]]], object],
+    *,
+    several: bool,
+) -> tuple[dict[str, Any], Incoming]:
+    """Check a checkpoint, and change nothing.
+
+    Args:
+        state_dict: the checkpoint.
+        groups: the optimizer's param groups.
+        keys: the numbers that they have.
+        binding: of the optimizer's model.
+        check_groups: refuses groups that do not go together.
+        several: whether there are other processes.
+
+    Returns:
+        What torch is to load; torch would cast the blocks' part to the parameters' dtype, which comes apart from it.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    checkpoint_groups.check_shape(state_dict)
+    assert isinstance(state_dict, dict)
+    saved = state_dict["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        return state_dict, Incoming()  # torch's own message is next
+    whose = checkpoint_groups.origin(state_dict, keys)
+    completed = checkpoint_groups.completed(saved, groups, keys, whose)
+    check_groups([{**ours, **theirs, "params": ours["params"]} for theirs, ours in zip(completed, groups, strict=True)])
+    ids = [i for group in saved for i in group["params"]]
+    params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
+    states = checkpoint_groups.by_number(state_dict["state"], ids)
+    param_of = dict(zip(ids, params, strict=True))
+    names = {param: f"parameter {number}" for number, param in enumerate(params)} | binding.names()
+    held = {param_of[i]: state for i, state in states.items() if i in param_of}
+    covered = {param for block in binding.coverage.blocks for param in block.params}
+    for param, state in held.items():
+        checkpoint_groups.check_momentum(state, param, names[param], covered=param in covered)
+    incoming = _incoming(held, binding, warm=whose is Origin.SGD, several=several)
+    rest = checkpoint.without_blocks({key: _detached(state) for key, state in states.items()})
+    return {**state_dict, "state": rest, "param_groups": completed}, incoming
+
+
+def _incoming(
+    held: Mapping[nn.Parameter, Mapping[str, Any]], binding: ModelBinding, *, warm: bool, several: bool
+) -> Incoming:
+    """Check what a checkpoint holds for blocks."""
+    of_blocks = {param: state[checkpoint.KEY] for param, state in held.items() if checkpoint.KEY in state}
+    names = binding.names()
+    covered = {block.params[0]: repr(block.name) for block in binding.coverage.blocks}
+    known = {param: covered.get(param, repr(names.get(param, "a layer"))) for param in of_blocks}
+    checkpoint_check.check_forms({known[param]: state for param, state in of_blocks.items()})
+    states, marks = checkpoint.part(of_blocks)
+    blocks = binding.blocks_with(states, marks)
+    if warm:
+        return Incoming(warm=bool(blocks))
+    firsts = {block.params[0] for block in blocks}
+    # Layers that are yet to be shown wait for it.
+    strays = [state for param, state in states.items() if not (param in firsts or binding.awaits(param))]
+    leaving = [block for block in binding.coverage.blocks if block.params[0] in marks]
+    checkpoint_check.check_layers(
+        [*blocks, *leaving],
+        [of_blocks.get(block.params[0]) for block in (*blocks, *leaving)],
+        [checkpoint.layer_name(state) for state in strays],
+        any_prefix=not binding.given,
+        several=several,
+    )
+    if not several:
+        for block in blocks:
+            checkpoint_groups.check_momenta(block, held)
+    return Incoming(states, marks)
+
+
+def _detached(state: Any) -> Any:
+    """Give a parameter's state without the graph that its momentum may have come from."""
+    if not isinstance(state, Mapping) or not isinstance(state.get(MOMENTUM), Tensor):
+        return state
+    return {**state, MOMENTUM: state[MOMENTUM].detach()}

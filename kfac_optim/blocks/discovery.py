@@ -1,0 +1,220 @@
+"""Finding the layers of a model, and making a block of each that can be preconditioned."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.building import (
+    Assembly,
+    Coverage,
+    Use,
+    build,
+    cover,
+    merge,
+    rename,
+)
+from kfac_optim.blocks.options import BlockOptions
+from kfac_optim.blocks.selection import ModuleNames, matches
+from kfac_optim.capture.function_modes import Product
+from kfac_optim.layers.base import LayerAdapter, find_adapter
+from kfac_optim.layers.product import ProductAdapter
+from kfac_optim.specs import LayerSpec
+
+# Modules that use their children's parameters without calling the children, whose hooks then never fire.
+_BYPASSES_CHILDREN = (nn.MultiheadAttention,)
+# Modules of torch's own that hold parameters for others to use.
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+_UNLESS_A_FUNCTION = "; a matrix is preconditioned once a function multiplies by it"
+
+
+def build_blocks(
+    model: nn.Module,
+    group_of: Mapping[nn.Parameter, dict[str, Any]],
+    options: BlockOptions,
+    existing: Sequence[KFACBlock] = (),
+    excluded: Mapping[nn.Parameter, str] = MappingProxyType({}),
+    once_trained: Collection[nn.Parameter] = (),
+) -> Coverage:
+    """Find the layers of `model` whose parameters are in `group_of` and make a block of each.
+
+    Modules that share the very same parameters share a block. Where modules share a weight but not a bias, the
+    block covers the weight alone. A weight that is also used by a module without an adapter is left uncovered,
+    because only some of its uses could be measured. Blocks in `existing` that would be built again are kept; parameters
+    in `excluded` are left uncovered for the reason given; those in `once_trained` are covered though they are frozen.
+    """
+    coverage = Coverage()
+    names = ModuleNames(model)
+    assembly = Assembly(names, group_of, options, existing)
+    known = {param for block in existing for param in block.params}.union(
+        once_trained
+    )  # frozen since, and keeps its block
+    found: defaultdict[nn.Parameter, list[Use]] = defaultdict(list)
+    owners: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(owner) for owner in owners):
+            continue
+        adapter = find_adapter(module, options.adapters)
+        if adapter is not None and adapter.owns_children:
+            owners.append(f"{path}." if path else "")
+        owned = _owned(names, path, module, adapter, group_of, options, coverage)
+        for local in [local for local, param in owned.items() if param in excluded]:
+            param = owned.pop(local)
+            coverage.uncovered[param] = excluded[param]
+        if not owned:
+            continue
+        name = names.shown[path]
+        adapter, reason = _adapter_for(names, path, module, adapter, owned, options)
+        trained = {local for local, param in owned.items() if param.requires_grad or param in known}
+        coverage.frozen.update(param for local, param in owned.items() if local not in trained)
+        if adapter is not None and not adapter.specs(module, name, trained):
+            adapter, reason = None, "the weight it belongs to is not trained by this optimizer"
+        coverage.lazy.update(param for param in owned.values() if is_lazy(param))
+        if reason.endswith(_UNLESS_A_FUNCTION):
+            coverage.candidates.update(param for param in owned.values() if param.requires_grad)
+        for param in owned.values():
+            why = "requires_grad is False" if param in coverage.frozen else reason
+            coverage.uncovered.setdefault(param, why)
+        if adapter is None:
+            for local in trained:
+                found[owned[local]].append(Use(path, name, module, None, owned, set()))
+        else:
+            first = adapter.specs(module, name, trained)[0].params[0]
+            found[owned[first]].append(Use(path, name, module, adapter, owned, trained))
+    for uses in found.values():
+        for block in merge(assembly, uses, coverage):
+            cover(coverage, block)
+    for block in existing:
+        if isinstance(block.adapter, ProductAdapter) and coverage.candidates.issuperset(block.params):
+            path, _ = _owner(names, block.params[0])
+            rename(block, _product_name(names.shown[path], block.spec.params[0]), names.shown[path])
+            cover(coverage, block)
+    of_model = {param for _, param in names.held_by(model, recurse=True)}
+    for param in group_of:
+        if param not in of_model:
+            coverage.uncovered[param] = "not a parameter of the model"
+    return coverage
+
+
+def claim(
+    model: nn.Module,
+    product: Product,
+    group_of: Mapping[nn.Parameter, dict[str, Any]],
+    options: BlockOptions,
+    coverage: Coverage,
+) -> KFACBlock | None:
+    """Make a block of a candidate that a function multiplies by; its bias joins where the module owns that too."""
+    weight = product.weight
+    usable = weight.requires_grad and weight.is_floating_point() and weight.numel() > 0
+    if weight not in coverage.candidates or not usable:
+        return None
+    names = ModuleNames(model)
+    path, module = _owner(names, weight)
+    local, bias = _local_name(names, module, weight), _local_name(names, module, product.bias)
+    if local is None:
+        return None  # taken out of the model since
+    adapter = ProductAdapter(transposes=product.transposed)
+    out_dim, in_dim = reversed(weight.shape) if product.transposed else weight.shape
+    params: tuple[str, ...] = (local,)
+    if (
+        bias is not None
+        and product.bias in coverage.candidates
+        and tuple(module.get_parameter(bias).shape) == (out_dim,)
+    ):
+        params = (local, bias)
+    spec = LayerSpec(_product_name(names.shown[path], local), params, in_dim + len(params) - 1, out_dim)
+    use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), set(params))
+    block = build(Assembly(names, group_of, options), [use], [spec], [False])
+    if block is not None:
+        cover(coverage, block)
+    return block
+
+
+def _owner(names: ModuleNames, weight: nn.Parameter) -> tuple[str, nn.Module]:
+    """Path and first module that has `weight` for its own; the model itself where none has."""
+    modules = names.model.named_modules()
+    owners = ((path, module) for path, module in modules if _local_name(names, module, weight) is not None)
+    return next(owners, ("", names.model))
+
+
+def _product_name(module_name: str, local: str) -> str:
+    return module_name if local == "weight" else f"{module_name}.{local}".lstrip(".")
+
+
+def _local_name(names: ModuleNames, module: nn.Module, param: Tensor | None) -> str | None:
+    return next((local for local, own in names.held_by(module) if own is param), None)
+
+
+def _owned(
+    names: ModuleNames,
+    path: str,
+    module: nn.Module,
+    adapter: LayerAdapter[Any] | None,
+    group_of: Mapping[nn.Parameter, dict[str, Any]],
+    options: BlockOptions,
+    coverage: Coverage,
+) -> dict[str, nn.Parameter]:
+    """The parameters of the optimizer that `module` answers for, by their names within it."""
+    owns_children = adapter is not None and adapter.owns_children
+    owned: dict[str, nn.Parameter] = {}
+    for local, param in names.held_by(module, recurse=owns_children):
+        child = local.rpartition(".")[0]
+        skipped = _skipped(names, f"{path}.{child}".strip("."), options) if child else None
+        if param in group_of and skipped is None:
+            owned[local] = param
+        elif param in group_of:
+            coverage.uncovered.setdefault(param, str(skipped))
+    return owned
+
+
+def _skipped(names: ModuleNames, path: str, options: BlockOptions) -> str | None:
+    """The reason, where an entry of `skip_layers` names the module at `path` or one that contains it."""
+    ancestry = names.lineage(path)
+    for pattern in options.skip_layers:
+        if any(matches(pattern, ancestor, parent) for ancestor, parent in ancestry):
+            shown = pattern if isinstance(pattern, str) else pattern.__name__
+            return f"skip_layers entry {shown!r}"
+    return None
+
+
+def _adapter_for(
+    names: ModuleNames,
+    path: str,
+    module: nn.Module,
+    adapter: LayerAdapter[Any] | None,
+    owned: Mapping[str, nn.Parameter],
+    options: BlockOptions,
+) -> tuple[LayerAdapter[Any] | None, str]:
+    """The adapter of `module` where it can be used, or None and the reason."""
+    if (skipped := _skipped(names, path, options)) is not None:
+        return None, skipped
+    scripted = [around for around, parent in names.lineage(path) if isinstance(parent, torch.jit.ScriptModule)]
+    if scripted:
+        return None, f"{scripted[-1] or 'the model'!r} was compiled by torch.jit: its layers take no hooks"
+    for ancestor, parent in names.lineage(path)[1:]:
+        if isinstance(parent, _BYPASSES_CHILDREN):
+            inside = f"{type(parent).__name__} {ancestor!r}"
+            return None, f"inside {inside}, which does not call its children"
+    if is_parametrized(module):
+        return None, f"{type(module).__name__} is parametrized: the trained tensor is not the one used"
+    if adapter is None:
+        # torch's own modules use their parameters in ways of their own.
+        foreign = not type(module).__module__.startswith("torch.nn") or isinstance(module, _CONTAINERS)
+        multiplied = foreign and any(not is_lazy(param) and param.dim() == 2 for param in owned.values())
+        return None, f"no adapter for {type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
+    for local, param in owned.items():
+        if is_lazy(param):
+            return None, f"{local} is uninitialised: preconditioned from the step after its first forward on"
+        if param.numel() == 0:
+            return None, f"{local} has no elements"
+        if not param.is_floating_point():
+            return None, f"{local} is {param.dtype}: only real floating-point parameters are preconditioned"
+    if (refusal := adapter.refusal(module)) is not None:
+        return None, refusal
+    return adapter, "not used by the layer's block"

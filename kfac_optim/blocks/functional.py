@@ -1,0 +1,328 @@
+"""Statistics of matrices that functions multiply by, inside the modules that own them or outside.
+
+A tied output layer is `F.linear(x, embedding.weight)`, Hugging Face's `Conv1D` is `torch.addmm`: no module hook sees
+either. So within forwards of the model, on statistics steps, every product is looked at and told by the identity of its
+parameter. A module whose forward is such a product then leaves it to us, so that nothing counts twice; one that
+multiplies by something computed from its weight instead has no statistics then, rather than wrong ones.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import KFACBlock, deliver
+from kfac_optim.capture.calls import ForwardCall, LayerWatch
+from kfac_optim.capture.function_modes import (
+    Product,
+    ProductMode,
+    run_in,
+)
+from kfac_optim.capture.loss_terms import examples_of
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.layers.embedding import EmbeddingAdapter
+from kfac_optim.layers.linear import LinearAdapter
+from kfac_optim.layers.product import (
+    ADDS_BIAS,
+    ProductAdapter,
+    ProductStatistics,
+)
+from kfac_optim.utils.hooks import Handle
+from kfac_optim.utils.sharded_params import ShardedParameter, Shards
+
+Claim = Callable[[Product], KFACBlock | None]
+"""Makes a block of a parameter that has none yet; None where there shall be none."""
+
+
+class FunctionalUses:
+    """Knows the block of each matrix, and listens to the products with it.
+
+    Args:
+        window: takes the statistics.
+        claim: asked at the first product with a candidate; a bound method, held weakly.
+        emitted: told of each block that took statistics.
+
+    Attributes:
+        expected: parameters that a checkpoint has statistics of; these candidates are looked for until they are found.
+    """
+
+    def __init__(self, window: CaptureWindow, claim: Claim, emitted: Callable[[KFACBlock], None]) -> None:
+        self._window = weakref.ref(window)
+        self._claim = weakref.WeakMethod(claim)
+        self._emitted = emitted
+        self.expected: Collection[nn.Parameter] = ()
+        self._blocks: dict[nn.Parameter, KFACBlock] = {}
+        self._listening: list[KFACBlock] = []
+        self._candidates: set[nn.Parameter] = set()
+        self._watches: dict[tuple[nn.Parameter, bool], tuple[LayerWatch, Handle]] = {}
+        self._owners: dict[nn.Module, Handle] = {}
+        self._others: dict[nn.Parameter, list[str]] = {}
+        self._last: dict[nn.Parameter, ForwardCall] = {}
+        self._looking = self._looked = False
+        self._in_graphs: list[nn.Parameter] = []
+        self._in_shards: list[ShardedParameter | None] = []
+        self.number = next(_NUMBERS)
+        self.mode = ProductMode(self)
+        _KNOWN[self.number] = self
+
+    def know(
+        self, blocks: Iterable[KFACBlock], candidates: Iterable[nn.Parameter], owners: Iterable[nn.Module]
+    ) -> None:
+        """From now on these are the blocks, of which those count whose matrix is a weight or its transpose.
+
+        Args:
+            blocks: of the model.
+            candidates: parameters that may be claimed.
+            owners: modules with parameters that only functions show; they are looked into also when they run outside
+                a forward of the model: by themselves, or again within backward.
+        """
+        before = self._blocks
+        self._listening = list(blocks)
+        self._blocks = {block.params[0]: block for block in self._listening if _is_plain(block)}
+        for weight, opposed in list(self._watches):
+            if self._blocks.get(weight) is not before[weight]:
+                self._watches.pop((weight, opposed))[1].remove()
+        self._candidates = set(candidates)
+        self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
+        window = self._window()
+        self._in_shards = [None if window is None else window.shards.of(param) for param in self._in_graphs]
+        self._look_into(set(owners))
+        self._looking = self._looked = False
+
+    def forget(self) -> None:
+        """Listen to nothing."""
+        for _, handle in self._watches.values():
+            handle.remove()
+        self._watches.clear()
+        self._look_into(set())
+        self._listening, self._blocks, self._candidates = [], {}, set()
+        self._in_graphs, self._in_shards = [], []
+
+    def begin(self) -> bool:
+        """A forward of the model begins; whether it is to run in the mode.
+
+        That is on statistics steps, and in the first step to find candidates.
+        """
+        wanted = self.is_wanted()
+        if wanted:
+            self.look()
+        return wanted
+
+    def look(self) -> None:
+        """A forward of the model runs in the mode, perhaps in a graph."""
+        self._looking = True
+        self._last.clear()
+
+    def is_wanted(self) -> bool:
+        """Whether the next forward of the model has something to show."""
+        looks = bool(self._candidates) and not (self._looked and self._candidates.isdisjoint(self.expected))
+        return looks or any(block.takes_statistics() for block in self._listening)
+
+    def _look_into(self, owners: set[nn.Module]) -> None:
+        window = self._window()
+        for module in self._owners.keys() - owners:
+            self._owners.pop(module).remove()
+        if window is not None:
+            for module in owners - self._owners.keys():
+                self._owners[module] = run_in(window, module, self.mode, self._begin_alone)
+
+    def _begin_alone(self) -> bool:
+        window = self._window()
+        return window is not None and not window.roots.is_under_way() and self.begin()
+
+    def end_step(self) -> None:
+        """A step was taken: what its forwards did not show is not looked for any more."""
+        self._others.clear()
+        self._looked |= self._looking
+
+    def unmeasured(self) -> dict[nn.Parameter, str]:
+        """Parameters that a function used as another layer's weight outside their own modules, and its name."""
+        return {param: names[-1] for param, names in self._others.items() if names}
+
+    def layer_ran(self, weight: nn.Parameter) -> None:
+        """Within the mode, the module with this weight has run: one of the uses was its own."""
+        if not torch.compiler.is_compiling():
+            self.count_out(weight)
+        elif (index := self._index(weight)) >= 0:
+            _count_out_in_graph(self.number, index)
+
+    def count_out(self, weight: nn.Parameter) -> None:
+        """The last use of `weight` by a function was that of its own module."""
+        if names := self._others.get(weight):
+            names.pop()
+
+    def saw_use(self, param: nn.Parameter, function: str) -> None:
+        if not torch.compiler.is_compiling():
+            window = self._window()
+            self.count_in(param if window is None else window.shards.known(param), function)
+        elif (index := self._index(param)) >= 0:
+            _count_in_in_graph(self.number, index, function)
+
+    def count_in(self, param: nn.Parameter, function: str) -> None:
+        """A function has used `param`."""
+        self._others.setdefault(param, []).append(function)
+
+    def _index(self, param: Tensor | None) -> int:
+        """By which graphs know a parameter, -1 where they do not; traced by `torch.compile`, which knows no keys."""
+        if param is None:
+            return -1
+        for index, known in enumerate(self._in_graphs):
+            sharded = self._in_shards[index]
+            if known is param or (sharded is not None and sharded.gathered is param):
+                return index
+        return -1
+
+    def module_ran(self, weight: nn.Parameter) -> bool:
+        """Within the mode, the module with this weight has run: whether its product, if any, was noted here.
+
+        The module may add its bias to the product by itself.
+        """
+        if torch.compiler.is_compiling():
+            index = self._index(weight)
+            return index >= 0 and bool(_is_noted_in_graph(self.number, index))
+        if weight in self._last:
+            self._last.pop(weight).context = ADDS_BIAS
+        return weight in self._blocks
+
+    def saw_product(self, product: Product, output: Tensor) -> None:
+        window = self._window()
+        if window is None or not window.takes(output):
+            return
+        if torch.compiler.is_compiling():
+            self._seen_in_graph(window, product, output)
+            return
+        product = _of_optimizer(product, window.shards)
+        weight, block = product.weight, self._block_of(product)
+        if block is None or not block.takes_statistics():
+            return
+        opposed = _opposes(block, product.transposed)
+        adds_bias = len(block.params) > 1 and product.bias is block.params[1]
+        call = window.note(
+            self._watch(window, block, opposed),
+            product.input,
+            output,
+            examples=examples_of(product.input, 1),
+            context=ADDS_BIAS if adds_bias else (),
+        )
+        if call is not None and not opposed:
+            self._last[weight] = call
+
+    def _block_of(self, product: Product) -> KFACBlock | None:
+        """The block of the product's weight, made now where that was a candidate."""
+        weight = product.weight
+        if weight in self._candidates:
+            self._candidates.discard(weight)
+            claim = self._claim()
+            if claim is not None and (claimed := claim(product)) is not None:
+                self._blocks[weight] = claimed
+                self._listening.append(claimed)
+        return self._blocks.get(weight)
+
+    def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> None:
+        """`saw_product` as `torch.compile` can trace it: what is to be decided is decided once, outside the graph."""
+        index, bias = self._index(product.weight), self._index(product.bias)
+        if index < 0:
+            return
+        watch, adds_bias = _watch_in_graph(self.number, index, bias, product.bias is not None, product.transposed)
+        if watch >= 0:
+            context = ADDS_BIAS if adds_bias else ()
+            examples = examples_of(product.input, 1)
+            window.note_in_graph(watch, product.input, output, True, examples, context)
+
+    def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+        """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""
+        window, weight = self._window(), self._in_graphs[index]
+        added = self._in_graphs[bias] if bias >= 0 else None
+        block = self._block_of(Product(weight, weight, added, transposed))  # its input is not asked for
+        if window is None or block is None:
+            return -1, False
+        opposed = _opposes(block, transposed)
+        if len(block.params) == 1:
+            adds_bias = False
+        elif has_bias:
+            adds_bias = added is block.params[1]
+        else:
+            adds_bias = any(use.adapter.adds_bias_itself(use.module) for use in block.uses)
+        return self._watch(window, block, opposed).number, adds_bias
+
+    def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:
+        key = (block.params[0], opposed)
+        if key not in self._watches:
+            watch = LayerWatch(
+                weight=block.params[0],
+                wanted=block.takes_statistics,
+                emit=partial(self._emit, block, opposed),
+                discard=block.discard,
+                awaits_gradient=block.awaits_gradient,
+                verify=partial(self._verify, block, opposed),
+            )
+            self._watches[key] = (watch, window.watch_calls(watch))
+        return self._watches[key][0]
+
+    def _emit(self, block: KFACBlock, opposed: bool, call: LayerCall) -> bool:
+        return deliver(_statistics(block, opposed, call), block, opposed=opposed, emitted=self._emitted)
+
+    def _verify(self, block: KFACBlock, opposed: bool, call: LayerCall | None) -> None:
+        block.verify(call, partial(_statistics, block, opposed), opposed=opposed)
+
+
+# `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.
+# They are handed numbers, as a constant's function must be; of which graphs may outlive the object.
+_NUMBERS = itertools.count()
+_KNOWN: "weakref.WeakValueDictionary[int, FunctionalUses]" = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count_out_in_graph(uses: int, index: int) -> int:
+    found = _KNOWN[uses]
+    found.count_out(found._in_graphs[index])
+    return 0
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count_in_in_graph(uses: int, index: int, function: str) -> int:
+    found = _KNOWN[uses]
+    found.count_in(found._in_graphs[index], function)
+    return 0
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_noted_in_graph(uses: int, index: int) -> bool:
+    found = _KNOWN[uses]
+    return found._in_graphs[index] in found._blocks
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
+    return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)
+
+
+def _statistics(block: KFACBlock, opposed: bool, call: LayerCall) -> ProductStatistics:
+    return ProductStatistics(block.spec.transposed() if opposed else block.spec, call, block.dtype)
+
+
+def _of_optimizer(product: Product, shards: Shards) -> Product:
+    """The product in terms of the optimizer's parameters, where it was asked for with what stands for them."""
+    bias = shards.known(product.bias) if isinstance(product.bias, nn.Parameter) else product.bias
+    return product._replace(weight=shards.known(product.weight), bias=bias)
+
+
+def _opposes(block: KFACBlock, transposed: bool) -> bool:
+    """Whether a product, with the weight's transpose or not, is with the transpose of the block's matrix.
+
+    The first that is makes the block keep two pairs of factors from now on.
+    """
+    opposed: bool = transposed != block.adapter.transposes
+    if opposed and not block.spec.opposed:
+        block.revise(replace(block.spec, opposed=True))
+    return opposed
+
+
+def _is_plain(block: KFACBlock) -> bool:
+    """Whether products with the weight are all there is to measure: somebody's own adapter may measure otherwise."""
+    return all(type(use.adapter) in (LinearAdapter, EmbeddingAdapter, ProductAdapter) for use in block.uses)

@@ -1,0 +1,99 @@
+"""The user's choices about layers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_optim.blocks.selection import (
+    Choice,
+    ModuleNames,
+    Pattern,
+    check_pattern,
+    check_patterns_match,
+)
+from kfac_optim.factors.subsampling import Subsample
+from kfac_optim.inverses.base import Inverse, InverseRule
+from kfac_optim.inverses.damped.cholesky import Cholesky
+from kfac_optim.layers.base import Adapters, LayerAdapter
+from kfac_optim.specs import (
+    Kept,
+    Structure,
+    WeightSharing,
+)
+from kfac_optim.utils.validation import (
+    check_dtype,
+    check_integer,
+    check_kind,
+)
+
+_DENSE = (Structure.DENSE, Structure.DENSE)
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """The user's choices about layers, as given to `KFACOptimizer`."""
+
+    adapters: Adapters
+    skip_layers: Sequence[Pattern]
+    inverse: Choice[Inverse[Any] | InverseRule]
+    weight_sharing: Choice[WeightSharing]
+    structure: Choice[tuple[Kept, Kept]]
+    subsample: Choice[Subsample]
+    max_factor_dim: int
+    factor_dtype: torch.dtype | None
+
+    def check_patterns(self, model: nn.Module) -> None:
+        """Raise ValueError for a pattern that matches no module of `model`."""
+        names = ModuleNames(model)
+        check_patterns_match("skip_layers", self.skip_layers, names)
+        for choice in (self.inverse, self.weight_sharing, self.structure, self.subsample):
+            check_patterns_match(choice.argument, choice.by_pattern, names)
+
+
+def block_options(
+    *,
+    adapters: Adapters,
+    skip_layers: Sequence[Pattern],
+    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule],
+    weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
+    structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None,
+    subsample: Subsample | Mapping[Pattern, Subsample] | None,
+    max_factor_dim: int,
+    factor_dtype: torch.dtype | None,
+) -> BlockOptions:
+    """The choices about layers, each checked for itself."""
+    if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
+        raise TypeError(
+            f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
+            f"wrap a single one in a list."
+        )
+    check_kind("adapters", adapters, Mapping)
+    for cls, adapter in adapters.items():
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"kfac_optim: a key of adapters must be a subclass of nn.Module, got {cls!r}.")
+        check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
+    check_integer("max_factor_dim", max_factor_dim)
+    check_dtype("factor_dtype", factor_dtype)
+    options = BlockOptions(
+        adapters=adapters,
+        skip_layers=tuple(skip_layers),
+        inverse=Choice("inverse", inverse, (Inverse, InverseRule), Cholesky()),
+        weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
+        structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),
+        subsample=Choice("subsample", Subsample() if subsample is None else subsample, (Subsample,), Subsample()),
+        max_factor_dim=max_factor_dim,
+        factor_dtype=factor_dtype,
+    )
+    for pair in (options.structure.default, *options.structure.by_pattern.values()):
+        if len(pair) != 2 or not all(isinstance(side, Kept) for side in pair):
+            raise TypeError(
+                f"kfac_optim: structure must be a pair of Structure or BlockDiagonal values for (A, G), got {pair!r}."
+            )
+        if pair == (Structure.IDENTITY, Structure.IDENTITY):
+            raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
+    for pattern in options.skip_layers:
+        check_pattern("skip_layers", pattern)
+    return options

@@ -1,0 +1,372 @@
+"""When a forward call of a layer becomes statistics, and what one step has of them.
+
+[Note: the commit rule]
+A forward call counts its rows once, however many backwards it gets; a forward without a backward counts
+nothing; a backward that does not reach the layer's weight (`autograd.grad` with respect to inputs, the inner
+pass of a gradient penalty) counts nothing. So evaluation, `no_grad` and recomputed forwards leave no trace.
+When one forward gets several backwards before the step, the losses add up, and so do their gradients: the
+call's gradient is the running sum, and what was counted for the earlier sum is taken back.
+
+[Note: the lifetime of a call]
+A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a forward that never gets a
+backward is freed with it. It drops the input as soon as it has committed, and takes no hold of the gradient: that would
+have a step's memory grow by all output gradients. Only where the graph is retained, so that another backward may come,
+it keeps the gradient, and the input where its statistics want that, until the window closes in `step()`. Compiled
+graphs hand the input over with the gradient and hold no call: the window does, for two steps, see `capture.py`.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.capture.loss_terms import (
+    LossCount,
+    LossTally,
+    RootCall,
+)
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.second_moments import without_ragged
+from kfac_optim.specs import LossTerms
+from kfac_optim.utils.autograd import (
+    Node,
+    accumulator,
+    graph_is_kept,
+    in_backward,
+    reaches,
+    running_backward,
+    version,
+)
+from kfac_optim.utils.hooks import Handle
+from kfac_optim.utils.precision import without_autocast
+from kfac_optim.utils.sharded_params import ShardedParameter, Shards
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class LayerWatch:
+    """What is asked of one layer.
+
+    Attributes:
+        weight: the parameter that a backward must reach to count.
+        wanted: whether the layer's next forward should be captured.
+        emit: receives each committed call; whether further backwards through it need its input again.
+        discard: forgets the calls emitted since the last step.
+        awaits_gradient: tells whether calls are to be handed to `verify`, and listens from now on to what backward adds
+            to `.grad`. It is given the parameters of the model that are kept in shards.
+        verify: receives a call with the gradient of one backward alone, to be compared with what that backward adds to
+            `.grad`; None for a backward that reaches the weight through a call of which nothing is known any more.
+        sharded: the weight, where it is kept in shards; the ledger tells.
+        number: of the watch, in compiled graphs.
+        node: that accumulates into the weight's gradient, as it was when compiled graphs were last asked about.
+    """
+
+    weight: nn.Parameter
+    wanted: Callable[[], bool]
+    emit: Callable[[LayerCall], bool]
+    discard: Callable[[], None]
+    awaits_gradient: Callable[[Shards], bool] = lambda _shards: False
+    verify: Callable[[LayerCall | None], None] = lambda _call: None
+    sharded: ShardedParameter | None = None
+    number: int = field(default_factory=itertools.count().__next__)
+    node: Node | None = None
+
+    @property
+    def used(self) -> nn.Parameter:
+        """What forwards multiply by and backwards accumulate into: the weight, or what stands for it in shards."""
+        gathered = None if self.sharded is None else self.sharded.gathered
+        return self.weight if gathered is None else gathered
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchHandle:
+    watches: list[LayerWatch]
+    watch: LayerWatch
+    removed: list[LayerWatch]
+
+    def remove(self) -> None:
+        if self.watch in self.watches:
+            self.watches.remove(self.watch)
+            self.removed.append(self.watch)
+
+
+class Ledger:
+    """The calls that backwards have committed since the last step, and the terms of their loss.
+
+    Attributes:
+        rule: what the mean in the loss runs over.
+        listening: whether backward passes count; an estimate says which do.
+        dropped_calls: calls whose input was changed in place before the backward, and backwards that came back through
+            a graph that was not retained, ever.
+        shards: parameters that are kept in shards.
+    """
+
+    def __init__(self, rule: LossTerms) -> None:
+        self.rule = rule
+        self.listening = False
+        self.dropped_calls = 0
+        self.shards = Shards()
+        self._watches: list[LayerWatch] = []
+        self._removed: list[LayerWatch] = []  # since the last step, which may yet forget what these have emitted
+        self._open: list[ForwardCall] = []
+        self._tally = LossTally(rule)
+        self._stale = False
+
+    def watch_calls(self, watch: LayerWatch) -> Handle:
+        """Take the calls of a layer whose adapter notes them."""
+        self._watches.append(watch)
+        watch.sharded = self.shards.of(watch.weight)
+        watch.weight = self.shards.known(watch.weight)
+        watch.node = accumulator(watch.used)
+        return _WatchHandle(self._watches, watch, self._removed)
+
+    def set_loss_terms(self, terms: float | Tensor) -> None:
+        """State the loss terms of the coming backward; counting is off until the window closes."""
+        self.drop_stale()
+        self._tally.state(terms)
+
+    @property
+    def loss_is_sum(self) -> bool:
+        """Whether it has no number of terms, by the rule or the loss that was named."""
+        return self._tally.is_sum
+
+    def close(self) -> LossCount:
+        """End the window and count the loss terms in it."""
+        self.drop_stale()
+        count = self._tally.result()
+        self._forget_calls()
+        return count
+
+    def summed(self) -> float:
+        """`LossCount.summed` of the terms so far."""
+        return self._tally.summed()
+
+    def counted(self) -> int | None:
+        """The terms so far that were counted and not stated, see `LossTally.counted`."""
+        return self._tally.counted()
+
+    def so_far(self) -> LossCount | None:
+        """The terms, if the step came now; None where further layers may show others."""
+        count = self._tally.result()
+        return None if count.assumed else count
+
+    def name_loss(self, *, mean: bool) -> None:
+        """The loss is known, and with it the terms of each forward of the model."""
+        self._tally.name_loss(mean=mean)
+
+    def count(self, root: RootCall) -> None:
+        """A backward goes through this forward of the model."""
+        self._tally.count(root)
+
+    def count_layer(self, root: RootCall | None, examples: int | None, output: Tensor) -> RootCall:
+        """A backward comes to a layer, see `LossTally.count_layer`; `output` is shaped like that of the layer."""
+        return self._tally.count_layer(root, examples, output.shape, running_backward())
+
+    def pass_through(self, root: RootCall, *, in_graph: bool) -> None:
+        """A backward goes through the output of this forward of the model, whether or not its layers are captured.
+
+        Args:
+            root: the forward.
+            in_graph: whether this is told by an operator of a compiled graph.
+        """
+        if not self.listening:
+            return
+        if not any(reaches(watch.used, watch.node if in_graph else None) for watch in self._watches):
+            return
+        if self._tally.has_counted(root):
+            self._stale = False
+            return
+        if self._stale:
+            self.discard()
+        self._tally.count(root)
+
+    def keep(self, calls: Iterable["ForwardCall"]) -> None:
+        """A backward goes on through a forward whose calls have been committed: they are not thrown away."""
+        if any(call in self._open for call in calls):
+            self._stale = False
+
+    def mark_stale(self) -> None:
+        """The gradients so far were thrown away: forget their statistics when the next forward call counts.
+
+        Not at once: further backwards through the same forward go on from the same running sum, as when several
+        losses are backpropagated one by one and their gradients combined by hand.
+        """
+        if self._open or self._tally.has_counted():  # else keep what set_loss_terms said of the backward to come
+            self._stale = True
+
+    def notice_lost_gradients(self) -> None:
+        """A forward begins: gradients that are gone were thrown away, though nobody has said so.
+
+        So it is after `model.zero_grad()`, as where a `GradScaler` has left a step out.
+        """
+        if self._open and not in_backward() and all(call.has_lost_gradient() for call in self._open):
+            self.mark_stale()
+
+    def drop_stale(self) -> None:
+        """The step has come, and gradients that were thrown away are not part of it."""
+        if self._stale:
+            self.discard()
+
+    def discard(self) -> None:
+        """Forget everything captured and stated since the last step. Also runs inside backward."""
+        for watch in (*self._watches, *self._removed):
+            watch.discard()
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        for call in self._open:
+            call.release()
+        self._open.clear()
+        self._removed.clear()
+        self._tally.reset()
+        self._stale = False
+
+
+class ForwardCall:
+    """Tensor hook on one output of a layer: commits the call to its ledger when a backward reaches the weight.
+
+    Args:
+        ledger: that the call may come to stand in; held weakly, as is `watch`.
+        watch: the layer.
+        root: the forward of the model that it is part of; None outside of any.
+        examples: that the layer was handed; None for a single one without a batch dimension.
+        layer_input: None in a compiled graph, which hands it over with each gradient.
+        training: as in `LayerCall`, as is `context`.
+    """
+
+    __slots__ = (
+        *("_committed", "_examples", "_gradient", "_input", "_is_for_check", "_ledger"),
+        *("_root", "_training", "_version", "_watch", "context"),
+    )
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        watch: LayerWatch,
+        root: RootCall | None,
+        examples: int | None,
+        layer_input: Tensor | None,
+        training: bool,
+        context: tuple[int, ...],
+    ) -> None:
+        self._ledger = weakref.ref(ledger)
+        self._watch = weakref.ref(watch)
+        self._root = root
+        self._examples = examples
+        self._input = None if layer_input is None else layer_input.detach()
+        self._version = 0 if layer_input is None else version(layer_input)
+        self._gradient: Tensor | None = None
+        self._committed = self._is_for_check = False
+        self._training = training
+        self.context = context
+
+    @torch.no_grad()
+    def __call__(self, gradient: Tensor, layer_input: Tensor | None = None) -> None:
+        ledger, watch, traced = self._ledger(), self._watch(), layer_input is not None
+        if ledger is None or watch is None or not ledger.listening:
+            return
+        if not reaches(watch.used, watch.node if traced else None):
+            return
+        if self._committed and self._gradient is None:
+            # The call was counted in a window that has closed, or in a backward that was to be the last: only a layer
+            # that had autograd save nothing for it sees another.
+            ledger.dropped_calls += self in ledger._open
+            watch.verify(None)
+            return
+        if ledger._stale and not self._committed:
+            ledger.discard()
+        if not traced:
+            layer_input, self._input = self._input, None
+            if layer_input is not None and version(layer_input) != self._version:
+                self._committed = True
+                ledger.dropped_calls += 1
+                watch.verify(None)
+                return
+        layer_input, gradient = without_ragged(layer_input), without_ragged(gradient.detach())
+        earlier = self._gradient
+        verifies = watch.awaits_gradient(ledger.shards)
+        if verifies:
+            self._verify(watch, layer_input, gradient, in_operator=traced)
+        if earlier is not None:
+            gradient = earlier + gradient
+            ledger._stale = False
+        if not self._committed:
+            self._committed = True
+            ledger._open.append(self)
+        kept = graph_is_kept()
+        self._gradient = gradient if kept else None
+        self._root = ledger.count_layer(self._root, self._examples, gradient)
+        with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
+            shown = None if self._is_for_check else layer_input
+            keep = watch.emit(LayerCall(shown, gradient, earlier, self._training, self.context))
+        if (keep or verifies) and kept and not traced:
+            # Statistics that did not ask for the input are what they are without the check.
+            self._input, self._is_for_check = layer_input, not keep
+
+    def _verify(self, watch: LayerWatch, layer_input: Tensor | None, gradient: Tensor, *, in_operator: bool) -> None:
+        call = None
+        if layer_input is not None:
+            call = LayerCall(layer_input, gradient, None, self._training, self.context, in_operator)
+        with without_autocast((gradient.device.type,)):
+            watch.verify(call)
+
+    def verification(self) -> "Callable[[Tensor], None]":
+        """Return a hook on the output that hands over the training loop's own gradients, where others are committed."""
+        layer_input, version_then = self._input, self._version
+
+        @torch.no_grad()
+        def verify(gradient: Tensor) -> None:
+            ledger, watch = self._ledger(), self._watch()
+            if ledger is None or watch is None or not ledger.listening or not reaches(watch.used):
+                return
+            if watch.awaits_gradient(ledger.shards):
+                same = layer_input is not None and version(layer_input) == version_then
+                seen = without_ragged(layer_input if same else None)
+                self._verify(watch, seen, without_ragged(gradient.detach()), in_operator=False)
+
+        return verify
+
+    def has_lost_gradient(self) -> bool:
+        """Whether the weight has no gradient; in shards it may be on its way to other ranks."""
+        watch = self._watch()
+        return watch is not None and watch.sharded is None and watch.weight.grad is None
+
+    def is_reached(self) -> bool:
+        """Whether the backward that is running accumulates into the layer's weight."""
+        watch = self._watch()
+        return watch is not None and reaches(watch.used)
+
+    def open(self) -> bool:
+        """Commit the call, whose gradients an estimate will hand over; whether it counts, or does already."""
+        ledger = self._ledger()
+        if ledger is None or self._input is None:
+            return False
+        if self._committed:
+            return True
+        if version(self._input) != self._version:
+            self._committed, self._input = True, None
+            ledger.dropped_calls += 1
+            return False
+        if ledger._stale:
+            ledger.discard()
+        self._committed = True
+        ledger._open.append(self)
+        if self._root is not None:
+            ledger.count(self._root)
+        return True
+
+    @torch.no_grad()
+    def take(self, gradient: Tensor, reach: Tensor | None) -> None:
+        """One of the gradients of an opened call, whose outer products add up; `reach` as in `LayerCall`."""
+        watch = self._watch()
+        if watch is not None:
+            with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
+                layer_input, gradient = without_ragged(self._input), without_ragged(gradient.detach())
+                reach = without_ragged(reach)
+                watch.emit(LayerCall(layer_input, gradient, None, self._training, self.context, reach=reach))
+
+    def release(self) -> None:
+        """Drop the tensors; further backwards through the call do not count."""
+        self._gradient = self._input = None

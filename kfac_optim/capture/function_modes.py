@@ -1,0 +1,236 @@
+"""Torch functions seen or replaced while a module's forward runs, for layers that module hooks cannot see into."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.utils.autograd import no_view
+from kfac_optim.utils.dynamo import (
+    as_one_node,
+    call_as_it_is,
+    inline_only,
+)
+from kfac_optim.utils.hooks import (
+    Handle,
+    is_any_on,
+    is_on,
+)
+
+Function = Callable[..., Any]
+
+
+class Product(NamedTuple):
+    """One `input @ weightᵀ + bias`, or `input @ weight + bias` where `transposed`, as a function was asked for it."""
+
+    weight: nn.Parameter
+    input: Tensor
+    bias: Tensor | None
+    transposed: bool
+
+
+class ProductListener(Protocol):
+    """Is told what functions do with parameters."""
+
+    def saw_product(self, product: Product, output: Tensor) -> None:
+        """A function has multiplied by a parameter."""
+
+    def saw_use(self, param: nn.Parameter, function: str) -> None:
+        """A function of this name has used a parameter as a layer's weight in another way."""
+
+
+class ProductMode(TorchFunctionMode):
+    """Sees what functions do with parameters, whatever module asks for it.
+
+    Args:
+        listener: is told of it, and held weakly: compiled graphs keep the mode.
+    """
+
+    def __init__(self, listener: "ProductListener") -> None:
+        super().__init__()
+        self._listener = weakref.ref(listener)
+
+    @inline_only
+    def __torch_function__(
+        self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = traceable(func)(*args, **(kwargs or {}))
+        if _is_among(func, _WATCHED):
+            output = call_as_it_is(self._look, func, args, kwargs or {}, output)
+        return output
+
+    def _look(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        read, listener = _PRODUCTS.get(func), self._listener()
+        if listener is None:
+            return output
+        if read is not None:
+            product = read(*args, **kwargs)
+            if product is not None:
+                output = no_view(output)
+                listener.saw_product(product, output)
+        elif output.requires_grad:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, nn.Parameter):
+                    listener.saw_use(leaf, func.__name__)
+        return output
+
+
+def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Product | None:
+    """The product with `matrix`, a parameter or its transpose; None for any other tensor."""
+    if isinstance(matrix, nn.Parameter):
+        return Product(matrix, layer_input, bias, transposed) if matrix.dim() == 2 else None
+    base = matrix._base
+    if not isinstance(base, nn.Parameter) or base.dim() != 2:
+        return None
+    is_transpose = (matrix.shape, matrix.stride()) == (base.mT.shape, base.mT.stride())
+    return Product(base, layer_input, bias, not transposed) if is_transpose else None
+
+
+def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | None:  # noqa: A002 (torch's name)
+    return _product(input, weight, bias, transposed=False)
+
+
+def _of_matmul(input: Tensor, other: Any = None, *, mat2: Any = None, **_: Any) -> Product | None:  # noqa: A002
+    matrix = mat2 if other is None else other
+    return _product(input, matrix, None, transposed=True) if isinstance(matrix, Tensor) else None
+
+
+def _of_addmm(
+    input: Tensor,  # noqa: A002 (torch's name)
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    **_: Any,
+) -> Product | None:
+    if alpha != 1:
+        return None
+    return _product(mat1, mat2, input if beta == 1 else None, transposed=True)
+
+
+_PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
+    F.linear: _of_linear,
+    torch.addmm: _of_addmm,
+    torch.Tensor.addmm: _of_addmm,
+    torch.matmul: _of_matmul,
+    torch.mm: _of_matmul,
+    torch.Tensor.matmul: _of_matmul,
+    torch.Tensor.mm: _of_matmul,
+    torch.Tensor.__matmul__: _of_matmul,
+}
+
+
+_OTHER_LAYERS: frozenset[Function] = frozenset(
+    {
+        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        *(F.embedding, F.embedding_bag, F.bilinear, torch.einsum),
+    }
+)
+
+
+_WATCHED: Mapping[Function, Function] = {func: as_one_node(func) for func in (*_PRODUCTS, *_OTHER_LAYERS)}
+"""Each function that the mode looks at → what it calls instead in a graph."""
+
+
+@inline_only
+def traceable(func: Function) -> Function:
+    """`func`, or its equal while a mode is traced by `torch.compile`."""
+    if func is torch.Tensor.unflatten:
+        return torch.unflatten  # which is written in Python; dynamo cannot trace the method within a mode
+    # A product mode beneath is to see the function itself.
+    if torch.compiler.is_compiling() and not is_any_on(ProductMode):
+        for watched, node in _WATCHED.items():
+            if func is watched:
+                return node
+    return func
+
+
+@inline_only
+def _is_among(func: Function, table: Mapping[Function, Any]) -> bool:
+    """`func in table`, also where `torch.compile` cannot hash a function that a mode was handed."""
+    if torch.compiler.is_compiling():
+        return any(func is known for known in table)
+    return func in table
+
+
+class _Substitution(TorchFunctionMode):
+    def __init__(self, table: Mapping[Function, Function]) -> None:
+        super().__init__()
+        self._table = table
+
+    @inline_only
+    def __torch_function__(
+        self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_among(func, self._table):
+            return traceable(func)(*args, **(kwargs or {}))
+        return call_as_it_is(self._table[func], *args, **(kwargs or {}))
+
+
+class _Around:
+    """Runs the forwards of a module in a mode; what is entered is left, also when the forward raises."""
+
+    def __init__(self, window: CaptureWindow, mode: TorchFunctionMode, wanted: Callable[[], bool]) -> None:
+        self._window = weakref.ref(window)
+        self._mode = mode
+        self._wanted = wanted
+        self._entered: list[bool] = []  # for each forward under way
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        window, enters = self._window(), False
+        if torch.compiler.is_compiling():
+            if window is not None and self._enters_in_graph(window):
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
+            return
+        if window is not None and not torch.is_grad_enabled():
+            window.roots.layer_without_graph()
+        elif window is not None and not is_on(self._mode) and self._wanted():
+            enters = True
+            window.modes.enter(self._mode)
+        self._entered.append(enters)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        window = self._window()
+        if torch.compiler.is_compiling():
+            if window is not None and self._enters_in_graph(window):
+                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            return
+        entered = self._entered.pop() if self._entered else False
+        if window is not None and entered:
+            window.modes.leave(self._mode)
+
+    def _enters_in_graph(self, window: CaptureWindow) -> bool:
+        return window.captures() and window.mode is not self._mode
+
+
+def run_in(window: CaptureWindow, module: nn.Module, mode: TorchFunctionMode, wanted: Callable[[], bool]) -> Handle:
+    """Run forwards of `module` that build a graph in `mode`, where `wanted()` says so and it is not on already.
+
+    Forwards that are being traced are not asked for: they run in it where their graph is to capture; unless it is the
+    window's own, which the forward of the model runs in.
+    """
+    around = _Around(window, mode, wanted)
+    return window.hook(module, after=around.after, before=around.before)
+
+
+def substitute(
+    window: CaptureWindow, module: nn.Module, table: Mapping[Function, Function], wanted: Callable[[], bool]
+) -> Handle:
+    """Within forwards of `module` that build a graph, call `table[f]` where torch's function `f` is called.
+
+    What a replacement calls is not replaced again, so it may call `f` itself.
+
+    Args:
+        window: that hooks the module.
+        module: whose forward, and all inside it, is affected.
+        table: torch function → replacement, called with the same arguments.
+        wanted: asked before each forward; where it says no nothing is replaced.
+    """
+    return run_in(window, module, _Substitution(table), wanted)

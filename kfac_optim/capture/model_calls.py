@@ -1,0 +1,144 @@
+"""The forward of the model that a layer runs in: the one under way, or the one that a backward computes again.
+
+[Note: recomputed layers]
+Reentrant checkpointing runs layers without gradients inside the model's forward and again inside backward, when the
+forward they belong to has ended. Such a forward leaves a hook on the model's output, which says whose backward it is.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kfac_optim.capture.calls import ForwardCall, Ledger
+from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.utils.autograd import (
+    GradientEdge,
+    in_backward,
+    on_gradient,
+)
+
+_MODULE_CALL = nn.Module._call_impl.__code__
+
+
+class Roots:
+    """Forwards of the model between two steps."""
+
+    def __init__(self) -> None:
+        self._under_way: list[RootCall] = []
+        self._last: RootCall | None = None
+        self._recomputed: RootCall | None = None
+        self._expected: list[tuple[ForwardCall, GradientEdge]] = []
+
+    def is_under_way(self) -> bool:
+        """Whether a forward of the model is running."""
+        return bool(self._under_way)
+
+    def enter(self, model: int) -> None:
+        """A forward of the model with this identity begins; one that calls itself is one forward, the outermost."""
+        self._under_way.append(self._under_way[-1] if self._under_way else RootCall(model))
+
+    def leave(self) -> RootCall | None:
+        """The forward that was entered last ends; None where none was."""
+        if not self._under_way:
+            return None
+        self._last = self._under_way.pop()
+        return self._last
+
+    def leave_interrupted(self, model: nn.Module) -> None:
+        """A forward of `model` is beginning: one that never ended (KeyboardInterrupt) is not around it."""
+        if self._under_way and self._under_way[0].model == id(model) and not _is_nested(model):
+            self.leave_all()
+
+    def leave_all(self) -> None:
+        """No forward of the model is running."""
+        self._under_way.clear()
+        self._expected.clear()
+
+    def end(self) -> None:
+        """A step was taken: no backward goes on from an earlier forward."""
+        self.leave_all()
+        self._last = self._recomputed = None
+
+    def layer_without_graph(self) -> None:
+        """Within a forward without gradients: a layer ran that may run again. See [Note: recomputed layers]."""
+        if self._under_way:
+            self._under_way[-1].recomputes = True
+
+    def expect(self, call: ForwardCall, at: GradientEdge) -> None:
+        """A layer was called in the forward under way, whose gradient is to be asked for at this place of the graph."""
+        if self._under_way:
+            self._expected.append((call, at))
+
+    def take_expected(self) -> list[tuple[ForwardCall, GradientEdge]]:
+        """What was expected in the forward that has ended."""
+        expected, self._expected = self._expected, []
+        return expected
+
+    def await_backward(self, root: RootCall, output: Any) -> None:
+        """Layers that the backward from `output` runs again are to belong to `root`."""
+        on_output_gradients(output, functools.partial(_enter_backward, weakref.ref(self), root))
+
+    def of_layer(self, examples: int | None) -> RootCall | None:
+        """The forward of the model in which a layer is called, with a batch or (None) with a single example."""
+        root = self._current()
+        if root is not None:
+            root.unbatched |= examples is None
+            root.batched |= examples is not None
+        return root
+
+    def of_graph_within_backward(self) -> RootCall | None:
+        """The last forward, where a compiled graph runs within backward: it computes what a checkpoint dropped."""
+        return self._last if in_backward() else None
+
+    def _current(self) -> RootCall | None:
+        if self._under_way:
+            return self._under_way[-1]
+        return self._recomputed if in_backward() else None
+
+
+class OutputPass:
+    """Tensor hook on an output of the model, which tells the ledger of every backward through it.
+
+    It counts the terms of a summed loss on the steps without statistics, when no layer tells.
+
+    Args:
+        ledger: is held weakly.
+        root: the forward.
+    """
+
+    __slots__ = ("_ledger", "_root")
+
+    def __init__(self, ledger: Ledger, root: RootCall) -> None:
+        self._ledger = weakref.ref(ledger)
+        self._root = root
+
+    def __call__(self, _gradient: Tensor, call: Tensor | None = None) -> None:
+        if (ledger := self._ledger()) is not None:
+            ledger.pass_through(self._root, in_graph=call is not None)
+
+
+def _enter_backward(roots: "weakref.ref[Roots]", root: RootCall, _gradient: Tensor) -> None:
+    if (found := roots()) is not None:
+        found._recomputed = root
+
+
+def on_output_gradients(output: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Call `hook` in every backward that comes to a tensor of the model's `output`."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            on_gradient(leaf, hook)
+
+
+def _is_nested(model: nn.Module) -> bool:
+    """Whether the call of `model` that is beginning is inside another one."""
+    calls, frame = 0, cast(FrameType | None, sys._getframe())
+    while frame is not None:
+        calls += frame.f_code is _MODULE_CALL and frame.f_locals.get("self") is model
+        frame = frame.f_back
+    return calls > 1

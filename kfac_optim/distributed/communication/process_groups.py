@@ -1,0 +1,184 @@
+"""Process groups of our own, beside those that the training loop launches on.
+
+[Note: groups are kept] Our groups are made once for each group that trains, shared by all optimizers that train on it,
+one after the other or at the same time, and never given back: they end with the world, by the program's own
+`torch.distributed.destroy_process_group()`. Giving them back would need an agreement of all ranks on when, and each
+rank lets go of its optimizers when its garbage collector comes by. Making them anew is no way either: torch 2.13 names
+a group after its ranks and the number of groups there are, so that the new one would find the addresses of the old one
+in the store, and wait for it.
+
+All ranks come to a step in the same order, and what an optimizer launches within a step goes through one group for all
+optimizers. What is launched in backward comes in an order that is each rank's own, as soon as a backward goes through
+the models of two optimizers: so each optimizer has a group to itself for that, on loan.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from kfac_optim.distributed.communication.collectives import CollectiveError, Launch
+
+Observer = Callable[[Launch], None]
+
+
+class GroupLoan:
+    """A process group that its holder alone launches on, until it is given back, or nobody holds the loan any more.
+
+    Attributes:
+        group: the process group.
+    """
+
+    __slots__ = ("__weakref__", "_lent", "group")
+
+    def __init__(self, lent: "_LentGroup") -> None:
+        self._lent = lent
+        self.group = lent.group
+
+    def give_back(self) -> None:
+        """The holder launches nothing on the group any more."""
+        self._lent.loan = None
+
+    def counting(self, observe: Observer | None) -> Observer:
+        """`observe` as it is to be given to the communicator of the group, which must tell of every launch."""
+
+        def count(launch: Launch) -> None:
+            self._lent.launched += 1
+            if observe is not None:
+                observe(launch)
+
+        return count
+
+
+class _LentGroup:
+    """A group that is lent, with the number of collectives that this rank has launched on it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.launched = 0
+        self.loan: weakref.ref[GroupLoan] | None = None
+
+    def is_lent(self) -> bool:
+        return self.loan is not None and self.loan() is not None
+
+
+class OwnGroups:
+    """The groups that all optimizers share which train on the same ranks, with the same time-out; see `own_groups`.
+
+    Attributes:
+        main: for collectives that all ranks launch at the same place in the program.
+    """
+
+    def __init__(self, ranks: Sequence[int], backend: str, timeout: timedelta) -> None:
+        self._ranks = list(ranks)
+        self._backend = backend
+        self._timeout = timeout
+        self._lent: list[_LentGroup] = []
+        self.main = self._make(timeout)
+
+    def borrow(self, largest: Callable[[Sequence[int]], Sequence[int]]) -> GroupLoan:
+        """A group for collectives that are launched in backward: a collective itself, as all ranks take the same one.
+
+        A collective on it that is launched in backward may wait for ranks that are longer on their way to the step, and
+        then for as long as one that is launched in the step: so its own time-out is twice as long.
+
+        Args:
+            largest: gives, of each number, the largest on any rank; a collective.
+        """
+        chosen = self._free(largest)
+        if chosen is None and self._lent:
+            gc.collect()  # garbage may hold loans, and groups are dear: threads and open files
+            chosen = self._free(largest)
+        if chosen is None:
+            chosen = _LentGroup(self._make(2 * self._timeout))
+            self._lent.append(chosen)
+        loan = GroupLoan(chosen)
+        chosen.loan = weakref.ref(loan)
+        return loan
+
+    def _free(self, largest: Callable[[Sequence[int]], Sequence[int]]) -> _LentGroup | None:
+        """The first group that no rank has lent, the same on all ranks."""
+        numbers = [number for each in self._lent for number in (each.is_lent(), each.launched, -each.launched)]
+        found = largest(numbers) if numbers else ()
+        # Where one rank has launched what another never will, as a backward whose step never came may leave behind,
+        # the next collectives would be matched with that.
+        free = (
+            each
+            for each, lent, most, least in zip(self._lent, found[::3], found[1::3], found[2::3], strict=True)
+            if not lent and most == -least
+        )
+        return next(free, None)
+
+    def _make(self, timeout: timedelta) -> dist.ProcessGroup:
+        backend = None if self._backend == dist.get_backend_config() else self._backend
+        try:
+            if self._ranks == list(range(dist.get_world_size())):
+                made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+            else:
+                made = dist.new_group(
+                    self._ranks, backend=backend, timeout=timeout, use_local_synchronization=True, sort_ranks=False
+                )
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"kfac_optim: rank {dist.get_rank()} came to a step for which a process group of the ranks "
+                f"{self._ranks} is made, and not all of them came within {timeout.total_seconds():g} s ({error}). Look "
+                "for the first error in the logs of the other ranks, and see that all ranks step the same optimizers "
+                "in the same order."
+            ) from error
+        return made
+
+
+def own_groups(parent: dist.ProcessGroup, timeout: timedelta) -> OwnGroups:
+    """Groups of the same ranks, in the same order, that only this package launches on; see [Note: groups are kept].
+
+    Where there are none yet this is a collective, so it comes at a place in the program that all ranks reach.
+
+    Args:
+        parent: the group that trains.
+        timeout: of collectives.
+
+    Raises:
+        CollectiveError: some rank never came.
+    """
+    of_world = _GROUPS.setdefault(world(), {})
+    key = (*ranks_of(parent), dist.get_backend_config(parent), timeout)
+    if key not in of_world:
+        of_world[key] = OwnGroups(ranks_of(parent), dist.get_backend_config(parent), timeout)
+    return of_world[key]
+
+
+# By their world: one that is formed anew has none.
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, OwnGroups]] = weakref.WeakKeyDictionary()
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks there are."""
+    group = dist.group.WORLD
+    assert group is not None, "an optimizer of several processes was built, or asked for a group"
+    return group
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a group, in its order.
+
+    Raises:
+        RuntimeError: the group was destroyed.
+    """
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        raise RuntimeError(
+            "kfac_optim: the process group on which this model trains was destroyed. Wrap the model anew, or name a "
+            "group of now by DistributedConfig(group=...), and build the optimizer again."
+        ) from None
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of tensors on `device` may take; torch's own default where the backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    found: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return found

@@ -1,0 +1,179 @@
+"""Buckets of sums launched during backward, in one order on all ranks, whatever their hooks do."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from kfac_optim.distributed.communication.collectives import (
+    Cause,
+    Communicator,
+    InFlight,
+)
+from kfac_optim.distributed.communication.layouts import (
+    Contributions,
+    Merged,
+    ReduceBucket,
+    listed,
+    repeated,
+)
+
+
+class Reducer:
+    """Launches buckets in their order, each as soon as it and all before it are complete.
+
+    Slots may be reported in any order, any number of times, or never, and differently on each rank: every rank launches
+    the same collectives in the same order. What is reported is the whole of what a rank gives: a slot that is reported
+    again before its bucket goes is replaced; if the bucket is under way, it is stale, and where any rank finds it so,
+    `finish` sends it again on all ranks. Owners give nothing to their own slots, and get the sum of the others.
+
+    Not thread-safe: it serves the hooks of one device.
+
+    Args:
+        communicator: see [Note: one order].
+        buckets: the same on all ranks, in the order in which they are to be launched; slot names differ throughout.
+
+    Raises:
+        ValueError: two slots of one name.
+    """
+
+    def __init__(self, communicator: Communicator, buckets: Sequence[ReduceBucket]) -> None:
+        if twice := repeated([name for bucket in buckets for name in bucket.names]):
+            raise ValueError(f"kfac_optim: a name may be in one bucket only, got {listed(twice)} more than once.")
+        self._communicator = communicator
+        self._buckets = tuple(buckets)
+        self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
+        self._owned = {slot.name for bucket in buckets for slot in bucket.owned[communicator.rank]}
+        self._start_round()
+
+    def ready(self, name: str, values: Tensor, mass: float | Tensor) -> None:
+        """Report all that this rank gives to a slot; launches what is complete by that.
+
+        Args:
+            name: of a slot. Of one that this rank owns the report alone counts, not what it holds.
+            values: a mean, of as many elements as the slot, in any shape; copied.
+            mass: that is behind it, a number, or `[]` on the same device; 0 if there is nothing, whatever the values
+                are then. Of a plain sum what it is to be multiplied by.
+
+        Raises:
+            ValueError: no bucket has the name, or the slot has another size.
+        """
+        index = self._index_of(name)
+        if self.launched(index):
+            self._note_stale(name, index)
+            return
+        if name not in self._owned:
+            self._contributions(index).put(name, values, mass)
+        self._unseen[index].discard(name)
+        while self._next < len(self._buckets) and not self._unseen[self._next]:
+            self._launch(self._next, Cause.COMPLETE)
+            self._next += 1
+
+    def invalidate(self, name: str) -> None:
+        """What was reported for a slot does not hold any more: it is to be reported again, or `finish` asks for it.
+
+        Raises:
+            ValueError: no bucket has the name.
+        """
+        index = self._index_of(name)
+        if self.launched(index):
+            self._note_stale(name, index)
+        else:
+            self._unseen[index].add(name)
+
+    def launched(self, index: int) -> bool:
+        """Whether this rank has launched that bucket in this round."""
+        return index < self._next
+
+    def stale_flags(self) -> list[bool]:
+        """Of each bucket, whether this rank launched it and has other numbers for it now."""
+        return list(self._stale)
+
+    def finish(self, final: Callable[[str], tuple[Tensor, Tensor | float]], again: Sequence[bool]) -> dict[str, Merged]:
+        """Launch what is left, and once more what is stale; wait for all of it, and start the next round.
+
+        All ranks must call it at the same place in the program.
+
+        Args:
+            final: gives values and mass of a slot, as for `ready`. It is asked for what was not reported, or does not
+                hold any more, and for all slots of the buckets that go again; never for slots that this rank owns.
+            again: of each bucket, whether `stale_flags` of any rank has it: the same on all ranks.
+
+        Returns:
+            The sums over the other ranks of the slots that this rank owns, by name.
+
+        Raises:
+            ValueError: `again` is not of as many buckets as there are.
+            CollectiveError: a collective failed, or took too long.
+        """
+        if len(again) != len(self._buckets):
+            raise ValueError(
+                f"kfac_optim: finish was told of {len(again)} buckets whether they go again, and has "
+                f"{len(self._buckets)}."
+            )
+        while self._next < len(self._buckets):
+            if not again[self._next]:  # of what is sent twice only the second counts
+                self._fill(self._next, self._unseen[self._next], final)
+            self._launch(self._next, Cause.LEFT_OVER)
+            self._next += 1
+        for index, resend in enumerate(again):
+            if resend:
+                self._fill(index, self._buckets[index].names, final)
+                self._launch(index, Cause.AGAIN)
+        flights = self._flights
+        self._start_round()
+        merged: dict[str, Merged] = {}
+        for flight in flights:
+            merged |= flight.wait()
+        return merged
+
+    def abandon(self) -> None:
+        """Launch what is left, wait for all of it, throw it away, and start the next round.
+
+        All ranks must call it at the same place in the program.
+
+        Raises:
+            CollectiveError: a collective failed, or took too long.
+        """
+        while self._next < len(self._buckets):
+            self._launch(self._next, Cause.LEFT_OVER)
+            self._next += 1
+        flights = self._flights
+        self._start_round()
+        for flight in flights:
+            flight.wait()
+
+    def _start_round(self) -> None:
+        self._flights: list[InFlight[dict[str, Merged]]] = []
+        self._next = 0
+        self._unseen = [set(bucket.names) for bucket in self._buckets]
+        self._stale = [False] * len(self._buckets)
+        self._filling: list[Contributions | None] = [None] * len(self._buckets)
+
+    def _index_of(self, name: str) -> int:
+        index = self._index.get(name)
+        if index is None:
+            raise ValueError(f"kfac_optim: no bucket has {name!r}; was the model changed after the plan was made?")
+        return index
+
+    def _note_stale(self, name: str, index: int) -> None:
+        if name not in self._owned:
+            self._stale[index] = True
+
+    def _contributions(self, index: int) -> Contributions:
+        """What the next launch of a bucket takes."""
+        contributions = self._filling[index]
+        if contributions is None:
+            contributions = Contributions(self._buckets[index], self._communicator.rank, self._communicator.device)
+            self._filling[index] = contributions
+        return contributions
+
+    def _fill(self, index: int, names: Collection[str], final: Callable[[str], tuple[Tensor, Tensor | float]]) -> None:
+        """Ask for those slots of a bucket, in its order."""
+        for name in self._buckets[index].names:
+            if name in names and name not in self._owned:
+                self._contributions(index).put(name, *final(name))
+
+    def _launch(self, index: int, cause: Cause) -> None:
+        contributions = self._contributions(index)
+        self._filling[index] = None
+        self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))

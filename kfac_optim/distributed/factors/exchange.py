@@ -1,0 +1,352 @@
+"""The statistics of all ranks to those that refresh by them, and the results to those that need them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.consensus import (
+    from_ordered,
+    largest,
+    ordered,
+)
+from kfac_optim.distributed.communication.layouts import Merged
+from kfac_optim.distributed.communication.reducer import Reducer
+from kfac_optim.distributed.communication.transfer import Transfer, carry_out
+from kfac_optim.distributed.planning.messages import (
+    result_buckets,
+    result_name,
+    slot_name,
+    sum_buckets,
+)
+from kfac_optim.distributed.planning.plan import (
+    STATUS_WORDS,
+    TOLD_COUNTERS,
+    LayerPlan,
+    PartPlan,
+    Plan,
+)
+from kfac_optim.distributed.planning.strategies import Statistics
+from kfac_optim.factors.factor import Elsewhere, Factor
+from kfac_optim.inverses.base import Result
+from kfac_optim.linalg.triangles import (
+    pack_triangle,
+    triangle_size,
+    unpack_triangle,
+)
+from kfac_optim.utils.tensor_storage import drop, hold
+
+
+class Status(NamedTuple):
+    """Of one block at its last refresh, the same on all ranks."""
+
+    held: bool
+    """Whether any sample was ever accepted."""
+    refused: int
+    """Samples refused in a row, on the rank that refused most."""
+    failed: int
+    """Refreshes failed in a row."""
+    counters: Mapping[str, float]
+    """Those of `TOLD_COUNTERS` that its inverse has; of events, on the rank that counted most."""
+
+
+class StatisticsExchange:
+    """Sums to owners, and results from owners, as a plan lays them out.
+
+    Args:
+        plan: of these blocks.
+        early: for sums, which are launched in backward; nothing else may be launched on it.
+        main: for the rest.
+    """
+
+    def __init__(self, plan: Plan, early: Communicator, main: Communicator) -> None:
+        self.plan = plan
+        self.status: dict[str, Status] = {}
+        self._early, self._main = early, main
+        self._layers = {layer.name: layer for layer in plan.layers}
+        self.merges = plan.ranks > 1 and plan.strategy.statistics is Statistics.ALL
+        self._reducers: dict[tuple[str, ...], Reducer] = {}
+        self._told: dict[str, dict[str, Elsewhere]] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._main.rank
+
+    def owners(self, block: KFACBlock) -> list[int]:
+        """Of its parts."""
+        return [part.owner for part in self._layers[block.name].parts]
+
+    def owns(self, block: KFACBlock) -> bool:
+        """Whether this rank refreshes any of it."""
+        return self.rank in self.owners(block)
+
+    def owns_all(self, block: KFACBlock) -> bool:
+        """Whether this rank refreshes all of it."""
+        return set(self.owners(block)) == {self.rank}
+
+    def home(self, block: KFACBlock) -> int:
+        """The rank whose state of the block is made whole for checkpoints."""
+        return self.owners(block)[0]
+
+    def measures(self, block: KFACBlock) -> bool:
+        """Whether this rank takes statistics of it."""
+        return self.merges or self.owns(block)
+
+    def reducer(self, blocks: Sequence[KFACBlock]) -> Reducer:
+        """For the sums of these blocks."""
+        names = tuple(block.name for block in blocks)
+        if names not in self._reducers:
+            self._reducers[names] = Reducer(self._early, sum_buckets(self.plan, names))
+        return self._reducers[names]
+
+    def slots(self, block: KFACBlock, state: Any) -> Iterator[tuple[str, Factor]]:
+        """The running averages of a block, here or in a copy of its state, by their names on the way."""
+        for part in self._layers[block.name].parts:
+            for number, factor in enumerate(block.inverse.averages(state, part.part.name)):
+                yield slot_name(block.name, part.part.name, number), factor
+
+    def merge(self, blocks: Sequence[KFACBlock], again: Sequence[bool] = ()) -> None:
+        """Bring what ranks measured of these blocks to the owners.
+
+        Args:
+            blocks: the same on all ranks.
+            again: of each bucket, whether some rank launched it with other numbers than it has now; buckets beyond
+                are not looked at, and none is all of them right.
+        """
+        if self.merges:
+            factors = {name: factor for block in blocks for name, factor in self.slots(block, block.state)}
+            reducer = self.reducer(blocks)
+
+            def final(name: str) -> tuple[Tensor, Tensor]:
+                return factors[name].packed, factors[name].mass
+
+            count = len(reducer.stale_flags())
+            merged = reducer.finish(final, list(again)[:count] or [False] * count)
+            for block, _, part in self._parts(blocks):
+                name = part.part.name
+                if part.owner == self.rank:
+                    names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
+                    block.inverse.merge(block.state, name, [_weighted(merged[n]) for n in names])
+            self.forget_others(blocks)
+        self._tell_of_each_other([block for block in blocks if _is_apart(self._layers[block.name])])
+
+    def abandon(self, blocks: Sequence[KFACBlock]) -> None:
+        """Have no sums of these blocks under way; what was launched is thrown away."""
+        self.reducer(blocks).abandon()
+
+    def forget_others(self, blocks: Sequence[KFACBlock]) -> None:
+        """What other ranks own, this one has measured nothing of."""
+        if self.merges:
+            for block, _, part in self._parts(blocks):
+                if part.owner != self.rank:
+                    for factor in block.inverse.averages(block.state, part.part.name):
+                        factor.forget()
+
+    def mark_elsewhere(self, blocks: Sequence[KFACBlock]) -> None:
+        """Have each state solve for what this rank owns alone; `blocks` may be copies, of before owners changed."""
+        for block, _, part in self._parts(blocks):
+            told = self._told.get(block.name, {})
+            for factor in block.inverse.averages(block.state, part.part.name):
+                factor.elsewhere = told.get(part.part.name)
+
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        """Tell all ranks how refreshes of these blocks went, and the results to those that need them."""
+        self._tell_status(blocks)
+        by_name = {block.name: block for block in blocks}
+        taken: set[str] = set()
+        for bucket in result_buckets(self.plan, by_name):
+            values = {}
+            wanted = {parcel.name for parcel in bucket.parcels if parcel.source == self.rank}
+            for block, _, part in self._parts(blocks):
+                for name, results in _parcels(block, part):
+                    if name in wanted:
+                        values[name] = _joined([each for _, each in results], bucket.payload)
+            received = self._main.share(bucket, values).wait()
+            for block, _, part in self._parts(blocks):
+                for name, results in _parcels(block, part):
+                    if name in received:
+                        block.inverse.take(block.state, part.part.name, _split(received[name], results))
+                        taken.add(name)
+        # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
+        # so that checkpoints of its state say what others apply.
+        for block, _, part in self._parts(blocks):
+            if part.owner == self.rank:
+                for name, results in _parcels(block, part):
+                    if name not in taken:
+                        own = {number: each.tensor for number, each in results}
+                        block.inverse.take(block.state, part.part.name, own)
+
+    def place(self, block: KFACBlock) -> None:
+        """Give up the memory of results that this rank does not need, or take it back."""
+        device = block.params[0].device
+        layer = self._layers[block.name]
+        block.measured_here = self.measures(block)
+        if device.type == "meta":
+            return
+        needed: list[Tensor] = []  # some by one part and not by another
+        others: list[Tensor] = []
+        for part in layer.parts:
+            for result in block.inverse.results(block.state, part.part.name):
+                here = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
+                (needed if here else others).append(result.tensor)
+        for tensor in needed:
+            hold(tensor, device)
+        for tensor in others:
+            if not tensor.is_meta and not any(tensor is each for each in needed):
+                drop(tensor)
+
+    def bring_home(self, blocks: Iterable[KFACBlock]) -> list[KFACBlock]:
+        """Copy parts that other ranks own to the homes of their blocks; the blocks that have such, for `send_off`."""
+        apart = [block for block in blocks if _is_apart(self._layers[block.name])]
+        transfers = []
+        for block, _, part in self._parts(apart):
+            name = part.part.name
+            factors = block.inverse.averages(block.state, name)
+            kept = [tensor for factor in factors for tensor in (factor.packed, factor.mass)]
+            kept += block.inverse.measures(block.state, name)
+            results = [result.tensor for result in block.inverse.results(block.state, name)]
+            if self.rank == self.home(block):
+                for tensor in results:
+                    hold(tensor, self._main.device)
+            transfers.append(Transfer(part.name_in(block.name), [*kept, *results], part.owner, [self.home(block)]))
+        carry_out(self._main, transfers)
+        return apart
+
+    def send_off(self, blocks: Sequence[KFACBlock]) -> None:
+        """The copies that came by `bring_home` are not needed any more."""
+        self.forget_others(blocks)
+        for block in blocks:
+            self.place(block)
+
+    def _tell_status(self, blocks: Sequence[KFACBlock]) -> None:
+        numbers = self._numbers(blocks)
+        words: list[int] = []
+        for block in blocks:
+            owns = self.owns(block)
+            nothing = owns and not block.is_ready and not block.inverse.has_statistics(block.state)
+            refused, failed, counters = numbers[block]
+            words += [int(nothing), int(refused), int(failed) if owns else 0]
+            told = (counters.get(key, 0.0) if self._knows(block, key) else 0.0 for key in TOLD_COUNTERS)
+            words += [ordered(abs(each)) for each in told]  # a NaN may have a sign, which would put it below all others
+        found = largest(self._main, words, "status", [block.name for block in blocks])
+        for index, block in enumerate(blocks):
+            nothing_held, refused, failed, *told_words = found[STATUS_WORDS * index : STATUS_WORDS * (index + 1)]
+            known = dict(zip(TOLD_COUNTERS, map(from_ordered, told_words), strict=True))
+            counters = {key: value for key, value in known.items() if key in numbers[block][2]}
+            self.status[block.name] = Status(not nothing_held, refused, failed, counters)
+
+    def _numbers(self, blocks: Sequence[KFACBlock]) -> dict[KFACBlock, tuple[float, float, dict[str, float]]]:
+        """Setbacks and counters of each block, as they are here."""
+        device, counted = self._main.device, {block: block.inverse.counters(block.state) for block in blocks}
+        tensors = [
+            number.to(device, torch.float64)
+            for block, counters in counted.items()
+            for number in (*block.inverse.setbacks(block.state), *counters.values())
+        ]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # the one host synchronisation of it
+        return {
+            block: (next(numbers), next(numbers), {key: next(numbers) for key in counters})
+            for block, counters in counted.items()
+        }
+
+    def _knows(self, block: KFACBlock, key: str) -> bool:
+        """Whether what a counter measures was measured here; events are counted wherever they come to pass."""
+        if not key.startswith(("condition", "cutoff")):
+            return True
+        parts = self._layers[block.name].parts
+        owners = [part.owner for part in parts if part.part.name in ("", key[-1])] or self.owners(block)
+        return self.rank in owners
+
+    def _tell_of_each_other(self, blocks: Sequence[KFACBlock]) -> None:
+        """Where A and G have different owners, each solves for its own; but λ may be shared among them by traces."""
+        told = self._exchanged_traces([block for block in blocks if self._layers[block.name].trace_words])
+        for block in blocks:
+            factors = {
+                part.part.name: block.inverse.averages(block.state, part.part.name)[0]
+                for _, _, part in self._parts([block])
+            }
+            for factor in factors.values():
+                factor.elsewhere = None  # what was told at the last refresh
+            # Samples come for both at once.
+            mass = torch.stack([factor.mass for factor in factors.values()]).amax()
+            self._told[block.name] = {
+                part.part.name: told.get(part.name_in(block.name), Elsewhere(factors[part.part.name].trace(), mass))
+                for _, _, part in self._parts([block])
+                if part.owner != self.rank
+            }
+        self.mark_elsewhere(blocks)
+
+    def _exchanged_traces(self, blocks: Sequence[KFACBlock]) -> dict[str, Elsewhere]:
+        """Of each part of these blocks what its owner tells."""
+        parts = [(block, part) for block, _, part in self._parts(blocks)]
+        if not (parts and self.merges):
+            return {}
+        factors, pieces = [], []
+        for block, part in parts:
+            (factor,) = block.inverse.averages(block.state, part.part.name)
+            factor.elsewhere = None  # what was told at the last refresh
+            known = torch.cat([factor.trace().double(), factor.mass.double().reshape(1)])
+            pieces.append(known if part.owner == self.rank else torch.zeros_like(known))
+            factors.append(factor)
+        summed = self._main.all_reduce("traces", torch.cat(pieces), layers=[block.name for block in blocks]).wait()
+        return {
+            part.name_in(block.name): Elsewhere(words[:-1].to(factor.dtype), words[-1].to(factor.mass.dtype))
+            for (block, part), factor, words in zip(
+                parts, factors, torch.split(summed, [len(piece) for piece in pieces]), strict=True
+            )
+        }
+
+    def _parts(self, blocks: Sequence[KFACBlock]) -> Iterator[tuple[KFACBlock, LayerPlan, PartPlan]]:
+        for block in blocks:
+            layer = self._layers[block.name]
+            for part in layer.parts:
+                yield block, layer, part
+
+
+def _is_apart(layer: LayerPlan) -> bool:
+    return len({part.owner for part in layer.parts}) > 1
+
+
+def _weighted(merged: Merged) -> tuple[Tensor, Tensor]:
+    assert merged.mass is not None, "averages travel with their masses"
+    return merged.total, merged.mass
+
+
+_Numbered = list[tuple[int, Result]]
+
+
+def _parcels(block: KFACBlock, part: PartPlan) -> Iterator[tuple[str, _Numbered]]:
+    """The parcels that the results of a part may go in, with their numbers among these."""
+    numbered = list(enumerate(block.inverse.results(block.state, part.part.name)))
+    for measuring in (True, False):
+        chosen = [(number, each) for number, each in numbered if each.measuring is measuring]
+        yield result_name(block.name, part.part.name, measuring=measuring), chosen
+
+
+def _joined(results: Sequence[Result], dtype: torch.dtype) -> Tensor:
+    return torch.cat(
+        [(pack_triangle(tensor) if symmetric else tensor).flatten().to(dtype) for tensor, symmetric, _ in results]
+    )
+
+
+def _split(joined: Tensor, results: _Numbered) -> dict[int, Tensor]:
+    """By number, in the shape of the tensors."""
+    sizes = [_size(each) for _, each in results]
+    return {
+        number: _unpacked(flat, each) for (number, each), flat in zip(results, torch.split(joined, sizes), strict=True)
+    }
+
+
+def _size(result: Result) -> int:
+    tensor, symmetric, _ = result
+    return tensor.shape[0] * triangle_size(tensor.shape[-1]) if symmetric else tensor.numel()
+
+
+def _unpacked(flat: Tensor, result: Result) -> Tensor:
+    tensor, symmetric, _ = result
+    if not symmetric:
+        return flat.view(tensor.shape)
+    return unpack_triangle(flat.view(tensor.shape[0], -1), tensor.shape[-1])

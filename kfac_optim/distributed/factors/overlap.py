@@ -1,0 +1,75 @@
+"""Sums of statistics that are sent while backward goes on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.capture.loss_terms import LossCount
+from kfac_optim.distributed.communication.reducer import Reducer
+from kfac_optim.distributed.factors.exchange import StatisticsExchange
+
+Terms = tuple[LossCount, float | Tensor]
+"""Terms of the loss, and what the output gradients are multiplied by."""
+
+
+class EarlyReports:
+    """Reports blocks to the reducer of a step that refreshes, as they take statistics.
+
+    What is reported is what the block would send if the step came now. At the step it is looked at again: where more
+    came, or the loss has other terms than it had, the report does not hold, and the bucket goes once more.
+
+    Args:
+        exchange: whose sums.
+        is_last: whether the backward that is running is the last before a step, as far as is known.
+        terms: of the loss, as they would be if the step came now; None where they are not known.
+    """
+
+    def __init__(
+        self, exchange: StatisticsExchange, is_last: Callable[[], bool], terms: Callable[[], Terms | None]
+    ) -> None:
+        self._exchange = exchange
+        self._is_last = is_last
+        self._terms = terms
+        self._reported: dict[KFACBlock, Terms] = {}
+        self._several: set[KFACBlock] = set()
+
+    def emitted(self, block: KFACBlock, due: Callable[[], Sequence[KFACBlock]]) -> None:
+        """A block took statistics; `due` are those that the coming step refreshes, the same on all ranks."""
+        if not block.has_pending():
+            return  # a call without examples: whether the block is folded, other ranks decide
+        if block in self._reported:
+            self._several.add(block)  # it has several calls, of which the last alone would be the time to report it
+            self._invalidate(block, self._exchange.reducer(due()))
+        elif block not in self._several and self._is_last() and block in (blocks := due()):
+            if (terms := self._terms()) is None:
+                return
+            self._reported[block] = terms
+            reducer = self._exchange.reducer(blocks)
+            for name, factor in self._exchange.slots(block, block.folded_ahead(*terms)):
+                reducer.ready(name, factor.packed, factor.mass)
+
+    def review(self, reducer: Reducer) -> None:
+        """The step has come: what was reported and does not hold is to go again."""
+        terms = self._terms()
+        for block, reported in self._reported.items():
+            if not (block.has_pending() and terms is not None and _equal(terms, reported)):
+                self._invalidate(block, reducer)
+
+    def end(self) -> None:
+        """The round is finished."""
+        self._reported.clear()
+
+    def _invalidate(self, block: KFACBlock, reducer: Reducer) -> None:
+        for name, _ in self._exchange.slots(block, block.state):
+            reducer.invalidate(name)
+
+
+def _equal(one: Terms, other: Terms) -> bool:
+    return all(_same(a, b) for a, b in zip((one[0].averaged, one[1]), (other[0].averaged, other[1]), strict=True))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Tensors are not looked at, which would synchronise."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))

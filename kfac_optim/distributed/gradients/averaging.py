@@ -1,0 +1,89 @@
+"""Are the gradients of all ranks their mean, where the training loop has to see to it?"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_optim.distributed.communication.layouts import listed
+
+# Relative difference of gradient norms that rounding explains, where ranks take the same mean in another order; and
+# steps at which it is looked at, as norms may be near by chance. To look synchronises.
+_SAME_GRADIENTS = 1e-5
+_STEPS_LOOKED_AT = 3
+
+
+class _Unseen(Enum):
+    """Gradients of which nobody is known to average them."""
+
+    ALL = "all"
+    """There is no wrapper."""
+    OUTSIDE = "outside"
+    """Those that the wrapper does not have, or ignores."""
+    UNSYNCHRONISED = "unsynchronised"
+    """All, where the wrapper's last forward was one under `no_sync`, or an evaluation."""
+
+
+class AveragingCheck:
+    """Compares norms of gradients among ranks, at the first few steps with gradients that nobody is known to average.
+
+    Args:
+        wrapper: of the model, or of a part of it; None is none.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel | None) -> None:
+        self._wrapper = wrapper
+        self._left = dict.fromkeys(_Unseen, _STEPS_LOOKED_AT)
+
+    def norm(self, params: Sequence[nn.Parameter]) -> float | None:
+        """Give the norm of those gradients here; None where there are none, or they were compared often enough."""
+        unseen, chosen = self._unseen(params)
+        if not chosen or self._left[unseen] == 0:
+            return None
+        self._left[unseen] -= 1
+        return float(nn.utils.get_total_norm([grad.double() for param in chosen if (grad := param.grad) is not None]))
+
+    def check(self, difference: float, params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+        """Raise on all ranks alike where their norms differ.
+
+        Args:
+            difference: relative, of those ranks that have compared.
+            params: of the optimizer.
+            names: of these.
+
+        Raises:
+            RuntimeError: they do.
+        """
+        if difference <= _SAME_GRADIENTS:
+            return
+        _, chosen = self._unseen(params)
+        which = "this step"
+        if len(chosen) < len(params):
+            which = listed([names.get(param, f"a parameter {list(param.shape)}") for param in chosen])
+        gathers = "; or use DistributedConfig(strategy=Sharded()), which brings them together itself"
+        if any(isinstance(param, DTensor) for param in params):
+            gathers = ""
+        raise RuntimeError(
+            f"kfac_optim: the gradients of {which} differ from rank to rank (their norms by {difference:.1g} of the "
+            "largest), so that the parameters would drift apart. Wrap the whole model by DistributedDataParallel, and "
+            "have the last backward before step() outside of no_sync(); or average the gradients of all ranks before "
+            f"step(){gathers}. Where each rank is to train a model of its own, pass distributed=False."
+        )
+
+    def _unseen(self, params: Sequence[nn.Parameter]) -> tuple[_Unseen, list[nn.Parameter]]:
+        """Find the gradients that nobody is known to average."""
+        whole = [param for param in params if param.grad is not None and not _is_elsewhere(param.grad)]
+        if self._wrapper is None:
+            return _Unseen.ALL, whole
+        if not self._wrapper.require_forward_param_sync:
+            return _Unseen.UNSYNCHRONISED, whole
+        ignored = self._wrapper.parameters_to_ignore
+        averaged = {param for name, param in self._wrapper.module.named_parameters() if name not in ignored}
+        return _Unseen.OUTSIDE, [param for param in whole if param not in averaged]
+
+
+def _is_elsewhere(grad: Tensor) -> bool:
+    """Whether this rank has a part of it alone, or a list of its entries."""
+    return isinstance(grad, DTensor) or grad.is_sparse

@@ -1,0 +1,55 @@
+"""Were gradients changed in place between backward and step, where each rank has the mean of some of them alone?"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from kfac_optim.utils.autograd import (
+    after_backward,
+    on_accumulation,
+    version,
+)
+from kfac_optim.utils.hooks import Handle, call_if_there
+from kfac_optim.utils.sharded_params import is_part
+
+
+class EditWatch:
+    """Watches the gradient of one parameter, as who clips by the norm changes all of them."""
+
+    def __init__(self) -> None:
+        self._param: nn.Parameter | None = None
+        self._handle: Handle | None = None
+        self._left: tuple[weakref.ref[Tensor], int] | None = None  # the gradient as backward has left it
+
+    def follow(self, params: Sequence[nn.Parameter]) -> None:
+        """Watch one of these from now on."""
+        param = next((each for each in params if each.requires_grad and not is_part(each)), None)
+        if param is self._param:
+            return
+        if self._handle is not None:
+            self._handle.remove()
+        self._param, self._handle, self._left = param, None, None
+        if param is not None:
+            arrived, note = weakref.WeakMethod(self._arrived), weakref.WeakMethod(self.note)
+            self._handle = on_accumulation(param, lambda: call_if_there(arrived, note))
+
+    def note(self) -> None:
+        """Take the gradient as it is for what the step is to get."""
+        grad = None if self._param is None else self._param.grad
+        self._left = None if grad is None else (weakref.ref(grad), version(grad))
+
+    def forget(self) -> None:
+        """The gradients were dropped."""
+        self._left = None
+
+    def finds_edit(self, expected: int) -> bool:
+        """Whether it was changed in place more often than that since it was left."""
+        if self._left is None:
+            return False
+        (left, before), self._left = self._left, None
+        grad = left()
+        return grad is not None and version(grad) > before + expected
+
+    def _arrived(self, note: weakref.WeakMethod[Callable[[], None]]) -> None:
+        after_backward(lambda: call_if_there(note))

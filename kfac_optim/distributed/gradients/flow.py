@@ -1,0 +1,251 @@
+"""How gradients come to those that precondition them, and what becomes of it to those that update."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.layouts import Contributions
+from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.distributed.planning.messages import (
+    gradient_buckets,
+    parameter_buckets,
+    preconditioned_buckets,
+    preconditioned_name,
+)
+from kfac_optim.distributed.planning.plan import Plan
+from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
+from kfac_optim.step.execution import Parts, SingleDevice
+
+_ALONE = SingleDevice()
+
+
+class GradientFlow(Protocol):
+    """The way of gradients under one kind of strategy; methods are those of `Executor`, where not told."""
+
+    def reduce(self) -> None:
+        """Bring the gradients of this step to where they are needed, if they are not there yet."""
+
+    def forget(self) -> None:
+        """Told that the gradients of this step were dropped, or will not be stepped with."""
+
+    def restore(self) -> None:
+        """Undo `reduce`: have all gradients that other ranks have, as the owners are about to change."""
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]: ...
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]: ...
+
+    def direction(
+        self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]
+    ) -> dict[nn.Parameter, Tensor]: ...
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]: ...
+
+    def publish(self) -> None:
+        """Share updated parameters."""
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor: ...
+
+    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
+        """Of all gradients together; `grads` are those that are updated here."""
+
+
+class ReplicatedGradients:
+    """Every rank has the mean of all gradients and updates all parameters; some precondition a layer for all."""
+
+    def __init__(self, plan: Plan, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._plan = plan
+        self._workers = {layer.name: layer.workers for layer in plan.layers}
+
+    def reduce(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def restore(self) -> None:
+        pass
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
+        return _ALONE.gradients(blocks)
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
+        rank = self._communicator.rank
+        here = [block for block in blocks if rank in self._workers[block.name]]
+        if len(here) == len(blocks) and all(len(workers) == self._plan.ranks for workers in self._workers.values()):
+            return _ALONE.precondition(blocks, grads)
+        grad_of = dict(zip(blocks, grads, strict=True))
+        matrices = {block: block.precondition(grad_of[block]) for block in here}
+        by_name = {block.name: block for block in blocks}
+        values = {
+            preconditioned_name(block.name, rank - self._workers[block.name].start): matrix_of_layer(matrix, block.spec)
+            for block, matrix in matrices.items()
+        }
+        for bucket in preconditioned_buckets(self._plan, by_name):
+            received = self._communicator.share(bucket, values).wait()
+            for name, block in by_name.items():
+                workers = self._workers[name]
+                found = received.get(preconditioned_name(name, rank % len(workers)))
+                if found is not None:
+                    spec = block.spec
+                    matrix = found.view(spec.groups, spec.out_dim, spec.in_dim)
+                    matrices[block] = matrix_by_blocks(matrix, spec)
+        return [block.split(matrices[block], grad_of[block]) for block in blocks]
+
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        return _ALONE.direction(blocks, covered)
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return params
+
+    def publish(self) -> None:
+        pass
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        return values
+
+    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
+        return nn.utils.get_total_norm(grads, order)
+
+
+class ShardedGradients:
+    """Each layer's gradient goes to its owner, who updates; all parameters are gathered after the step.
+
+    Args:
+        plan: of `Sharded`.
+        communicator: for the main line of the program.
+        params: of each covered layer and each other parameter, by its name in the plan.
+
+    Attributes:
+        owner_of: the rank that updates a parameter; those that are not trained have none.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        self._communicator = communicator
+        self._plan = plan
+        self._params = params
+        owners = {layer.name: layer.workers.start for layer in plan.layers}
+        owners |= {each.name: each.owner for each in plan.parameters if each.owner is not None}
+        self._owners = owners
+        self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
+        self.forget()
+
+    def bring(self, params: Iterable[Tensor]) -> None:
+        """Told that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
+        self._waiting.difference_update(params)
+
+    def reduce(self) -> None:
+        """Sum to owners what no wrapper has; their `.grad` becomes the mean."""
+        waiting = self._waiting
+        names = [name for name, held in self._params.items() if name in self._owners and not waiting.isdisjoint(held)]
+        if not names:
+            return
+        rank, ranks = self._communicator.rank, self._communicator.world_size
+        flights = []
+        for bucket in gradient_buckets(self._plan, names):
+            given = Contributions(bucket, rank, self._communicator.device)
+            for slot in bucket.slots:
+                if slot.owner != rank:
+                    given.put(slot.name, self._flat(slot.name), 1.0)
+            flights.append(self._communicator.reduce(bucket, given))
+        for flight in flights:
+            for name, merged in flight.wait().items():
+                sizes = [param.numel() for param in self._params[name]]
+                for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
+                    if param in waiting:
+                        _average(param, others.view(param.shape), ranks)
+        self.bring(self.owner_of)
+
+    def forget(self) -> None:
+        self._waiting: set[Tensor] = set(self.owner_of)
+
+    def restore(self) -> None:
+        brought = self.owner_of.keys() - self._waiting
+        self._gather(
+            [name for name, held in self._params.items() if not brought.isdisjoint(held)],
+            lambda param: torch.zeros_like(param) if param.grad is None else param.grad,
+            lambda param, value: _set_gradient(param, value) if param in brought else None,
+        )
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
+        return _ALONE.gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
+        return _ALONE.precondition(blocks, grads)
+
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        return _ALONE.direction(blocks, covered)
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        return [param for param in params if self.owner_of.get(param) == self._communicator.rank]
+
+    def publish(self) -> None:
+        self._gather(self._params, lambda param: param, lambda param, value: param.detach().copy_(value))
+        self.forget()
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        return sum_scalars(values, self._communicator)
+
+    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
+        return total_norm(grads, order, self._communicator, self._plan.options.parameter_dtype)
+
+    def _flat(self, name: str) -> Tensor:
+        """The gradients of a layer's parameters, in a row."""
+        return torch.cat(
+            [(torch.zeros_like(param) if param.grad is None else param.grad).flatten() for param in self._params[name]]
+        )
+
+    def _gather(
+        self,
+        names: Collection[str],
+        read: Callable[[nn.Parameter], Tensor],
+        write: Callable[[nn.Parameter, Tensor], object],
+    ) -> None:
+        """What owners have of the parameters of these layers and of these others, to all other ranks."""
+        rank = self._communicator.rank
+        owned = [name for name in names if self._owners.get(name) == rank]
+        values = {name: torch.cat([read(param).detach().flatten() for param in self._params[name]]) for name in owned}
+        flights = [self._communicator.share(bucket, values) for bucket in parameter_buckets(self._plan, names)]
+        for flight in flights:
+            for name, joined in flight.wait().items():
+                sizes = [param.numel() for param in self._params[name]]
+                for param, value in zip(self._params[name], torch.split(joined, sizes), strict=True):
+                    write(param, value.view(param.shape))
+
+
+def _average(param: nn.Parameter, others: Tensor, ranks: int) -> None:
+    """Make the gradient, of this rank alone until now, the mean over ranks."""
+    if param.grad is None:
+        if not bool(others.any()):
+            return  # no rank has one
+        param.grad = torch.zeros_like(param)
+    own = param.grad.to(others.dtype)
+    param.grad.copy_((own + others) / ranks)
+
+
+def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
+    if param.grad is None:
+        if not bool(value.any()):
+            return  # the owner has none
+        param.grad = torch.empty_like(param)
+    param.grad.copy_(value)
+
+
+def sum_scalars(values: Tensor, communicator: Communicator) -> Tensor:
+    """Over ranks, in float64: a rank that owns nothing has zeros of no particular dtype."""
+    return communicator.all_reduce(Payload.SCALARS.value, values.double()).wait()
+
+
+def total_norm(grads: Sequence[Tensor], order: float, communicator: Communicator, dtype: torch.dtype) -> Tensor:
+    """Of gradients of which each rank has others, `[]`; sent as in `sum_scalars`."""
+    own = nn.utils.get_total_norm(grads, order).to(communicator.device).double()
+    if math.isinf(order):
+        return communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait().to(dtype)
+    return (communicator.all_reduce("norm", own**order).wait() ** (1 / order)).to(dtype)

@@ -1,0 +1,110 @@
+"""Which layers of a model that is kept in parts can be trained: those in rows, as FSDP2 keeps them on all ranks."""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.distributed.communication.layouts import listed
+from kfac_optim.utils.sharded_params import (
+    Shards,
+    is_part,
+    is_sharded,
+)
+
+
+def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.ProcessGroup) -> None:
+    """Refuse covered layers whose parameters are kept in parts, but not in rows on the ranks that train together.
+
+    Args:
+        blocks: all there are.
+        shards: what FSDP2 keeps of the model.
+        group: of the ranks that train together.
+
+    Raises:
+        NotImplementedError: there are such layers; all of them are named, with all that is to be done about it.
+    """
+    in_parts = [block for block in blocks if any(map(is_part, block.params))]
+    if hybrid := [block for block in in_parts if _are_rows(block, shards, copied=True)]:
+        mesh = _one(hybrid[0]).device_mesh
+        raise NotImplementedError(
+            f"kfac_optim: the parameters of {_names(hybrid)} are sharded over the mesh {mesh.mesh.tolist()}, each "
+            "shard on several ranks (HSDP). Shard over one mesh dimension that has all ranks that train together: "
+            f'fully_shard(module, mesh=init_device_mesh("{mesh.device_type}", ({dist.get_world_size(group)},))).'
+        )
+    in_rows = [block for block in in_parts if _are_rows(block, shards)]
+    ranks = dist.get_process_group_ranks(group)
+    advice = ""
+    if apart := [block for block in in_rows if _ranks(block) != ranks]:
+        advice = (
+            f" Ranks {ranks} are to train together, but {_names(apart)} lie in shards on ranks {_ranks(apart[0])}. "
+            "Have these train together: leave group of DistributedConfig out, or pass group=mesh.get_group(), with the "
+            "mesh that fully_shard was given."
+        )
+    if others := [block for block in in_parts if block not in in_rows]:
+        raise NotImplementedError(
+            f"kfac_optim: the parameters of {_names(others)} are laid out over ranks as tensor parallelism has them"
+            f"{_first_layout(others)}. K-FAC needs them whole, or in rows, as fully_shard keeps them without "
+            f"shard_placement_fn. Leave these layers to SGD: skip_layers={_patterns(others)}.{advice}"
+        )
+    if apart:
+        raise NotImplementedError(f"kfac_optim:{advice}")
+    whole = [block for block in blocks if block not in in_parts]
+    if in_rows and whole:
+        raise NotImplementedError(
+            f"kfac_optim: the parameters of {_names(whole)} are not sharded, while those of other layers are. Wrap "
+            f"these modules by fully_shard too, or leave them to SGD: skip_layers={_patterns(whole)}."
+        )
+
+
+def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.ProcessGroup | None:
+    """The group over which FSDP2 keeps the first of these parameters that it has in rows; None where there is none.
+
+    Args:
+        params: to look at.
+        shards: what FSDP2 keeps of the model.
+    """
+    for param in params:
+        if shards.of(param) is not None and isinstance(param, DTensor) and param.device_mesh.ndim == 1:
+            return param.device_mesh.get_group()
+    return None
+
+
+def _are_rows(block: KFACBlock, shards: Shards, *, copied: bool = False) -> bool:
+    """Whether FSDP2 keeps it so: over one mesh dimension, or `copied`, over the last one, with copies along others."""
+    return all(shards.of(param) is not None and _is_rows(cast(DTensor, param), copied=copied) for param in block.params)
+
+
+def _is_rows(param: DTensor, *, copied: bool) -> bool:
+    *before, last = param.placements
+    # A subclass of Shard lays rows out otherwise: tensor parallelism with FSDP2 interleaves them.
+    rows = type(last) is Shard and last.dim == 0
+    return rows and bool(before) is copied and all(isinstance(each, Replicate) for each in before)
+
+
+def _one(block: KFACBlock) -> DTensor:
+    """The first of its parameters that is in parts."""
+    return cast(DTensor, next(param for param in block.params if is_sharded(param)))
+
+
+def _first_layout(blocks: Sequence[KFACBlock]) -> str:
+    """Describe how the first parameter in parts is laid out, as far as that is known."""
+    for param in blocks[0].params:
+        if isinstance(param, DTensor):
+            return f", the first as {tuple(param.placements)} over the mesh {param.device_mesh.mesh.tolist()}"
+    return ""
+
+
+def _ranks(block: KFACBlock) -> list[int]:
+    return dist.get_process_group_ranks(_one(block).device_mesh.get_group())
+
+
+def _names(blocks: Sequence[KFACBlock]) -> str:
+    return listed([block.name for block in blocks])
+
+
+def _patterns(blocks: Sequence[KFACBlock]) -> str:
+    return repr([block.name for block in blocks])

@@ -1,0 +1,214 @@
+"""Layouts of a plan, as a communicator takes them, for all of its layers or for those whose turn it is.
+
+Each launch carries what a bucket of the plan holds, so that what is counted on the way is what the plan predicts.
+Buckets of different groups, which the plan sends side by side, go in one launch. With one rank there are none.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from kfac_optim.distributed.communication.layouts import (
+    Parcel,
+    ReduceBucket,
+    ShareBucket,
+    Slot,
+    listed,
+)
+from kfac_optim.distributed.planning.buckets import (
+    Item,
+    Payload,
+    fill,
+)
+from kfac_optim.distributed.planning.plan import Plan
+from kfac_optim.distributed.planning.strategies import Sharded
+
+
+class _Sent(NamedTuple):
+    """An item, and the group that it is sent in."""
+
+    item: Item
+    members: range
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+
+def slot_name(layer: str, part: str, number: int) -> str:
+    """Of a running average in `sum_buckets`; `number` is its place in `Part.sums`."""
+    return _joined(layer, part, str(number))
+
+
+def result_name(layer: str, part: str, *, measuring: bool) -> str:
+    """Of a parcel in `result_buckets`: what statistics are taken in, or all else of a part's result."""
+    return _joined(layer, part, "(bases)" if measuring else "")
+
+
+def preconditioned_name(layer: str, place: int) -> str:
+    """Of a parcel in `preconditioned_buckets`: that for the ranks of this place in their groups (`rank % workers`)."""
+    return _joined(layer, str(place))
+
+
+def _joined(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+# -- sums to their owners ----------------------------------------------------------------------------------------
+
+
+def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]:
+    """Running averages to the owners of parts, a slot for each of `Part.sums`, in the order of backward.
+
+    Args:
+        plan: whose.
+        layers: names of those that are merged.
+
+    Raises:
+        ValueError: the plan has no such layer.
+    """
+    slots = {
+        part.name_in(layer.name): [
+            Slot(slot_name(layer.name, part.part.name, number), factor.packed, part.owner)
+            for number, factor in enumerate(part.part.sums)
+        ]
+        for layer in plan.layers
+        for part in layer.parts
+    }
+    return tuple(
+        ReduceBucket(
+            name, tuple(slot for item, _ in sent for slot in slots[item.name]), plan.ranks, plan.options.sent_dtype
+        )
+        for name, sent in _launches(plan, Payload.SUMS, layers)
+    )
+
+
+def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, ...]:
+    """Gradients to who updates, plain sums, in the order of backward; under `Sharded` alone.
+
+    Args:
+        plan: whose.
+        names: of layers, and of parameters that are not covered; so are the slots named.
+
+    Raises:
+        ValueError: the plan has no such layer or parameter, or is not `Sharded`.
+    """
+    _check_sharded(plan)
+    return tuple(
+        ReduceBucket(
+            name,
+            tuple(Slot(item.name, item.words, item.rank, weighted=False) for item, _ in sent),
+            plan.ranks,
+            plan.options.parameter_dtype,
+        )
+        for name, sent in _launches(plan, Payload.GRADIENTS, names)
+    )
+
+
+# -- parcels from their sources ----------------------------------------------------------------------------------
+
+
+def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ...]:
+    """What refreshes gave, from the owners of parts, in forward order; see `result_name`.
+
+    What statistics are taken in (`Part.measuring`) goes to all ranks that take them, the rest to those that
+    precondition the layer. The owner gets its own back; what no other rank needs is left out.
+
+    Args:
+        plan: whose.
+        layers: names of those that were refreshed.
+
+    Raises:
+        ValueError: the plan has no such layer.
+    """
+    return tuple(
+        ShareBucket(
+            name,
+            tuple(Parcel(item.name, item.words, item.rank, tuple(members)) for item, members in sent),
+            plan.ranks,
+            plan.options.inverse_dtype,
+        )
+        for name, sent in _launches(plan, Payload.INVERSES, layers)
+    )
+
+
+def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ...]:
+    """Preconditioned gradients from who has them to the others, in forward order; see `preconditioned_name`.
+
+    Where w ranks precondition a layer, the one of place j among them sends to those of place j in all other groups. It
+    gets its own back, so that all ranks have the same bits whatever the payload.
+
+    Args:
+        plan: whose.
+        layers: names of those that were preconditioned.
+
+    Raises:
+        ValueError: the plan has no such layer.
+    """
+    workers = plan.strategy.workers(plan.ranks)
+
+    def parcels(item: Item) -> Iterator[Parcel]:
+        for place in range(workers):
+            source = item.rank * workers + place
+            targets = range(place, plan.ranks, workers)
+            yield Parcel(preconditioned_name(item.name, place), item.words, source, tuple(targets))
+
+    return tuple(
+        ShareBucket(name, tuple(p for item, _ in sent for p in parcels(item)), plan.ranks, plan.options.parameter_dtype)
+        for name, sent in _launches(plan, Payload.PRECONDITIONED, layers)
+    )
+
+
+def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, ...]:
+    """Parameters from who updates them to the others, in forward order; under `Sharded` alone.
+
+    Args:
+        plan: whose.
+        names: of layers, and of parameters that are not covered; so are the parcels named.
+
+    Raises:
+        ValueError: the plan has no such layer or parameter, or is not `Sharded`.
+    """
+    _check_sharded(plan)
+    return tuple(
+        ShareBucket(
+            name,
+            tuple(
+                Parcel(item.name, item.words, item.rank, tuple(rank for rank in members if rank != item.rank))
+                for item, members in sent
+            ),
+            plan.ranks,
+            plan.options.parameter_dtype,
+        )
+        for name, sent in _launches(plan, Payload.PARAMETERS, names)
+    )
+
+
+# -- what they share ---------------------------------------------------------------------------------------------
+
+
+def _launches(plan: Plan, payload: Payload, names: Collection[str]) -> Iterator[tuple[str, list[_Sent]]]:
+    """Of each launch its name and what it carries: the plan's items, in its order, that belong to `names`."""
+    positions = {layer.name: layer.position for layer in plan.layers}
+    positions |= {parameter.name: parameter.position for parameter in plan.parameters}
+    if unknown := sorted(set(names) - positions.keys()):
+        raise ValueError(
+            f"kfac_optim: the plan has no {listed(unknown)}, whose {payload.value} are to be sent; was the model "
+            "changed after the plan was made?"
+        )
+    due = {positions[name] for name in names}
+    groups: dict[range, list[Item]] = {}
+    for bucket in plan.buckets_of(payload):
+        groups.setdefault(bucket.members, []).extend(item for item in bucket.items if item.position in due)
+    limit = plan.options.bucket_words(payload)
+    filled = [[(members, items) for items in fill(group, limit)] for members, group in groups.items()]
+    for number, side_by_side in enumerate(itertools.zip_longest(*filled)):
+        together = [bucket for bucket in side_by_side if bucket is not None]
+        yield f"{payload.value} {number}", [_Sent(item, members) for members, items in together for item in items]
+
+
+def _check_sharded(plan: Plan) -> None:
+    if not isinstance(plan.strategy, Sharded):
+        raise ValueError(
+            "kfac_optim: gradients go to owners, and parameters come from them, under Sharded alone; the plan is of "
+            f"{plan.strategy}."
+        )

@@ -1,0 +1,435 @@
+"""Plans are made here: arithmetic on the specs alone, for any number of ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_optim.distributed.planning.assignment import (
+    LayerLoad,
+    Load,
+    Place,
+    largest_first,
+    place,
+)
+from kfac_optim.distributed.planning.buckets import (
+    Bucket,
+    Item,
+    Payload,
+    fill,
+    make_buckets,
+)
+from kfac_optim.distributed.planning.costs import CostModel
+from kfac_optim.distributed.planning.messages import result_name
+from kfac_optim.distributed.planning.plan import (
+    STATUS_WORDS,
+    VOTE_WORDS,
+    LayerPlan,
+    Memory,
+    ParameterPlan,
+    PartPlan,
+    Plan,
+    PlanOptions,
+    Traffic,
+    vote_marks,
+)
+from kfac_optim.distributed.planning.prediction import (
+    Compute,
+    Seconds,
+    predict,
+)
+from kfac_optim.distributed.planning.strategies import (
+    Auto,
+    FullySharded,
+    Replicated,
+    Sharded,
+    Statistics,
+    Strategy,
+    check_strategy,
+)
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.specs import (
+    LayerSpec,
+    Part,
+    Structure,
+)
+from kfac_optim.utils.validation import check_integer, check_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """A gradient matrix that K-FAC preconditions.
+
+    Attributes:
+        spec: as its block has it.
+        inverse: its representation.
+        rows: examples × positions that one rank's batch gives it; 0 leaves its forward, backward and statistics out of
+            the prediction, as of an embedding.
+        shards: elements of its parameters that each rank holds, where they are sharded; empty is all on every rank, and
+            under `FullySharded` as many on each.
+
+    Raises:
+        TypeError: `rows` is not an integer.
+        ValueError: it is below 0.
+    """
+
+    spec: LayerSpec
+    inverse: Inverse[Any]
+    rows: int = 0
+    shards: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_integer(f"rows of {self.name!r}", self.rows, at_least=0)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def words(self) -> int:
+        """Of its gradient."""
+        return self.spec.groups * self.spec.in_dim * self.spec.out_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """A parameter that K-FAC leaves to SGD, with its fully qualified name and number of elements.
+
+    Raises:
+        TypeError: `words` is not an integer.
+        ValueError: it is below 0.
+    """
+
+    name: str
+    words: int
+
+    def __post_init__(self) -> None:
+        check_integer(f"words of {self.name!r}", self.words, at_least=0)
+
+
+def make_plan(
+    model: Sequence[Covered | Uncovered],
+    ranks: int,
+    strategy: Strategy | Auto,
+    cost: CostModel,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Lay the work of K-FAC on ranks: the same on every rank that calls it with the same arguments.
+
+    Args:
+        model: its layers and other trained parameters, in forward order. Owners do not depend on this order, but on
+            names and shapes; the order of buckets does.
+        ranks: how many there are.
+        strategy: the layout, or `Auto` to have one chosen.
+        cost: rates of the machines, equal on all ranks.
+        options: None is `PlanOptions()`.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: no ranks, two of one name, or no strategy that fits into the memory budget.
+    """
+    check_integer("ranks of make_plan", ranks)
+    check_kind("cost of make_plan", cost, CostModel)
+    options = PlanOptions() if options is None else options
+    check_kind("options of make_plan", options, PlanOptions)
+    for each in model:
+        if not isinstance(each, Covered | Uncovered):
+            raise TypeError(
+                f"kfac_optim: the model to plan for must be of Covered(...) and Uncovered(...), got {each!r}."
+            )
+    twice = sorted(name for name, count in Counter(each.name for each in model).items() if count > 1)
+    if twice:
+        raise ValueError(f"kfac_optim: two of the layers to plan for are named {twice[0]!r}; names must be unique.")
+    if not isinstance(strategy, Auto):
+        check_strategy("strategy of make_plan", strategy)
+        return _Planner(model, ranks, strategy, cost, options).plan()
+    plans = [_Planner(model, ranks, each, cost, options).plan() for each in strategy.strategies(ranks)]
+    budget = strategy.memory_budget
+    fitting = [plan for plan in plans if budget is None or plan.memory_per_rank <= budget]
+    if not fitting:
+        least = min(plans, key=lambda plan: plan.memory_per_rank)
+        raise ValueError(
+            f"kfac_optim: no strategy fits into the memory_budget of Auto, {budget} bytes a rank; {least.strategy} "
+            f"needs least, {least.memory_per_rank}. Raise the budget, use more ranks, or keep less of wide factors "
+            "(BlockDiagonal, Structure.DIAGONAL)."
+        )
+    return min(fitting, key=lambda plan: (plan.seconds.mean, plan.memory_per_rank))
+
+
+def predict_sgd(
+    model: Sequence[Covered | Uncovered], ranks: int, cost: CostModel, options: PlanOptions | None = None
+) -> Seconds:
+    """Seconds of a step of plain SGD under DDP, by the same model; arguments as of `make_plan`."""
+    options = PlanOptions() if options is None else options
+    items = [Item(each.name, each.words, -1, number) for number, each in enumerate(model)][::-1]
+    gradients = make_buckets(
+        Payload.GRADIENTS,
+        items if ranks > 1 else [],
+        limit=options.bucket_words(Payload.GRADIENTS),
+        itemsize=options.itemsize(Payload.GRADIENTS),
+        members=range(ranks),
+        cost=cost,
+    )
+    forward = [2.0 * each.rows * each.words if isinstance(each, Covered) else 0.0 for each in model]
+    return predict(
+        [Compute(flops, 2 * flops) for flops in forward],
+        {**dict.fromkeys(Payload, ()), Payload.GRADIENTS: gradients},
+        refresh=0.0,
+        apply=0.0,
+        period=1,
+        cost=cost,
+    )
+
+
+class _Planner:
+    """What the steps of making one plan share."""
+
+    def __init__(
+        self,
+        model: Sequence[Covered | Uncovered],
+        ranks: int,
+        strategy: Strategy,
+        cost: CostModel,
+        options: PlanOptions,
+    ) -> None:
+        self.model, self.ranks, self.strategy, self.cost, self.options = model, ranks, strategy, cost, options
+        self.merges = ranks > 1 and strategy.statistics is Statistics.ALL
+        self.workers = strategy.workers(ranks)
+        self.layers = self._place_layers()
+        self.parameters = self._place_parameters()
+
+    def plan(self) -> Plan:
+        items = {payload: self._items(payload) for payload in Payload}
+        buckets = {payload: self._buckets(payload, items[payload]) for payload in Payload}
+        refresh_loads = [0.0] * self.ranks
+        for layer in self.layers:
+            for part in layer.parts:
+                refresh_loads[part.owner] += part.part.refresh
+        apply_loads = self._over_ranks([layer.apply for layer in self.layers])
+        return Plan(
+            ranks=self.ranks,
+            strategy=self.strategy,
+            options=self.options,
+            cost=self.cost,
+            layers=self.layers,
+            parameters=self.parameters,
+            buckets=tuple(bucket for payload in Payload for bucket in buckets[payload]),
+            traffic=tuple(self._traffic(payload, each) for payload, each in items.items() if each),
+            refresh_loads=tuple(refresh_loads),
+            apply_loads=tuple(apply_loads),
+            memory=self._memory(),
+            seconds=predict(
+                [self._compute(each) for each in self.model],
+                buckets,
+                refresh=max(refresh_loads),
+                apply=max(apply_loads),
+                period=self.options.inverse_update_period,
+                cost=self.cost,
+            ),
+        )
+
+    def _place_layers(self) -> tuple[LayerPlan, ...]:
+        covered = {each.name: (number, each) for number, each in enumerate(self.model) if isinstance(each, Covered)}
+        parts = {name: each.inverse.parts(each.spec.by_blocks()) for name, (_, each) in covered.items()}
+        costs = {name: each.inverse.flops(each.spec.by_blocks()) for name, (_, each) in covered.items()}
+        loads = {
+            name: LayerLoad(
+                {part.name: Load(part.refresh, _packed(part)) for part in parts[name]}, costs[name].apply, each.words
+            )
+            for name, (_, each) in covered.items()
+        }
+        places = place(loads, self.ranks, self.strategy, self.options.inverse_update_period)
+        return tuple(
+            LayerPlan(
+                name=name,
+                description=_describe(each),
+                position=number,
+                words=each.words,
+                apply=costs[name].apply,
+                workers=places[name].workers,
+                parts=_part_plans(parts[name], places[name], self.options.mass_words),
+            )
+            for name, (number, each) in covered.items()
+        )
+
+    def _place_parameters(self) -> tuple[ParameterPlan, ...]:
+        uncovered = [(number, each) for number, each in enumerate(self.model) if isinstance(each, Uncovered)]
+        owners: dict[str, int] = {}
+        if isinstance(self.strategy, Sharded):
+            owners = largest_first({each.name: Load(each.words, 0) for _, each in uncovered}, range(self.ranks))
+        return tuple(ParameterPlan(each.name, number, each.words, owners.get(each.name)) for number, each in uncovered)
+
+    def _items(self, payload: Payload) -> list[Item]:
+        """What is sent of one payload, in order."""
+        if self.ranks == 1:
+            return []
+        if payload.is_control:
+            return [Item(payload.value, words, -1, 0) for words in self._control_words(payload) if words]
+        if payload in (Payload.ROWS, Payload.DIRECTIONS):
+            sharded = self.layers if isinstance(self.strategy, FullySharded) else ()
+            return [Item(layer.name, layer.words, layer.workers.start, layer.position) for layer in sharded]
+        if payload is Payload.GRADIENTS:
+            return [] if isinstance(self.strategy, FullySharded) else self._matrices()[::-1]
+        if payload is Payload.PARAMETERS:
+            return self._matrices() if isinstance(self.strategy, Sharded) else []
+        if payload is Payload.PRECONDITIONED:
+            spread = isinstance(self.strategy, Replicated) and self.workers < self.ranks
+            # From a row of the grid of groups: all ranks of one place in their groups.
+            groups = [(layer, layer.workers.start // self.workers) for layer in self.layers if spread]
+            return [Item(layer.name, layer.words, group, layer.position) for layer, group in groups]
+        if payload is Payload.SUMS:
+            return [
+                Item(part.name_in(layer.name), part.sums, part.owner, layer.position)
+                for layer in reversed(self.layers)
+                for part in reversed(layer.parts)
+                if self.merges
+            ]
+        return [item for item, _ in self._all_results()]
+
+    def _control_words(self, payload: Payload) -> tuple[int, ...]:
+        """Of each all-reduce."""
+        if payload is Payload.VOTES:
+            buckets = fill(self._items(Payload.SUMS), self.options.bucket_words(Payload.SUMS))
+            return (VOTE_WORDS + vote_marks(len(self.layers), len(buckets)),)
+        if payload is Payload.SCALARS:
+            if not self.layers:
+                return ()
+            apart = () if isinstance(self.strategy, Replicated) else self.options.scalars
+            return *apart, *self.options.totals
+        if payload is Payload.STATUS:
+            return (STATUS_WORDS * len(self.layers),)
+        return (sum(layer.trace_words for layer in self.layers) if self.merges else 0,)
+
+    def _matrices(self) -> list[Item]:
+        """Gradients, or parameters, in forward order."""
+        sharded = isinstance(self.strategy, Sharded)
+        found = [Item(p.name, p.words, -1 if p.owner is None else p.owner, p.position) for p in self.parameters]
+        found += [Item(lp.name, lp.words, lp.workers.start if sharded else -1, lp.position) for lp in self.layers]
+        return sorted(found, key=lambda item: item.position)
+
+    def _all_results(self) -> list[tuple[Item, range]]:
+        if self.ranks == 1:
+            return []
+        return [result for layer in self.layers for part in layer.parts for result in self._results(layer, part)]
+
+    def _results(self, layer: LayerPlan, part: PartPlan) -> list[tuple[Item, range]]:
+        """What the owner of a part sends of its result, and the group that it is sent in."""
+        group, needed = _with_owner(layer.workers, part.owner), part.part.measuring
+        # Whoever takes statistics in the bases needs them.
+        takers = range(self.ranks) if self.merges else group
+        found = []
+        for measuring, words, members in ((True, needed, takers), (False, part.part.sent - needed, group)):
+            if words and len(members) > 1:
+                name = result_name(layer.name, part.part.name, measuring=measuring)
+                found.append((Item(name, words, part.owner, layer.position), members))
+        return found
+
+    def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[Bucket, ...]:
+        if payload is Payload.PRECONDITIONED:
+            return self._filled(payload, items, range(0, self.ranks, self.workers))
+        if payload is not Payload.INVERSES:
+            return self._filled(payload, items, range(self.ranks))
+        by_group: dict[range, list[Item]] = {}
+        for item, members in self._all_results():
+            by_group.setdefault(members, []).append(item)
+        return tuple(b for members, group in by_group.items() for b in self._filled(payload, group, members))
+
+    def _filled(self, payload: Payload, items: Sequence[Item], members: range) -> tuple[Bucket, ...]:
+        limit, itemsize = self.options.bucket_words(payload), self.options.itemsize(payload)
+        return make_buckets(payload, items, limit=limit, itemsize=itemsize, members=members, cost=self.cost)
+
+    def _traffic(self, payload: Payload, items: Sequence[Item]) -> Traffic:
+        others, total = self.ranks - 1, sum(item.words for item in items)
+        rare = payload in (Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS)
+        words = others * total
+        if payload.is_control or (payload is Payload.GRADIENTS and isinstance(self.strategy, Replicated)):
+            words = 2 * others * total
+        elif payload in (Payload.ROWS, Payload.DIRECTIONS):
+            words = sum(item.words - self._held_by_owner(item) for item in items)
+        elif payload is Payload.PRECONDITIONED:
+            words = (self.ranks - self.workers) * total
+        elif payload is Payload.INVERSES:
+            words = sum(item.words * (len(members) - 1) for item, members in self._all_results())
+        period = self.options.inverse_update_period if rare else 1
+        return Traffic(payload, words, self.options.itemsize(payload), period)
+
+    def _held_by_owner(self, item: Item) -> int:
+        """Elements of a sharded layer that its owner need not be sent."""
+        layer = self.model[item.position]
+        shards = layer.shards if isinstance(layer, Covered) else ()
+        return shards[item.rank] if shards else item.words // self.ranks
+
+    def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
+        """Of each rank, the sum over the layers that it preconditions; `amounts` has one for each layer."""
+        groups = [0.0] * (self.ranks // self.workers)
+        for layer, amount in zip(self.layers, amounts, strict=True):
+            groups[layer.workers.start // self.workers] += amount
+        return [amount for amount in groups for _ in range(self.workers)]
+
+    def _memory(self) -> tuple[Memory, ...]:
+        options = self.options
+        averages, inverses, momentum = ([0] * self.ranks for _ in range(3))
+        everywhere, at_workers = 0, []
+        for layer in self.layers:
+            at_workers.append(0)
+            for plan in layer.parts:
+                part, owner = plan.part, plan.owner
+                averages[owner] += _packed(part)
+                # Of what is measured in bases, the owner has the rest of the result among its averages.
+                rest = part.sent - part.measuring if part.measuring else 0
+                wide = part.held if part.measuring and self.merges else 0
+                everywhere += wide
+                at_workers[-1] += part.held - wide + rest
+                inverses[owner] += -rest if owner in layer.workers else part.held - wide
+        held = self._over_ranks(at_workers)
+        for item in self._matrices() if options.momentum else ():
+            for rank in range(self.ranks) if item.rank < 0 else (item.rank,):
+                momentum[rank] += item.words // (self.ranks if isinstance(self.strategy, FullySharded) else 1)
+        parts = [part for layer in self.layers for part in layer.parts if self.merges]
+        sums = sum(_packed(part.part) for part in parts) * options.factor_dtype.itemsize
+        buffers = sum(part.sums for part in parts) * options.sent_dtype.itemsize
+        return tuple(
+            Memory(
+                sums=sums,
+                averages=averages[rank] * options.factor_dtype.itemsize,
+                inverses=(inverses[rank] + int(held[rank]) + everywhere) * options.inverse_dtype.itemsize,
+                buffers=buffers,
+                momentum=momentum[rank] * options.parameter_dtype.itemsize,
+            )
+            for rank in range(self.ranks)
+        )
+
+    def _compute(self, each: Covered | Uncovered) -> Compute:
+        if isinstance(each, Uncovered):
+            return Compute(0.0, 0.0)
+        forward = 2.0 * each.rows * each.words
+        statistics = each.rows * sum(
+            factor.numel for factor in each.spec.by_blocks().factors() if factor.structure is not Structure.IDENTITY
+        )
+        share = self.ranks if self.strategy.statistics is Statistics.OWN else 1
+        return Compute(forward, 2 * forward + statistics / self.options.factor_update_period / share)
+
+
+def _part_plans(parts: Sequence[Part], where: Place, mass: int) -> tuple[PartPlan, ...]:
+    return tuple(PartPlan(part, where.owners[part.name], _packed(part) + mass * len(part.sums)) for part in parts)
+
+
+def _with_owner(workers: range, owner: int) -> range:
+    """The group in which an owner, who may not be among them, sends to `workers`: then there is only one of these."""
+    if owner in workers:
+        return workers
+    low, high = sorted((workers.start, owner))
+    return range(low, high + 1, high - low)
+
+
+def _packed(part: Part) -> int:
+    return sum(factor.packed for factor in part.sums)
+
+
+def _describe(each: Covered) -> str:
+    spec = each.spec
+    shape = f"{'+'.join(spec.params)} {spec.groups}×{spec.out_dim}×{spec.in_dim}"
+    sides = " and ".join(str(getattr(kept, "value", kept)) for kept in spec.structure)
+    shards = [f"shards {each.shards}"] if each.shards else []
+    flags = [name for name in ("shared_input", "shared_output", "opposed") if getattr(spec, name)]
+    return ", ".join([shape, sides, spec.weight_sharing.value, *flags, *shards, repr(each.inverse)])

@@ -1,0 +1,195 @@
+"""Which rank holds what of blocks and momentum, and bringing it to another."""
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import KFACBlock, Missing
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.consensus import largest
+from kfac_optim.distributed.communication.transfer import (
+    Transfer,
+    carry_out,
+    leaves,
+    nested,
+)
+from kfac_optim.distributed.factors.exchange import StatisticsExchange
+from kfac_optim.distributed.planning.plan import Plan
+from kfac_optim.distributed.planning.strategies import Sharded
+
+
+class Holdings:
+    """What ranks hold under one plan. Methods are collectives, but for `homes` and `let_go`.
+
+    Args:
+        plan: the plan.
+        params: of each covered layer and each other parameter, by its name in the plan.
+        communicator: for the main line of the program.
+        exchange: of the plan.
+        state: the optimizer's, for momentum buffers.
+        earlier: `updaters` of the plan before, for those that this one leaves out: they may be trained again.
+
+    Attributes:
+        updaters: the rank that updates each parameter, and holds its momentum; None where all do.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Mapping[str, Sequence[nn.Parameter]],
+        communicator: Communicator,
+        exchange: StatisticsExchange,
+        state: Callable[[], MutableMapping[Any, Any]],
+        earlier: Mapping[nn.Parameter, int | None],
+    ) -> None:
+        self._communicator = communicator
+        self._exchange = exchange
+        self._state = state
+        sharded = isinstance(plan.strategy, Sharded)
+        named: dict[str, int | None] = {layer.name: layer.workers.start if sharded else None for layer in plan.layers}
+        named |= {each.name: each.owner for each in plan.parameters}
+        planned = {param: named[name] for name, held in params.items() for param in held}
+        self.updaters: dict[nn.Parameter, int | None] = {**earlier, **planned}
+
+    def homes(self, block: KFACBlock) -> set[int]:
+        """Ranks that own any of it."""
+        return set(self._exchange.owners(block))
+
+    def handed_over(
+        self, blocks: Sequence[KFACBlock], to: "Holdings"
+    ) -> tuple[dict[KFACBlock, Any], dict[nn.Parameter, Tensor]]:
+        """States of these blocks and momentum that this rank is to hold under another plan."""
+        self._exchange.merge(blocks)
+        states = self.gathered({block: to.homes(block) for block in blocks})
+        everyone = range(self._communicator.world_size)
+        moves: dict[nn.Parameter, Collection[int]] = {}
+        for param, updater in self.updaters.items():
+            if updater is not None and param in to.updaters and (new := to.updaters[param]) != updater:
+                moves[param] = everyone if new is None else [new]
+        return states, self.momentum_at(moves)
+
+    def gathered(self, targets: Mapping[KFACBlock, Collection[int]]) -> dict[KFACBlock, Any]:
+        """Whole states of blocks, as `Inverse.tensors` gives them, on the ranks that are their targets.
+
+        What ranks have measured since must have been merged.
+        """
+        visitors = self._exchange.bring_home(targets)
+        found = self._copied({block: (self._exchange.home(block), ranks) for block, ranks in targets.items()})
+        for block in visitors:  # what came home goes again
+            if block in found:
+                found[block] = nested((path, tensor.clone()) for path, tensor in leaves(found[block]))
+        self._exchange.send_off(visitors)
+        return found
+
+    def momentum_at(self, targets: Mapping[nn.Parameter, Collection[int]]) -> dict[nn.Parameter, Tensor]:
+        """Buffers of parameters that one rank alone updates, on the ranks that are their targets."""
+        communicator, updaters = self._communicator, self.updaters
+        params = list(targets)
+        exists = [int(updaters[param] == communicator.rank and self._momentum(param) is not None) for param in params]
+        exists = largest(communicator, exists, "momentum", [])
+        return self._sent_momentum(
+            {
+                param: (updater, targets[param])
+                for param, there in zip(params, exists, strict=True)
+                if there and (updater := updaters[param]) is not None
+            }
+        )
+
+    def recover(self, blocks: Sequence[KFACBlock], lost: Mapping[KFACBlock, Missing]) -> list[str]:
+        """After a checkpoint was loaded: what some rank has, to owners that lack it; what none has starts anew.
+
+        Args:
+            blocks: all of them.
+            lost: those of which this rank has loaded no statistics.
+
+        Returns:
+            Names of those that start anew though some other process had them.
+        """
+        rank, ranks = self._communicator.rank, self._communicator.world_size
+        everyone = range(ranks)
+        homes = {block: self.homes(block) for block in blocks}
+        homes_of_momentum = {
+            param: set(everyone) if updater is None else {updater} for param, updater in self.updaters.items()
+        }
+        words = []
+        for has, wanted in (
+            *((block not in lost, rank in homes[block]) for block in blocks),
+            *((self._momentum(param) is not None, rank in home) for param, home in homes_of_momentum.items()),
+        ):
+            words += [-rank if has else -ranks, int(wanted and not has)]
+        told = largest(self._communicator, words, "load", [block.name for block in blocks])
+        sources, lacks = [-word for word in told[::2]], told[1::2]
+        found = self._copied(
+            {
+                block: (source, homes[block])
+                for block, source, is_lacking in zip(blocks, sources, lacks, strict=False)
+                if is_lacking and source < ranks
+            }
+        )
+        restarted = []
+        for block, source in zip(blocks, sources, strict=False):
+            if block not in lost:
+                continue
+            if source < ranks:
+                block.clock = lost[block].clock
+                # What was taken when nothing was known here may be too much, or measured by results that were missing.
+                measuring = any(part.measuring for part in block.inverse.parts(block.spec.by_blocks()))
+                if measuring or not block.wants_statistics():
+                    block.discard()
+            elif lost[block].elsewhere:
+                restarted.append(block.name)
+            if block in found:
+                block.inverse.load(block.state, found[block])
+        count, state = len(blocks), self._state()
+        buffers = self._sent_momentum(
+            {
+                param: (source, home)
+                for (param, home), source, is_lacking in zip(
+                    homes_of_momentum.items(), sources[count:], lacks[count:], strict=True
+                )
+                if is_lacking and source < ranks
+            }
+        )
+        for param, buffer in buffers.items():
+            state[param]["momentum_buffer"] = buffer
+        return restarted
+
+    def let_go(self) -> None:
+        """Drop the momentum of parameters that another rank updates: of two buffers one would be stale."""
+        for param, updater in self.updaters.items():
+            if updater not in (None, self._communicator.rank) and self._momentum(param) is not None:
+                del self._state()[param]["momentum_buffer"]
+
+    def _copied(self, routes: Mapping[KFACBlock, tuple[int, Collection[int]]]) -> dict[KFACBlock, Any]:
+        """States of blocks as a source has them, on their targets; there it is no copy on the source itself."""
+        found: dict[KFACBlock, Any] = {}
+        transfers = []
+        for block, (source, targets) in routes.items():
+            own = dict(leaves(block.inverse.tensors(block.state)))
+            if self._communicator.rank != source:
+                device = self._communicator.device if self._communicator.rank in targets else torch.device("meta")
+                own = {path: torch.empty_like(tensor, device=device) for path, tensor in own.items()}
+            transfers.append(Transfer(block.name, list(own.values()), source, tuple(targets)))
+            if self._communicator.rank in targets:
+                found[block] = nested(own.items())
+        carry_out(self._communicator, transfers)
+        return found
+
+    def _sent_momentum(self, routes: Mapping[nn.Parameter, tuple[int, Collection[int]]]) -> dict[nn.Parameter, Tensor]:
+        """Buffers as a source has them, on their targets."""
+        transfers, found = [], {}
+        for number, (param, (source, targets)) in enumerate(routes.items()):
+            held = self._momentum(param) if self._communicator.rank == source else torch.empty_like(param)
+            assert held is not None
+            transfers.append(Transfer(f"momentum {number}", [held], source, tuple(targets)))
+            if self._communicator.rank in targets:
+                found[param] = held
+        carry_out(self._communicator, transfers)
+        return found
+
+    def _momentum(self, param: nn.Parameter) -> Tensor | None:
+        state = self._state()
+        held: Tensor | None = state[param].get("momentum_buffer") if param in state else None
+        return held

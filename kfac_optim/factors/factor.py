@@ -1,0 +1,195 @@
+"""One Kronecker factor: a debiased running average in which every sample weighs its mass."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfac_optim.linalg.triangles import (
+    pack_triangle,
+    packed_diagonal,
+    triangle_size,
+    unpack_triangle,
+)
+from kfac_optim.specs import Structure
+from kfac_optim.utils import value_checks
+
+
+class Elsewhere(NamedTuple):
+    """What another rank, which keeps an average, tells of it."""
+
+    trace: Tensor
+    """`[groups]`."""
+    mass: Tensor
+    """`[]`."""
+
+
+class Factor:
+    """Mass-weighted exponential average `S` of second moments.
+
+    With `w` the mass held and `n` the mass behind a new sample,
+
+        w ← ε·w + n,    S ← S + (n / w)·(sample − S).
+
+    The first sample is taken whole, so the average is unbiased from the start; `ε = 1` is a plain mean. As the
+    mass travels with the average, two averages merge exactly: `(w₁S₁ + w₂S₂) / (w₁ + w₂)`.
+
+    Within a step, moments are summed as they are (`add`) and normalised once (`fold`): only then is it known
+    how many rows and loss terms the step had.
+
+    Where several ranks see samples each keeps an average of its own share. From time to time the shares go to one
+    rank, which merges them (`packed`, `merge`), and the others start anew (`forget`).
+
+    A dense average is symmetric, and kept as a triangle: whole matrices (`average`) are for refreshes and for users,
+    and what every step does is done without them.
+
+    Attributes:
+        structure: dense or diagonal.
+        dim: `d`.
+        packed: the average as it is kept and sent: triangles `[groups, d(d + 1)/2]` (dense, see `linalg.pack_triangle`)
+            or diagonals `[groups, d]`.
+        mass: `[]`, on the factor's device so that refusing a sample needs no host synchronisation.
+        pending: raw sum since the last fold, shaped like `average`, or None; of a dense one a triangle counts.
+        elsewhere: of the whole, where another rank merges it; the average is then this rank's share, and not solved for
+            here. It is no part of checkpoints: it is told anew with every merge.
+    """
+
+    __slots__ = ("dim", "elsewhere", "mass", "packed", "pending", "structure")
+
+    def __init__(
+        self, groups: int, dim: int, structure: Structure, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        numbers = triangle_size(dim) if structure is Structure.DENSE else dim
+        self.structure = structure
+        self.dim = dim
+        self.packed = torch.zeros(groups, numbers, dtype=dtype, device=device)
+        self.mass = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.pending: Tensor | None = None
+        self.elsewhere: Elsewhere | None = None
+
+    @property
+    def groups(self) -> int:
+        return len(self.packed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def average(self) -> Tensor:
+        """`[groups, d, d]`, made anew at each call, of a dense factor; of a diagonal one `packed` itself."""
+        return unpack_triangle(self.packed, self.dim) if self._is_dense else self.packed
+
+    def diagonal(self) -> Tensor:
+        """Of the average, `[groups, d]`; of a dense one a copy."""
+        return torch.cat(packed_diagonal(self.packed, self.dim), -1) if self._is_dense else self.packed
+
+    def add(self, moment: Tensor) -> None:
+        """Add raw second moments to the sum of this step, shaped like `average` or one for all groups."""
+        if self.pending is None:
+            self.pending = moment
+        elif self.pending.shape == moment.shape:
+            self.pending += moment
+        else:
+            self.pending = self.pending + moment
+
+    def pending_is_finite(self) -> Tensor:
+        """`[]` bool. By Cauchy-Schwarz a Gram matrix is finite when its diagonal is."""
+        assert self.pending is not None
+        diagonal = self.pending.diagonal(dim1=-2, dim2=-1) if self._is_dense else self.pending
+        return diagonal.isfinite().all()
+
+    def fold(
+        self,
+        scale: float | Tensor,
+        mass: float | Tensor,
+        decay: float,
+        accept: Tensor,
+        *,
+        sampled: Tensor | None = None,
+    ) -> None:
+        """Take the sum of this step, times `scale`, into the average, and start a new sum.
+
+        Args:
+            scale: turns the raw sum into a mean (`1/rows` for A) or a Fisher (`M` for G); `[groups]` where each has its
+                own.
+            mass: what the sample weighs.
+            decay: `ε`, already raised to the number of optimizer steps since the last fold.
+            accept: `[]` bool; where False the sample is refused and only the mass decays.
+            sampled: `[groups]` bool, which groups it is a sample of; the others stay as they are. None is all.
+        """
+        assert self.pending is not None
+        if isinstance(scale, Tensor) and scale.dim() > 0:
+            scale = scale.unsqueeze(-1)
+        sample = pack_triangle(self.pending).mul_(scale) if self._is_dense else (self.pending * scale).to(self.dtype)
+        sample.masked_fill_(~accept, 0)
+        weight = mass * accept.to(self.mass.dtype)
+        self.mass.mul_(decay).add_(weight)
+        # Nothing held and nothing gained is 0/0: such a step leaves the average as it is.
+        gain = torch.where(self.mass > 0, weight / self.mass, 0.0)
+        if sampled is not None:
+            gain = torch.where(sampled.unsqueeze(-1), gain, 0.0)
+        self.packed.lerp_(sample, gain.to(self.dtype))
+        self.pending = None
+
+    def age(self, decay: float, mass: float | Tensor = 0) -> None:
+        """A fold of zeros that weigh `mass`; where that is nothing the average stays as it is and its mass decays."""
+        if isinstance(mass, Tensor):  # stated by the user, and not looked at
+            mass = torch.where(mass.isfinite() & (mass > 0), mass, 0)
+        self.mass.mul_(decay).add_(mass)
+        gain = torch.where(self.mass > 0, mass / self.mass, 0.0)
+        self.packed.mul_((1 - gain).to(self.dtype))
+
+    def merge(self, total: Tensor, mass: Tensor) -> None:
+        """Take in the averages of other ranks; where they have no mass this one stays as it is, to the bit.
+
+        Args:
+            total: `Σ w·S` of theirs, with as many numbers as `packed`, in the dtype of `mass` or a narrower one.
+            mass: `Σ w`, `[]`.
+        """
+        total = total.to(self.mass.dtype).view(self.packed.shape)
+        any_held = mass > 0
+        self.mass.add_(mass)
+        gain = torch.where(any_held, mass / self.mass, 0.0)
+        # In the dtype of masses: a narrow average is rounded once.
+        merged = self.packed.to(total.dtype).lerp(torch.where(any_held, total / mass, 0.0), gain.to(total.dtype))
+        self.packed.copy_(torch.where(any_held, merged, self.packed))
+
+    def forget(self) -> None:
+        """Start the average anew, in place; the sum of this step stays."""
+        self.packed.zero_()
+        self.mass.zero_()
+
+    def held(self) -> Tensor:
+        """`[]` bool: whether any sample was ever accepted, here or, as far as was told, elsewhere."""
+        held = self.mass > 0
+        return held if self.elsewhere is None else held | (self.elsewhere.mass > 0)
+
+    def trace(self) -> Tensor:
+        """`[groups]`, of the whole, where that is elsewhere."""
+        return self.diagonal().sum(-1) if self.elsewhere is None else self.elsewhere.trace
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds; the sum of an unfinished step is, like `.grad`, not part of it."""
+        return {"average": self.packed, "mass": self.mass}
+
+    def ranges(self) -> dict[str, value_checks.Rule]:
+        """Tell what these tensors can be."""
+        triangles = value_checks.positive(lambda packed: torch.cat(packed_diagonal(packed, self.dim), -1))
+        return {
+            "average": triangles if self._is_dense else value_checks.second_moments,
+            "mass": value_checks.not_negative,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.packed.copy_(tensors["average"])
+        self.mass.copy_(tensors["mass"])
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.structure is Structure.DENSE

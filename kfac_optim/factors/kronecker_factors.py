@@ -1,0 +1,249 @@
+"""The two Kronecker factors of a block, as its layer's calls make them."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.second_moments import on_host
+from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.utils import value_checks
+
+T = TypeVar("T")
+
+
+class FactorPair:
+    """`A` and `G` of one block, and the rows behind the pending sum of `A`.
+
+    Attributes:
+        a: input factor, of one group where all share their input, or None for the identity.
+        g: output factor, or None for the identity.
+        rows: rows accumulated since the last fold: of all groups, or of each `[groups]`; a tensor, `[]` at least, where
+            only the device knows how many count.
+        refused: non-finite samples refused so far, `[]` int64.
+        refused_in_a_row: since the last that was accepted, `[]` int64.
+    """
+
+    __slots__ = ("a", "g", "refused", "refused_in_a_row", "rows")
+
+    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.a, self.g = (
+            None if structure is Structure.IDENTITY else Factor(groups, dim, structure, dtype=dtype, device=device)
+            for structure, groups, dim in spec.factors()
+        )
+        self.rows: float | Tensor = 0
+        self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        self.refused_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def accumulate(self, stats: LayerStatistics) -> None:
+        if self.a is not None and stats.has_input:
+            self.a.add(stats.input_moment(self.a.structure))
+        if self.g is not None:
+            self.g.add(stats.output_moment(self.g.structure))
+        self.rows = self.rows + stats.count
+
+    def has_pending(self) -> bool:
+        """Whether anything was accumulated since the last fold."""
+        return _counts(self.rows)
+
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
+        """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`, `g` divided by the loss scale."""
+        present = [factor for factor in (self.a, self.g) if factor is not None]
+        accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
+        if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
+            possible = loss_terms.isfinite() & (loss_terms > 0)
+            loss_terms = torch.where(possible, loss_terms, 1)
+            accept = accept & possible
+        if self.a is not None:
+            scale, mass, sampled = _normalised(self.rows, self.a)
+            self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)
+        if self.g is not None:
+            # Where the device found no row the loss did not use the layer, and the zeros are no sample.
+            used = (self.rows > 0).any().to(self.g.mass.dtype) if isinstance(self.rows, Tensor) else 1
+            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
+        self.refused += ~accept
+        self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
+        self.rows = 0
+
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        """A fold without a row: what is held weighs less, and `loss_terms` of the loss add nothing to `G`."""
+        if self.a is not None:
+            self.a.age(decay)
+        if self.g is not None:
+            self.g.age(decay, loss_terms)
+
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        """The running averages behind one part of the block's inverse, as `Part.sums` lists them."""
+        return of_part(part, self.a, self.g)
+
+    def combine(self) -> None:
+        """Make anew what is made of the running averages."""
+
+    def discard(self) -> None:
+        for factor in (self.a, self.g):
+            if factor is not None:
+                factor.pending = None
+        self.rows = 0
+
+    def held(self) -> Tensor:
+        """`[]` bool: whether any sample was ever accepted."""
+        present = [factor for factor in (self.a, self.g) if factor is not None]
+        return torch.stack([factor.held() for factor in present]).all()
+
+    def tensors(self) -> dict[str, Any]:
+        nested: dict[str, Any] = {"refused": self.refused, "refused_in_a_row": self.refused_in_a_row}
+        for name, factor in (("A", self.a), ("G", self.g)):
+            if factor is not None:
+                nested[name] = factor.tensors()
+        return nested
+
+    def ranges(self) -> dict[str, Any]:
+        """Tell what these tensors can be, nested alike."""
+        nested: dict[str, Any] = {"refused": value_checks.not_negative, "refused_in_a_row": value_checks.not_negative}
+        for name, factor in (("A", self.a), ("G", self.g)):
+            if factor is not None:
+                nested[name] = factor.ranges()
+        return nested
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        self.refused.copy_(tensors["refused"])
+        self.refused_in_a_row.copy_(tensors["refused_in_a_row"])
+        for name, factor in (("A", self.a), ("G", self.g)):
+            if factor is not None:
+                factor.load(tensors[name])
+
+
+class OpposedPair(FactorPair):
+    """`A` and `G` of a matrix that some calls multiply by and others by its transpose, as with tied embeddings.
+
+    Each kind of call has a pair of its own: on one side of the matrix inputs meet output gradients, which have other
+    units. With `n` the mean eigenvalue, the calls of kind i give the sides `P_i`, `Q_i` and the weight
+    `s_i = n(P_i) n(Q_i)`; the block's factors are `Σ s_i P̂_i / Σ s_i` and `Σ s_i Q̂_i`, where `F̂ = F / n(F)`. Their
+    product has the trace of `Σ P_i ⊗ Q_i`, and equals it where the `P̂_i` or the `Q̂_i` are all equal.
+
+    Attributes:
+        own: of the calls that multiply by the matrix.
+        opposed: of those that multiply by its transpose; its `A` is on the side of `G`.
+    """
+
+    __slots__ = ("opposed", "own")
+
+    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dtype=dtype, device=device)
+        self.own = FactorPair(spec, dtype=dtype, device=device)
+        self.opposed = FactorPair(spec.transposed(), dtype=dtype, device=device)
+
+    def accumulate(self, stats: LayerStatistics) -> None:
+        (self.opposed if stats.opposed else self.own).accumulate(stats)
+
+    def has_pending(self) -> bool:
+        return self.own.has_pending() or self.opposed.has_pending()
+
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
+        for pair in (self.own, self.opposed):
+            if pair.has_pending():
+                pair.fold(loss_terms, decay, loss_scale)
+            else:
+                pair.age(decay)
+        self._count_refusals()
+        self.combine()
+
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        self.own.age(decay, loss_terms)
+        self.opposed.age(decay, loss_terms)
+        self.combine()
+
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        return self.own.averages(part) + self.opposed.averages(part)
+
+    def discard(self) -> None:
+        self.own.discard()
+        self.opposed.discard()
+
+    def held(self) -> Tensor:
+        return self.own.held() | self.opposed.held()
+
+    def tensors(self) -> dict[str, Any]:
+        return {"own": self.own.tensors(), "opposed": self.opposed.tensors()}
+
+    def ranges(self) -> dict[str, Any]:
+        return {"own": self.own.ranges(), "opposed": self.opposed.ranges()}
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        self.own.load(tensors["own"])
+        self.opposed.load(tensors["opposed"])
+        self._count_refusals()
+        self.combine()
+
+    def _count_refusals(self) -> None:
+        self.refused.copy_(self.own.refused + self.opposed.refused)
+        self.refused_in_a_row.copy_(torch.maximum(self.own.refused_in_a_row, self.opposed.refused_in_a_row))
+
+    def combine(self) -> None:
+        a_sides = (self.own.a, self.opposed.g)
+        g_sides = (self.own.g, self.opposed.a)
+        a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
+        weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # []
+        total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
+        if self.a is not None:
+            self.a.packed.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
+        if self.g is not None:
+            self.g.packed.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
+
+
+def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
+    """Of what there is for `A` and for `G` that which belongs to one part of a block (`Part.name`)."""
+    assert part in ("A", "G", ""), part
+    return tuple(each for name, each in (("A", a), ("G", g)) if each is not None and part in (name, ""))
+
+
+def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> FactorPair:
+    """A pair that has seen nothing."""
+    kind = OpposedPair if spec.opposed else FactorPair
+    return kind(spec, dtype=dtype, device=device)
+
+
+def _mean_eigenvalue(factor: Factor | None) -> Tensor:
+    """`[]`, of all blocks, where it is cut into such; 1 for the identity."""
+    return torch.ones(()) if factor is None else factor.trace().mean() / factor.dim
+
+
+def _divide(left: Tensor, right: Tensor) -> Tensor:
+    """0 where the divisor is."""
+    return torch.where(right > 0, left / right, 0.0)
+
+
+def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) -> Tensor:
+    """`Σ weight · average`, packed; both factors are there."""
+    mixed: Tensor | None = None
+    for factor, weight in zip(factors, weights, strict=True):
+        assert factor is not None
+        part = factor.packed * weight.to(factor.dtype)
+        mixed = part if mixed is None else mixed + part
+    assert mixed is not None
+    return mixed
+
+
+def _counts(rows: float | Tensor) -> bool:
+    """Whether there may be rows: a number on an accelerator is not waited for."""
+    if isinstance(rows, Tensor):
+        return not on_host(rows) or bool((rows > 0).any())
+    return rows > 0
+
+
+def _normalised(rows: float | Tensor, factor: Factor) -> tuple[float | Tensor, float | Tensor, Tensor | None]:
+    """What turns the pending sum of `factor` into a mean over `rows`, the mass of that mean, and of which groups it is.
+
+    Groups with rows of their own share one mass, that of the first (of an attention the queries), or of the largest
+    where the first has none.
+    """
+    if not isinstance(rows, Tensor):
+        return 1 / rows, rows, None
+    # Rows that only the device could count may turn out to be none.
+    scale = 1 / rows.clamp(min=1).to(factor.mass.dtype)
+    if rows.dim() == 0:
+        return scale, rows, None
+    return scale, torch.where(rows[0] > 0, rows[0], rows.amax()), rows > 0

@@ -1,0 +1,228 @@
+"""From the layouts of modules to canonical rows `[groups, batch, shared, d]`, and their second moments."""
+
+import math
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_optim.linalg.products import symmetric_product
+from kfac_optim.specs import Structure
+
+T = TypeVar("T", Tensor, Tensor | None)
+
+# Elements of per-example gradients that are held at a time: 64 MiB of float32.
+_CHUNK = 2**24
+
+# Elements of an input or gradient that are worked on at a time where one pass after the other goes over them: 512 KiB
+# of float32, so that a second-level cache holds them and what is made of them.
+_IN_CACHE = 2**17
+
+
+def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, constant: int | None = None) -> Tensor:
+    """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
+
+    Args:
+        rows: `r`.
+        structure: whether all of it is wanted.
+        active: `[batch, shared]` bool, the rows that count; None is all. What the others hold, be it not finite, does
+            not matter.
+        constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made:
+            that would copy all others too, and leave rows of an odd length, which are slower to multiply.
+    """
+    whole = rows.shape[-1] + (constant is not None)
+    if active is None and structure is Structure.DENSE and _feature_major(rows):
+        moment = rows.new_empty(len(rows), whole, whole)
+        torch.sum(rows.mT @ rows, 1, out=moment[:, : rows.shape[-1], : rows.shape[-1]])  # without a copy by rows
+        return moment if constant is None else _border(moment, rows.sum((1, 2)), rows[0, ..., 0].numel(), constant)
+    rows = rows.flatten(1, 2)
+    count: int | Tensor = rows.shape[1]
+    if active is not None:
+        # What is left out costs nothing on the host; how much that is an accelerator would have to be asked.
+        marked = active.flatten()
+        rows = rows[:, marked] if on_host(marked) else torch.where(marked.unsqueeze(-1), rows, 0)
+        count = total(marked)
+    if structure is Structure.DIAGONAL:
+        squares = rows.square().sum(1)
+        return squares if constant is None else torch.cat([squares, _filled(squares[:, :1], count * constant)], dim=-1)
+    moment = rows.new_empty(len(rows), whole, whole)
+    symmetric_product(rows, out=moment[:, : rows.shape[-1], : rows.shape[-1]])
+    return moment if constant is None else _border(moment, rows.sum(1), count, constant)
+
+
+def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the outer products of two sets of rows, and tell how large a sum to expect of rows that are unrelated.
+
+    Args:
+        left: `[groups, batch, shared, out]`, of one group where all have the same.
+        right: `[groups, batch, shared, k]`, likewise.
+
+    Returns:
+        The sum `[groups, out, k]`; and `√(Σ ‖left‖² Σ ‖right‖² / rows)`, `[]`, by which rounding errors are judged.
+    """
+    left, right = left.flatten(1, 2), right.flatten(1, 2)
+    size = left.square().sum() * right.square().sum() / max(1, left.shape[1])
+    return left.mT @ right, size.sqrt()
+
+
+def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:
+    """Second moments of rows with a constant column behind them, `[groups, d + 1, d + 1]`.
+
+    Args:
+        moment: of the rows, `[groups, d, d]`.
+        sums: of the rows, `[groups, d]`.
+        count: of the rows.
+        constant: 1 or 0.
+    """
+    return _border(F.pad(moment, (0, 1, 0, 1)), sums, count, constant)
+
+
+def _border(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int) -> Tensor:
+    """Fill in the last row and column, in place."""
+    moment[:, -1, :-1] = moment[:, :-1, -1] = sums * constant
+    moment[:, -1, -1] = count * constant
+    return moment
+
+
+def _filled(like: Tensor, number: float | Tensor) -> Tensor:
+    return number.to(like).expand_as(like) if isinstance(number, Tensor) else torch.full_like(like, number)
+
+
+def _feature_major(rows: Tensor) -> bool:
+    """Whether the rows of each example lie side by side as columns, and are many enough to multiply one by one."""
+    shared, width = rows.shape[2:]
+    return shared > 1 and rows.stride(2) == 1 and rows.stride(3) >= shared and width <= shared
+
+
+def examples_at_once(tensor: Tensor) -> int:
+    """How many examples of `[batch, ...]` to work on at a time, for a host's cache to hold them; at least 1."""
+    if not on_host(tensor) or tensor.numel() == 0:
+        return max(1, len(tensor))
+    return max(1, _IN_CACHE * len(tensor) // tensor.numel())
+
+
+def channel_moments(features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Means and variances of the channels of `[batch, channels, *space]`, each `[channels]` in `dtype` or a wider one.
+
+    On a host as sums over one example and channel at a time, which torch makes several times as fast as its own moments
+    of channels. The mean is taken off before the square: however far from zero, no digits are lost.
+    """
+    dtype = torch.promote_types(features.dtype, dtype)
+    if not on_host(features):
+        variance, mean = torch.var_mean(features.to(dtype), (0, *range(2, features.dim())), correction=0)
+        return mean, variance
+    if features.dim() == 2:
+        features = features.unsqueeze(-1)
+    space = tuple(range(2, features.dim()))
+    count = features.numel() // features.shape[1]
+    mean = features.sum(space, dtype=dtype).sum(0) / count
+    shift, squares = mean.view(-1, *[1] * len(space)), torch.zeros_like(mean)
+    for some in torch.split(features, examples_at_once(features)):
+        squares += torch.linalg.vector_norm(some - shift, dim=space).square_().sum(0)
+    return mean, squares / count
+
+
+def active_rows(gradients: Tensor) -> Tensor:
+    """`[batch, shared]` bool: the rows of `[groups, batch, shared, d]` that are not exactly zero in every group."""
+    if on_host(gradients) and gradients.shape[-1] > 1 and gradients.numel() > 0:
+        # In most layers one feature shows already that all are.
+        active = gradients[0, :, :, 0] != 0
+        if bool(active.all()):
+            return active
+    # By far the fastest way to ask, and a NaN is not zero.
+    return gradients.abs().amax(-1).amax(0) != 0
+
+
+def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
+    """`[groups, batch, 1, d]`: means of the rows that `active` `[batch, shared]` marks; of none it is 0."""
+    if active is None:
+        return rows.mean(2, keepdim=True)
+    marked = active.unsqueeze(-1)
+    return torch.where(marked, rows, 0).sum(2, keepdim=True) / marked.sum(1, keepdim=True).clamp(min=1)
+
+
+def without_ragged(tensor: T) -> T:
+    """A nested tensor padded by zeros to `[batch, longest, ...]`, so that padded rows of gradients count nothing."""
+    if tensor is None or not tensor.is_nested:
+        return tensor
+    padded: T = torch.nested.to_padded_tensor(tensor, 0)
+    return padded
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading `tensor` waits for no accelerator."""
+    return tensor.device.type == "cpu"
+
+
+def total(numbers: Tensor) -> int | Tensor:
+    """`Σ numbers`: at once on the host, else as a device scalar `[]`."""
+    summed = numbers.sum()
+    return int(summed) if on_host(summed) else summed
+
+
+def batched(tensor: Tensor, unbatched_ndim: int) -> Tensor:
+    """`tensor` with a batch dimension, which it lacks where it has `unbatched_ndim` dimensions."""
+    return tensor.unsqueeze(0) if tensor.dim() == unbatched_ndim else tensor
+
+
+def linear_rows(tensor: Tensor) -> Tensor:
+    """`[d]`, `[batch, d]` or `[batch, *shared, d]` as `[1, batch, shared, d]`."""
+    if tensor.dim() == 1:
+        return tensor.view(1, 1, 1, -1)
+    return tensor.reshape(1, tensor.shape[0], math.prod(tensor.shape[1:-1]), tensor.shape[-1])
+
+
+def channel_rows(tensor: Tensor, groups: int) -> Tensor:
+    """`[batch, channels, *space]` as `[groups, batch, shared, channels/groups]`."""
+    batch, channels = tensor.shape[:2]
+    shared = math.prod(tensor.shape[2:])
+    return tensor.reshape(batch, groups, channels // groups, shared).permute(1, 0, 3, 2)
+
+
+def sum_of_squares(a: Tensor, g: Tensor, a_basis: Tensor | None, g_basis: Tensor | None) -> Tensor:
+    """`Σ_n (U_Gᵀ (Σ_r g_nr a_nrᵀ) U_A)²`, element by element, `[groups, out, in]`.
+
+    With one position this is a product of the squares. With R the square could be written out as `R(R + 1)/2` such
+    products, which is never fewer operations than to make the matrix of each example, a part of the batch at a time:
+    of rows that are in the eigenbasis or, where that is fewer operations, of rows as they are, to turn the matrix.
+
+    Args:
+        a: `[groups, batch, shared, in]`, of one group where all read the same.
+        g: `[groups, batch, shared, out]`.
+        a_basis: eigenvectors as columns, `[groups, in, in]` or of one group; None for the standard basis.
+        g_basis: likewise over `out`.
+    """
+    groups, batch, shared = max(len(a), len(g)), a.shape[1], a.shape[2]
+    in_dim, out_dim = a.shape[-1], g.shape[-1]
+    if shared == 1:
+        squares = (turned(rows, basis).squeeze(2).square() for rows, basis in ((g, g_basis), (a, a_basis)))
+        turned_g, turned_a = squares
+        return (turned_g.mT @ turned_a).expand(groups, out_dim, in_dim)
+    # Per example: rows of a, which may be those of all groups, and of g; or the matrix of each group.
+    by_rows = by_matrix = 0
+    for rows, basis in ((a, a_basis), (g, g_basis)):
+        if basis is not None:
+            by_rows += max(len(rows), len(basis)) * shared * rows.shape[-1] ** 2
+            by_matrix += groups * out_dim * in_dim * rows.shape[-1]
+    rows_first = by_rows <= by_matrix
+    total = a.new_zeros(groups, out_dim, in_dim)
+    step = max(1, _CHUNK // max(1, groups * out_dim * in_dim))
+    for start in range(0, batch, step):
+        some_a, some_g = (rows[:, start : start + step] for rows in (a, g))
+        if rows_first:
+            some_a, some_g = turned(some_a, a_basis), turned(some_g, g_basis)
+        matrices = some_g.mT @ some_a  # [groups, examples, out, in]
+        if not rows_first:
+            matrices = turned(turned(matrices.mT, g_basis).mT, a_basis)
+        total += matrices.square().sum(1)
+    return total
+
+
+def turned(rows: Tensor, basis: Tensor | None) -> Tensor:
+    """`[groups, n, rows, d]` in the basis `[groups, d, d]`."""
+    if basis is None:
+        return rows
+    # As one product for each group: a fourth dimension would have the basis copied for every example.
+    product = rows.flatten(1, 2) @ basis
+    return product.view(len(product), *rows.shape[1:3], product.shape[-1])

@@ -1,0 +1,237 @@
+"""Which output gradients make `G`.
+
+All are on one scale: `A ⊗ G` stands for the Fisher of the loss as the user wrote it. `Empirical` needs to be told
+nothing. The others name the loss once, `estimate=MonteCarlo(nn.CrossEntropyLoss())`; the training loop stays as it is.
+
+| | of which targets | backward passes more | use it |
+|---|---|---|---|
+| `Empirical` | those of the training | none | the default: where the loss is not known, or not one of these |
+| `MonteCarlo` | drawn from the predictions | 1 | first, where the loss is known |
+| `CurvaturePropagation` | none: random signs | 1 | as `MonteCarlo`, where predictions are nearly certain |
+| `ExactGGN` | none | one per output element, and one | for a few outputs, and to test the others by |
+
+The passes are made on statistics steps alone: with a larger `factor_update_period` they cost little. Steps taken by
+`MonteCarlo` and by `Empirical` are about equally good on classifiers; on deep autoencoders (`python -m benchmarks
+autoencoders`) `MonteCarlo` is far ahead.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.loss_terms import (
+    LossCount,
+    RootCall,
+    read_terms,
+)
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.fisher.extra_backward import Estimation
+from kfac_optim.fisher.likelihoods import (
+    Likelihood,
+    Outputs,
+    Vectors,
+    likelihood_of,
+)
+from kfac_optim.specs import LossTerms
+from kfac_optim.utils.autograd import GradientEdge
+from kfac_optim.utils.validation import check_integer, check_kind
+
+
+class Estimate(ABC):
+    """Decides which backward passes make `G`."""
+
+    @abstractmethod
+    def arm(self, window: CaptureWindow) -> None:
+        """Prepare `window` for the coming steps. Called once, when the optimizer is built."""
+
+    @abstractmethod
+    def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
+        """What the output gradients are multiplied by, against those of the loss as the user wrote it.
+
+        Args:
+            count: the terms of the step's loss.
+            loss_scale: what the training loop multiplies its loss by.
+        """
+
+
+class Empirical(Estimate):
+    """The training loss's own gradients: no extra pass, no knowledge of the loss.
+
+    The resulting `A ⊗ G` approximates the empirical Fisher, which is not the Fisher: it vanishes with the
+    residuals, so near a perfect fit steps are bounded by the damping and the trust region (Kunstner et al. 2019).
+
+    Use it where the loss is none of those that the others know, under `torch.compile`, and where steps must be cheap.
+    """
+
+    def __repr__(self) -> str:
+        return "Empirical()"
+
+    def arm(self, window: CaptureWindow) -> None:
+        window.listening = True
+
+    def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
+        return loss_scale
+
+
+class NamedLoss(Estimate):
+    """An estimate that knows the loss and does not look at its targets: extra passes of backward on statistics steps.
+
+    They run within the training loop's own `backward()`, through its own graph, before it goes on from the model's
+    output. Models under `torch.compile` have no such graph, and checkpointing with `use_reentrant=True` allows no such
+    pass: there use `Empirical`.
+
+    Args:
+        criterion: `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.GaussianNLLLoss` (of a model that
+            returns means and variances), or a `Likelihood`. It sets the number of loss terms; with ignored targets
+            state it by `set_loss_terms`. Terms whose gradient is exactly zero are left out.
+        loss_terms: what the mean runs over, where your loss is not put together as `criterion` says: EXAMPLES for
+            squares summed over the outputs of an example and averaged over examples.
+        class_dim: of the logits, where they have more than two dimensions: -1 for language models, 1 for segmentation.
+        outputs: takes what the loss reads from what the model returns; where it is not given, the first tensor with a
+            dimension (for `nn.GaussianNLLLoss` the first two).
+        seed: of the random numbers, which are the optimizer's own: those of training stay as they were, and a run that
+            is resumed draws what the uninterrupted one does.
+
+    Raises:
+        TypeError: an unknown loss.
+        ValueError: an option of the loss that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        criterion: nn.Module | Likelihood,
+        *,
+        loss_terms: LossTerms | None = None,
+        class_dim: int | None = None,
+        outputs: Callable[[Any], Tensor | Outputs] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_integer(f"seed of {type(self).__name__}", seed, at_least=0)
+        if loss_terms is not None:
+            check_kind(f"loss_terms of {type(self).__name__}", loss_terms, LossTerms)
+        self.criterion = criterion
+        self.likelihood = likelihood_of(criterion, class_dim)
+        self.loss_terms = loss_terms
+        self.seed = seed
+        self._outputs = outputs
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.criterion!r})"
+
+    several = False
+    """Whether `vectors` gives several for one forward, whose statistics add up."""
+
+    @abstractmethod
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        """Gradients of single terms with respect to `outputs`, one pass of backward for each."""
+
+    def arm(self, window: CaptureWindow) -> None:
+        window.listening = True
+        summed = not self.likelihood.mean if self.loss_terms is None else self.loss_terms is LossTerms.SUM
+        window.name_loss(mean=not summed)
+        window.estimate = _Watcher(self, window)
+
+    def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
+        # Gradients of single terms have not been divided by their number.
+        return count.averaged
+
+    def terms(self, outputs: Outputs) -> int:
+        """Of the loss: what its mean, or sum, runs over."""
+        if self.loss_terms in (None, LossTerms.SUM):
+            return self.likelihood.terms(outputs)
+        terms = read_terms(self.loss_terms, outputs, outputs)
+        assert terms is not None
+        return terms
+
+    def outputs_of(self, output: Any) -> Outputs:
+        """What the loss reads of what the model returned; empty where it is not there."""
+        if self._outputs is not None:
+            chosen = self._outputs(output)
+            return (chosen,) if isinstance(chosen, Tensor) else tuple(chosen)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        chosen = tuple(leaf for leaf in leaves if leaf.dim() > 0 and leaf.is_floating_point())
+        return chosen[: self.likelihood.outputs]
+
+
+class _Watcher:
+    """Sets up the passes for each forward of the model."""
+
+    def __init__(self, estimate: NamedLoss, window: CaptureWindow) -> None:
+        self._estimate = estimate
+        self._window = weakref.ref(window)
+        self._step, self._forwards = -1, 0
+
+    def __call__(self, root: RootCall, calls: Sequence[tuple[ForwardCall, GradientEdge]], output: Any) -> None:
+        window = self._window()
+        if window is None or not (calls or window.loss_is_sum):
+            return
+        outputs = self._estimate.outputs_of(output)
+        if len(outputs) != self._estimate.likelihood.outputs or not all(o.requires_grad for o in outputs):
+            return
+        root.terms = self._estimate.terms(outputs)
+        if not calls:
+            return
+        detached = tuple(o.detach() for o in outputs)
+        Estimation(
+            weakref.ref(window),
+            self._estimate.likelihood,
+            self._estimate.vectors,
+            self._estimate.several,
+            root.terms,
+            root,
+            calls,
+            detached,
+            self._seed,
+        ).await_backward(outputs)
+
+    def _seed(self) -> int:
+        """One stream of random numbers for each forward of each step that a backward comes to, and for each worker.
+
+        Their examples are others. Forwards without a backward draw nothing, so that an evaluation changes nothing.
+        """
+        window = self._window()
+        step, worker = (0, 0) if window is None else (window.step, window.worker)
+        self._forwards = self._forwards + 1 if step == self._step else 0
+        self._step = step
+        stream = (self._estimate.seed, step, self._forwards)
+        return hash((*stream, worker) if worker else stream) % 2**63
+
+
+class MonteCarlo(NamedLoss):
+    """Gradients at targets drawn from the model's own predictions: the Fisher, in expectation, by one pass.
+
+    Use it wherever the loss is one of those known: unlike the empirical Fisher it does not vanish with the residuals
+    (Martens & Grosse 2015, §5; Kunstner et al. 2019).
+    """
+
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        yield self.likelihood.sample(outputs, generator)
+
+
+class CurvaturePropagation(NamedLoss):
+    """`B v`, `B Bᵀ` the Hessian of the loss, `v` random signs: the generalised Gauss-Newton matrix, in expectation.
+
+    One pass, as `MonteCarlo`. Use it in its place where the predictions are nearly certain: its variance is then the
+    smaller (Martens, Sutskever & Swersky 2012).
+    """
+
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        yield self.likelihood.propagate(outputs, generator)
+
+
+class ExactGGN(NamedLoss):
+    """The generalised Gauss-Newton matrix without noise: a pass for each element of an example's output, and one more.
+
+    Use it for small outputs, and to test the others by.
+    """
+
+    several = True
+
+    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        return self.likelihood.columns(outputs)

@@ -1,0 +1,127 @@
+"""Gradients of an estimate's own, backpropagated through the graph of the training loop.
+
+When the loop's backward comes to the output of the model, and before it goes on, passes of the estimate's own run from
+there to the outputs of the layers. So they come only where a backward comes, need no second forward (no dropout mask,
+no buffer of a normalisation layer is touched), accumulate nothing into `.grad`, and the graph is there.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kfac_optim.capture.calls import ForwardCall, Ledger
+from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.fisher.likelihoods import (
+    Likelihood,
+    Outputs,
+    Vectors,
+)
+from kfac_optim.utils.autograd import (
+    GradientEdge,
+    edge,
+    on_gradient,
+    pull_back,
+    running_edge,
+)
+from kfac_optim.utils.random_state import normal_like
+
+
+@dataclass(eq=False)
+class Estimation:
+    """The passes through one forward of the model.
+
+    Attributes:
+        ledger: that the calls come to stand in, held weakly.
+        likelihood: of the loss.
+        vectors: gradients of single terms with respect to the outputs, whose outer products make the Fisher.
+        several: whether these are several for one forward; one more pass then tells where any of them comes to.
+        terms: of the loss.
+        root: the forward.
+        calls: of layers in it, and where their gradients pass; None is at the only output.
+        outputs: of the model, detached.
+        seed: of random numbers; asked when the first backward comes.
+    """
+
+    ledger: "weakref.ref[Ledger]"
+    likelihood: Likelihood
+    vectors: Callable[[Outputs, torch.Generator], Iterator[Vectors]]
+    several: bool
+    terms: int
+    root: RootCall
+    calls: Sequence[tuple[ForwardCall, GradientEdge | None]]
+    outputs: Outputs
+    seed: Callable[[], int]
+    _arrived: set[int] = field(default_factory=set)
+    _drawn: int | None = None
+
+    def await_backward(self, outputs: Outputs) -> None:
+        """Run when a backward comes to `outputs`, those of the model as they are in the graph.
+
+        It comes to each at another time, and what it has passed is gone. So each has passes of its own: between two
+        outputs `H` is zero.
+        """
+        if len(outputs) == 1:
+            # The output's node holds us by its hook: with that node in turn, as where the last layer's output is the
+            # model's, a forward without a backward would wait for the garbage collector.
+            own = edge(outputs[0])
+            self.calls = [(call, None if _is_same(there, own) else there) for call, there in self.calls]
+        for place, output in enumerate(outputs):
+            on_gradient(output, _Arrival(self, place, output.output_nr))
+
+    def arrive(self, place: int, at: GradientEdge, gradient: Tensor) -> None:
+        ledger = self.ledger()
+        if ledger is None or not ledger.listening:
+            return
+        if place in self._arrived:
+            ledger.keep(call for call, _ in self.calls)
+            return
+        reached = [(call, there) for call, there in self.calls if call.is_reached()]
+        if reached:
+            self._arrived.add(place)
+            self.root.terms = self.terms
+            with ledger.shards.passing_within_backward():
+                self._run(place, at, gradient, [(call, there or at) for call, there in reached if call.open()])
+        if len(self._arrived) == len(self.outputs):
+            for call, _ in self.calls:
+                call.release()
+
+    def _run(
+        self, place: int, at: GradientEdge, gradient: Tensor, calls: Sequence[tuple[ForwardCall, GradientEdge]]
+    ) -> None:
+        if not calls:
+            return
+        if self._drawn is None:
+            self._drawn = self.seed()
+        used = self.likelihood.used(gradient)
+
+        def at_layers(vectors: Vectors) -> list[Tensor | None]:
+            vector = vectors[place]
+            if vector is None:
+                return [None] * len(calls)
+            return pull_back([at], [vector * used.to(vector.dtype)], [there for _, there in calls])
+
+        generator = torch.Generator(self.outputs[0].device).manual_seed(self._drawn)
+        reach: list[Tensor | None] = [None] * len(calls)
+        if self.several:  # by numbers that do not cancel, as signs may
+            reach = at_layers(tuple(normal_like(output, generator) for output in self.outputs))
+        for vectors in self.vectors(self.outputs, generator):
+            for (call, _), of_layer, reached in zip(calls, at_layers(vectors), reach, strict=True):
+                if of_layer is not None:
+                    call.take(of_layer, reached)
+
+
+def _is_same(one: GradientEdge | None, other: GradientEdge) -> bool:
+    return one is not None and one.node is other.node and one.output_nr == other.output_nr
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    estimation: Estimation
+    place: int
+    output_nr: int
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.estimation.arrive(self.place, running_edge(self.output_nr), gradient)

@@ -1,0 +1,141 @@
+"""A trust region whose size follows what steps do to the loss, so that it needs no unit of the loss."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import regularised
+from kfac_optim.step.step_size import (
+    Direction,
+    Group,
+    Proposal,
+    Sized,
+    StepSize,
+    by_group,
+    covered_here,
+    lengths,
+    scalar,
+    scale_all,
+    scale_momentum,
+    shortened,
+    summed_terms,
+)
+from kfac_optim.step.trust_region import (
+    follow,
+    inner_product,
+    slope_ratio,
+    trust_region_scale,
+)
+from kfac_optim.utils.sharded_params import local
+
+_SHARE = 0.25  # of what the new step promises, that momentum which goes uphill may take back
+
+
+@dataclass(frozen=True)
+class AdaptiveTrustRegion(StepSize):
+    """The user's learning rate and momentum, bounded by `kl_clip` times the square of a number `m` that is found.
+
+    `m` is 1 at first, and stands for the unit of the loss: a loss of thousands of nats trains as one of a nat does,
+    once `m` has come to thousands. It grows where the last step was held by the region and the loss still falls along
+    it as it began to, and shrinks where the loss rises along it (`trust_region.follow`). The bound is that of
+    `TrustRegion` before momentum, with `κ = m² kl_clip`. Where `m` is above 1, a step may also be up to `m` times as
+    long as the learning rate makes it: of a loss `m` times as large the empirical Fisher is `m²` times as large and
+    the gradient `m` times, so that steps without this get shorter the larger the loss is. Elsewhere no step is longer
+    than the learning rate makes it, and a schedule of it is followed once it makes steps shorter than the region does.
+
+    The damping is in the unit of the loss too: where `m` is above 1 it is `m` times that of the param groups, with `m`
+    as of the last statistics. With `LevenbergMarquardt`, which finds the damping itself, it is that of the groups.
+
+    Momentum that goes uphill is scaled, for good, so that it takes back no more than a quarter of what the new step
+    promises.
+
+    Momentum says along what the last step went. Without momentum the direction of the last step is kept in its place,
+    of the layers that are preconditioned: so much memory as momentum takes. `kl_clip` may be edited and scheduled: `m`
+    goes on from where it is. With `kl_clip=None` nothing is bounded, followed or kept.
+    """
+
+    def keeps_direction(self, groups: Sequence[Group]) -> bool:
+        return any(group["kl_clip"] is not None for group in groups)
+
+    def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
+        return () if all(group["kl_clip"] is None for group in groups) else (2,)
+
+    def loss_unit(self, memory: Tensor) -> float:
+        return max(1.0, math.exp(float(memory[0])))
+
+    def size(self, proposal: Proposal) -> Sized:
+        one = torch.ones_like(proposal.products[0][1])
+        if proposal.kl_clip is None:
+            return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": one, "momentum_scale": one})
+        buffers = _directions_before(proposal)
+        slope, promised = proposal.executor.all_reduce_scalars(_slopes(buffers, one.device)).unbind()
+        memory = proposal.memory.to(one.device, non_blocking=True)
+        multiplier, slope_before, held, share = memory.unbind()
+        ratio = slope_ratio(slope.to(memory.dtype), slope_before)
+        multiplier = follow(multiplier, ratio, held > 0)
+        size = multiplier.exp().to(one.dtype)
+        kl_clip, longest = proposal.kl_clip * size.square(), size.clamp(min=1)
+        decrease, quadratic = lengths(proposal.products)
+        scale = trust_region_scale(quadratic, decrease, summed_terms(proposal), kl_clip, longest)
+        allowed = _SHARE * scale * decrease
+        kept = torch.where(promised < -allowed, -allowed / promised, 1.0)
+        scale_all(chain.from_iterable(proposal.parts), scale)
+        scale_momentum(proposal, [(group, buffer) for group, buffer, _ in buffers], kept)
+        direction = proposal.direction()
+        _keep_directions(proposal, direction)
+        holds = scale < longest
+        slope_after = kept * promised + scale * _added(proposal.products)
+        after = [multiplier, slope_after, holds, shortened(share, holds & (ratio > 0.5))]
+        return Sized(
+            direction,
+            lambda _: {},
+            {"trust_region_scale": scale, "momentum_scale": kept, "kl_clip": kl_clip},
+            torch.stack([number.to(memory.dtype) for number in after]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
+        )
+
+
+def _directions_before(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
+    """What the last step went along, momentum or else its direction, with its param group and the gradient."""
+    return [
+        (group, local(buffer), local(regularised(param, group)))
+        for param, group in covered_here(proposal)
+        if param.grad is not None and (buffer := proposal.momentum(param)) is not None
+    ]
+
+
+def _slopes(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
+    """`Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
+    slope = promised = torch.zeros((), device=device)
+    for group, lefts, rights in by_group(buffers):
+        sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
+        product = inner_product(lefts, rights, device) * sign * scalar(group["lr"], device)
+        slope, promised = slope + product, promised + product * group["momentum"]
+    return torch.stack([slope, promised])
+
+
+def _added(products: Sequence[tuple[Group, Tensor]]) -> Tensor:
+    """`Σ lr Δᵀ∇` of what is added to the momentum, `[]`."""
+    added = [
+        scalar(group["lr"], product.device) * product * (1 - group["dampening"] if group["momentum"] != 0 else 1)
+        for group, product in products
+    ]
+    return torch.stack(added).sum()
+
+
+def _keep_directions(proposal: Proposal, direction: Direction) -> None:
+    """Keep the direction of this step where torch keeps momentum, of the parameters that have none."""
+    for param, group in covered_here(proposal):
+        if group["momentum"] == 0 and param in direction:
+            proposal.state[param]["momentum_buffer"] = _kept(proposal, param, group, direction[param])
+
+
+def _kept(proposal: Proposal, param: nn.Parameter, group: Group, part: Tensor) -> Tensor:
+    new = -part if group["maximize"] else part
+    if proposal.finite is None:
+        return new
+    before = proposal.momentum(param)
+    return torch.where(proposal.finite, new, torch.zeros_like(new) if before is None else before)

@@ -1,0 +1,95 @@
+"""Steps that are not taken because a gradient is not finite: how many, and whether the host or the device says so."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.utils.precision import all_finite
+from kfac_optim.utils.sharded_params import local
+
+
+class SkippedSteps:
+    """Counts of them.
+
+    Where the host waits for the answer, it counts. Where it does not (`defer`), the device does, and what it counted is
+    only fetched when it is asked for (`look`).
+
+    Attributes:
+        total: ever, as of the last look.
+        in_a_row: up to now, likewise.
+        deferred: steps that the device was left with since the last look.
+    """
+
+    def __init__(self, total: int = 0, in_a_row: int = 0) -> None:
+        self.total = total
+        self.in_a_row = in_a_row
+        self.deferred = 0
+        self._counts: Tensor | None = None
+
+    def skip(self) -> None:
+        """A step was not taken."""
+        self.total += 1
+        self.in_a_row += 1
+
+    def take(self) -> None:
+        """A step was taken."""
+        self.in_a_row = 0
+
+    def defer(self, finite: Tensor) -> None:
+        """A step is taken where `finite` `[]` bool is True, and nobody waits to know."""
+        if self._counts is None or self._counts.device != finite.device:
+            self.look()
+            self._counts = torch.zeros(2, dtype=torch.int64, device=finite.device)
+        self._counts += ~finite
+        self._counts[1] *= ~finite
+        self.deferred += 1
+
+    def look(self) -> None:
+        """Fetch what the device counted: one host synchronisation, if there is any."""
+        if self.deferred == 0 or self._counts is None:
+            return
+        total, in_a_row = self._counts.tolist()
+        self._counts.zero_()
+        self.total += total
+        self.in_a_row = in_a_row + (self.in_a_row if in_a_row == self.deferred else 0)
+        self.deferred = 0
+
+    def check_limit(
+        self,
+        limit: int | None,
+        gradients: Mapping[nn.Parameter, Tensor],
+        names: Callable[[], Mapping[nn.Parameter, str]],
+    ) -> None:
+        """Raise RuntimeError where `limit` steps in a row were skipped, with the names of the guilty parameters."""
+        if limit is None or self.in_a_row < limit:
+            return
+        known = names()
+        guilty = [known.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([local(grad)])]
+        raise RuntimeError(
+            f"kfac_optim: {self.in_a_row} steps in a row were skipped because gradients are not finite "
+            f"(nonfinite_limit={limit}), now those of "
+            f"{', '.join(map(repr, guilty[:4])) or 'a parameter that were changed since'}"
+            f"{f' and {len(guilty) - 4} more' if len(guilty) > 4 else ''}. Look at the loss and the data; "
+            "lower lr, raise damping, or lower the loss scale."
+        )
+
+
+def fused_kernels_look(
+    groups: Sequence[Mapping[str, Any]], gradients: Mapping[nn.Parameter, Tensor], state: Mapping[Any, Any]
+) -> bool:
+    """Whether torch's fused kernels change all parameters and momentum, on one accelerator.
+
+    They look for themselves: where a gradient is not finite, nothing is changed.
+    """
+    if not gradients or not all(group["fused"] for group in groups):
+        return False
+    (device, *others) = {gradient.device for gradient in gradients.values()}
+    if others or device.type in ("cpu", "meta") or any(g.layout is not torch.strided for g in gradients.values()):
+        return False
+    return all(
+        param.grad is None or group["momentum"] == 0 or state.get(param, {}).get("momentum_buffer") is not None
+        for group in groups
+        for param in group["params"]
+    )

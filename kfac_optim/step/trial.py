@@ -1,0 +1,235 @@
+"""A step that is judged after it was taken: by the change of the loss on its examples, and taken back if need be."""
+
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import KFACBlock, l2
+from kfac_optim.capture.loss_terms import LossCount
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.fisher.gauss_newton import (
+    ForwardRecorder,
+    KeptForward,
+    Objective,
+)
+from kfac_optim.step.engine import StepRecord
+from kfac_optim.step.execution import Executor
+from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.step.quadratic import reduction_ratio
+from kfac_optim.step.trust_region import inner_product
+from kfac_optim.utils.random_state import RandomState
+
+
+class Trial:
+    """A step that is about to be taken.
+
+    Args:
+        groups: the optimizer's param groups.
+        state: the optimizer's state, for momentum buffers.
+        loss: before the step, a number or a tensor of one element; of this process's examples.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], state: MutableMapping[Tensor, Any], loss: float | Tensor
+    ) -> None:
+        self.groups = groups
+        self._state = state
+        self._before = {
+            param: param.detach().clone() for group in groups for param in group["params"] if param.grad is not None
+        }
+        self._penalty_before = self._penalty(self._before)
+        self.loss = float(loss)
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """Those that the step moves."""
+        return list(self._before)
+
+    def rose(self, loss: float) -> bool:
+        """Whether the step made the loss what it is now by raising it, or made it a number that is not finite."""
+        return not self._after(loss) <= self.loss + self._penalty_before
+
+    def ratio(
+        self, loss: float, objective: Objective, count: LossCount, predicted: float | None, executor: Executor
+    ) -> float | None:
+        """`ρ`: what the step did to the loss over what the quadratic model says that it does.
+
+        Args:
+            loss: after the step.
+            objective: whose curvature before the step makes the model.
+            count: terms of the loss.
+            predicted: by the model; None where nobody has computed it.
+            executor: of the step.
+        """
+        if predicted is None:
+            predicted = self._predicted(objective, count, executor)
+        return reduction_ratio(self.loss + self._penalty_before, self._after(loss), predicted)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Take the step back; momentum, which led into it, starts anew."""
+        for param, value in self._before.items():
+            param.copy_(value)
+            if param in self._state:
+                self._state[param].pop("momentum_buffer", None)
+
+    def _after(self, loss: float) -> float:
+        return loss + self._penalty({param: param.detach() for param in self._before})
+
+    def _predicted(self, objective: Objective, count: LossCount, executor: Executor) -> float:
+        """`∇hᵀδ + ½ δᵀ (C + η) δ`."""
+        step = {param: param.detach() - value for param, value in self._before.items()}
+        device = next(iter(step)).device
+        total = executor.average(objective.curvature(self._before, [step], count)).reshape(()).to(device) / 2
+        for group in self.groups:
+            params = [param for param in group["params"] if param in step]
+            moved = [step[param] for param in params]
+            total = total + inner_product(moved, [param.grad for param in params if param.grad is not None], device)
+            if eta := l2(group):
+                held = [self._before[param] for param in params]
+                total = total + eta * (inner_product(moved, held, device) + inner_product(moved, moved, device) / 2)
+        return float(total)
+
+    def _penalty(self, values: Mapping[nn.Parameter, Tensor]) -> float:
+        """`½ η ‖θ‖²`, where weight decay is part of the curvature."""
+        total = 0.0
+        for group in self.groups:
+            if eta := l2(group):
+                held = [values[param] for param in group["params"] if param in values]
+                total += sum(float(value.double().square().sum()) for value in held) * eta / 2
+        return total
+
+
+class Judge:
+    """Sees what steps do to the loss, adapts the damping by it, and takes steps back.
+
+    Args:
+        rule: the user's choice.
+        window: in which the second evaluation leaves nothing.
+        recorder: of the model's forwards.
+        objective: whose quadratic model is judged.
+        executor: of the steps: what it averages over processes, they all decide by.
+
+    Attributes:
+        ratio: `ρ` of the last step that was judged; None where it said nothing.
+        rejected: steps that were taken back.
+    """
+
+    def __init__(
+        self,
+        rule: LevenbergMarquardt,
+        window: CaptureWindow,
+        recorder: ForwardRecorder,
+        objective: Objective,
+        executor: Executor,
+    ) -> None:
+        self.rule = rule
+        self.ratio: float | None = None
+        self.rejected = 0
+        self._window = window
+        self._recorder = recorder
+        self._objective = objective
+        self._executor = executor
+
+    def check_call(self, closure: object, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a step without a closure, and numbers that the rule does not go with."""
+        self.rule.check(groups)
+        if closure is None:
+            raise RuntimeError(
+                f"kfac_optim: {self.rule} has to see what a step does to the loss: pass step() a closure that "
+                "evaluates the model, calls backward() and returns the loss."
+            )
+
+    def check_loss(self, loss: object) -> None:
+        """Refuse a closure that did not return the loss."""
+        if loss is None:
+            raise RuntimeError(
+                f"kfac_optim: the closure returned None, and {self.rule} has to see what a step does to the loss: "
+                "return it from the closure."
+            )
+
+    def evaluate_again(
+        self, trial: Trial, closure: Callable[[], Any], random: RandomState, model: nn.Module | None
+    ) -> float:
+        """The loss where the parameters stand now, on the examples of the last evaluation; nothing else is changed.
+
+        Raises:
+            RuntimeError: the closure saw other examples than before. The step is taken back.
+        """
+        assert model is not None
+        before, self._recorder.kept = self._recorder.kept, []
+        params = (param for group in trial.groups for param in group["params"])
+        held = {param: param.grad for param in {**dict.fromkeys(params), **dict.fromkeys(model.parameters())}}
+        if self._executor.several:  # the second backward may write to what a wrapper made gradients views of
+            held = {param: None if grad is None else grad.clone() for param, grad in held.items()}
+        buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            for param in held:
+                param.grad = None
+            with random.replayed(), self._window.muted(), torch.enable_grad():
+                loss = closure()
+            differ = float(not _same_inputs(before, self._recorder.kept))
+            if float(self._executor.average(torch.tensor(differ, device=next(iter(held)).device))) > 0:
+                raise RuntimeError(
+                    "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
+                    "the loss, and the model was called with other inputs than the first time. Draw the batch before "
+                    "step(), outside the closure. The step has been taken back."
+                )
+            return float(loss)
+        except BaseException:
+            trial.undo()
+            raise
+        finally:
+            self._recorder.kept = before
+            for param, grad in held.items():
+                param.grad = grad
+            for registered, old in buffers:  # a forward may change a buffer in place, or put another in its place
+                registered.update(old)
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+
+    def decide(
+        self, trial: Trial, loss: float, step: int, record: StepRecord | None, blocks: Sequence[KFACBlock]
+    ) -> None:
+        """Adapt the damping by what step number `step` did to the loss, which is now `loss`; or take the step back."""
+        assert record is not None
+        losses = torch.tensor([trial.loss, loss], dtype=torch.float64, device=next(iter(trial.params)).device)
+        trial.loss, loss = self._executor.average(losses).tolist()
+        rejected = self.rule.reject and trial.rose(loss)
+        self.ratio = -math.inf if rejected else None
+        if rejected:
+            trial.undo()
+            self.rejected += 1
+            for block in blocks:
+                block.clock.outdated = block.is_ready
+        elif self.rule.adapts_at(step):
+            predicted = record.measures.get("predicted_change")
+            change = None if predicted is None else float(predicted)
+            self.ratio = trial.ratio(loss, self._objective, record.count, change, self._executor)
+        else:
+            return
+        for group in trial.groups:
+            group["damping"] = self.rule.adapted(group["damping"], self.ratio)
+
+
+def _same_inputs(before: Sequence[KeptForward], after: Sequence[KeptForward]) -> bool:
+    if len(before) != len(after):
+        return False
+    pairs = [(one.inputs(), other.inputs()) for one, other in zip(before, after, strict=True)]
+    return all(
+        len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right, strict=True)) for left, right in pairs
+    )
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """NaN for NaN as well: missing data may be marked by it."""
+    if left is right:
+        return True
+    if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())

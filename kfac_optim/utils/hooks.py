@@ -1,0 +1,155 @@
+"""Forward hooks and torch function modes: put on, taken off, and left in order."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+from torch.overrides import (  # type: ignore[attr-defined]
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_function_stack_at,
+    _len_torch_function_stack,
+)
+from torch.utils.hooks import RemovableHandle
+
+from kfac_optim.utils.dynamo import call_as_it_is, inline_only
+
+
+class Handle(Protocol):
+    """Takes hooks off a module."""
+
+    def remove(self) -> None:
+        """Idempotent."""
+
+
+class Handles:
+    """Several handles as one."""
+
+    def __init__(self, *handles: Handle) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class PicklableHook:
+    """A module hook that neither pickles nor copies what it calls."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @inline_only
+    def __call__(self, *args: Any) -> Any:
+        return call_as_it_is(self._function, *args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _inert_hook, ()
+
+
+def call_if_there(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    """Call it, where the object that it is of is there still."""
+    found = method()
+    if found is not None:
+        found(*args)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+def _inert_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+class LayerHooks:
+    """Forward hooks of one layer, which can be taken off and put on again."""
+
+    def __init__(
+        self,
+        hooks: "list[LayerHooks]",
+        module: nn.Module,
+        before: Callable[..., None] | None,
+        after: Callable[..., Any],
+    ) -> None:
+        self._hooks = hooks
+        self._module = module
+        self._before = before
+        self._after = after
+        self._handles: list[RemovableHandle] = []
+        self._is_on = False  # what the handles tell too, but `torch.compile` cannot look at them
+
+    def on(self) -> None:
+        if self._is_on:
+            return
+        self._is_on = True
+        before, after = PicklableHook(self._call_before), PicklableHook(self._after)
+        if self._before is not None:
+            self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
+        # First among the module's hooks: the output is then the layer's own, and the root call still open when the
+        # model is this very layer.
+        self._handles.append(
+            self._module.register_forward_hook(
+                after, prepend=True, with_kwargs=True, always_call=self._before is not None
+            )
+        )
+
+    def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same,
+        # without the keyword arguments.
+        if self._before is not None and self._is_on:
+            self._before(module, args, kwargs)
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Catch up with a forward of `module` that has begun."""
+        if module is self._module:
+            self._call_before(module, args, {})
+
+    def off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._is_on = False
+
+    def remove(self) -> None:
+        self.off()
+        if self in self._hooks:
+            self._hooks.remove(self)
+
+
+def is_on(mode: TorchFunctionMode | None) -> bool:
+    """Whether torch functions are now called in this very mode; traced by `torch.compile` too."""
+    return any(_get_function_stack_at(i) is mode for i in range(_len_torch_function_stack()))
+
+
+def is_any_on(kind: type[TorchFunctionMode]) -> bool:
+    """Whether torch functions are now called in a mode of this kind, likewise."""
+    return any(isinstance(_get_function_stack_at(i), kind) for i in range(_len_torch_function_stack()))
+
+
+class ModeStack:
+    """Torch function modes that forwards under way run in.
+
+    An interrupted forward (KeyboardInterrupt) is left without a hook being called; its modes go with the next forward
+    of the model, the next `step()` or `zero_grad()`, or the optimizer itself.
+    """
+
+    def __init__(self) -> None:
+        self._modes: list[TorchFunctionMode] = []
+
+    def enter(self, mode: TorchFunctionMode) -> None:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._modes.append(mode)
+
+    def leave(self, mode: TorchFunctionMode | None = None) -> None:
+        """Leave all modes entered since `mode`, and it as well; all of them where it is None."""
+        while self._modes:
+            last = self._modes.pop()
+            # Somebody's own mode may lie above one that was left behind; then it stays, and is asked in vain.
+            if _get_current_function_mode() is last:  # type: ignore[no-untyped-call]
+                last.__exit__(None, None, None)
+            if last is mode:
+                return

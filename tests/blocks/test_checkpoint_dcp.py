@@ -1,0 +1,126 @@
+"""Checkpoints through `torch.distributed.checkpoint` on one process, in each of its forms."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from helpers.plain import (
+    assert_identical,
+    clones,
+    mlp,
+    train,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from kfac_optim import (
+    EKFAC,
+    Inverse,
+    KFACOptimizer,
+    NewtonSchulz,
+    TrustRegion,
+)
+
+Run = tuple[nn.Module, KFACOptimizer]
+
+
+def new(momentum: float, inverse: Inverse[Any], **options: Any) -> Run:
+    model = mlp()
+    return model, KFACOptimizer(
+        model, lr=0.1, momentum=momentum, factor_update_period=1, inverse_update_period=3, inverse=inverse, **options
+    )
+
+
+def through_files(state: Any, template: Any, folder: Path) -> None:
+    """Save `state`, and load it into `template`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({"optimizer": state}, checkpoint_id=folder)
+        dcp.load({"optimizer": template}, checkpoint_id=folder)
+
+
+def assert_goes_on_alike(run: Run, other: Run) -> None:
+    other[0].load_state_dict(run[0].state_dict())
+    for model, optimizer in (run, other):
+        train(model, optimizer, 4, start=5)
+    assert_identical(clones(other[0].parameters()), clones(run[0].parameters()))
+    assert_identical(other[1].factors(), run[1].factors())
+
+
+FORMS = {
+    "plain": StateDictOptions(),
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full": StateDictOptions(full_state_dict=True),
+    "on the CPU": StateDictOptions(cpu_offload=True),
+    "full and on the CPU": StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("through", ["memory", "files"])
+def test_every_form_resumes_bitwise(form: str, through: str, momentum: float, tmp_path: Path) -> None:
+    """From memory into an optimizer that has not been asked for its state yet."""
+    # Without momentum there is no state of biases, which torch misses unless told otherwise.
+    options = replace(FORMS[form], strict=momentum != 0)
+    run, other = new(momentum, NewtonSchulz()), new(momentum, NewtonSchulz())
+    train(*run, 5)
+    state = copy.deepcopy(get_optimizer_state_dict(*run, options=options))
+    if through == "files":
+        template = get_optimizer_state_dict(*other, options=options)
+        through_files(state, template, tmp_path)
+        state = template
+    set_optimizer_state_dict(*other, state, options=options)
+    assert_goes_on_alike(run, other)
+
+
+def as_a_dict(run: Run, other: Run, folder: Path) -> None:
+    template = other[1].state_dict()
+    through_files(run[1].state_dict(), template, folder)
+    other[1].load_state_dict(template)
+
+
+def as_itself(run: Run, other: Run, folder: Path) -> None:
+    """An optimizer has what torch calls stateful objects have."""
+    through_files(run[1], other[1], folder)
+
+
+DIRECT: dict[str, Callable[[Run, Run, Path], None]] = {"as a dict": as_a_dict, "as itself": as_itself}
+
+
+@pytest.mark.parametrize("way", DIRECT)
+def test_the_optimizers_own_state_dict_resumes_bitwise_where_there_is_no_momentum(way: str, tmp_path: Path) -> None:
+    run, other = (new(0.0, EKFAC(), step_size=TrustRegion()) for _ in range(2))
+    train(*run, 5)
+    DIRECT[way](run, other, tmp_path)
+    assert_goes_on_alike(run, other)
+
+
+@pytest.mark.parametrize("way", DIRECT)
+def test_momentum_that_a_new_optimizer_cannot_take_so_is_missed_and_the_remedy_works(way: str, tmp_path: Path) -> None:
+    """Of `optim.SGD` the momentum of a new optimizer stays behind without a word."""
+    run, other = new(0.9, EKFAC()), new(0.9, EKFAC())
+    train(*run, 5)
+    with pytest.raises(ValueError, match=r"saved with 2 momentum buffers of '0', and has 0.*get_optimizer_state_dict"):
+        DIRECT[way](run, other, tmp_path / "first")
+    get_optimizer_state_dict(*other)
+    DIRECT[way](run, other, tmp_path / "second")
+    assert_goes_on_alike(run, other)
+
+
+def test_a_momentum_buffer_that_is_gone_is_missed() -> None:
+    run, other = new(0.9, EKFAC()), new(0.9, EKFAC())
+    train(*run, 5)
+    state = run[1].state_dict()
+    del state["state"][3]["momentum_buffer"]
+    with pytest.raises(ValueError, match=r"saved with 2 momentum buffers of '2', and has 1"):
+        other[1].load_state_dict(state)

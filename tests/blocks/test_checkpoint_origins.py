@@ -1,0 +1,89 @@
+"""Checkpoints of other optimizers: SGD's is a warm start, the others are refused as what they are."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.plain import (
+    assert_identical,
+    clones,
+    mlp,
+    snapshot,
+    train,
+)
+from torch import nn
+
+from kfac_optim import KFACOptimizer
+
+
+def saved_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> dict[str, Any]:
+    model = mlp()
+    optimizer = make(list(model.parameters()))
+    train(model, optimizer, steps)
+    return optimizer.state_dict()
+
+
+def sgd(params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, **{"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01, **options})
+
+
+def test_a_checkpoint_of_sgd_is_a_warm_start() -> None:
+    """Its momentum and numbers, and the damping that the optimizer was built with."""
+    saved = saved_by(sgd)
+    model, twin = mlp(seed=1), mlp(seed=1)
+    optimizer = KFACOptimizer([{"params": model.parameters(), "damping": 0.07}], model=model, factor_update_period=1)
+    train(model, optimizer, 3)  # what was measured is gone
+    with pytest.warns(UserWarning, match=r"is of torch\.optim\.SGD: its momentum .* begin anew") as caught:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    assert [each.filename for each in caught] == [__file__]
+    twin.load_state_dict(model.state_dict())
+    expected = KFACOptimizer(twin, 0.3, 0.9, weight_decay=0.01, damping=0.07, factor_update_period=1)
+    for number, param in enumerate(twin.parameters()):
+        expected.state[param]["momentum_buffer"] = saved["state"][number]["momentum_buffer"].clone()
+    train(model, optimizer, 3, start=5)
+    train(twin, expected, 3, start=5)
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert_identical(optimizer.factors(), expected.factors())
+
+
+def test_a_checkpoint_of_sgd_without_momentum_is_one_too() -> None:
+    optimizer = KFACOptimizer(mlp(), momentum=0.9)
+    with pytest.warns(UserWarning, match=r"of torch\.optim\.SGD"):
+        optimizer.load_state_dict(saved_by(lambda params: sgd(params, momentum=0.0)))
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+    assert optimizer.param_groups[0]["damping"] == 1e-3
+
+
+REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], int, str]] = {
+    "Adam": (torch.optim.Adam, 2, r"is of Adam or AdamW: its state holds 'step', 'exp_avg', 'exp_avg_sq'"),
+    "AdamW": (torch.optim.AdamW, 2, r"is of Adam or AdamW"),
+    "Adam before a step": (torch.optim.Adam, 0, r"is of Adam or AdamW: its param groups hold 'betas', 'eps'"),
+    "RMSprop": (
+        lambda params: torch.optim.RMSprop(params, momentum=0.9),
+        2,
+        r"is of another optimizer: its state holds 'step', 'square_avg', 'momentum_buffer'",
+    ),
+    "Adagrad": (torch.optim.Adagrad, 2, r"is of another optimizer: its state holds 'step', 'sum'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("skipped", [(), ("*",)], ids=["", "every layer skipped"])
+def test_another_optimizers_checkpoint_is_refused_by_name_with_a_remedy_that_works(
+    case: str, skipped: tuple[str, ...]
+) -> None:
+    make, steps, message = REFUSED[case]
+    saved = saved_by(make, steps)
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1, skip_layers=skipped)
+    train(model, optimizer, 2)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=message) as error:
+        optimizer.load_state_dict(saved)
+    assert_identical(snapshot(optimizer), before)
+    remedy = "optimizer.param_groups[0]['weight_decay'] = checkpoint['param_groups'][0]['weight_decay']"
+    assert remedy in str(error.value)
+    exec(remedy, {"optimizer": optimizer, "checkpoint": saved})
+    train(model, optimizer, 1)

@@ -1,0 +1,509 @@
+"""Models under `torch.compile`: the factors and steps of the eager model; one graph with statistics, one without."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from helpers.plain import assert_identical, clones
+from torch import Tensor, nn
+
+from kfac_optim import (
+    BlockDiagonal,
+    KFACOptimizer,
+    LossTerms,
+    Structure,
+    Subsample,
+)
+
+BACKEND = "aot_eager"  # traces and partitions as inductor does, and computes with eager kernels
+BACKENDS = [BACKEND, "eager"]  # which calls torch's functions as the model does, in whatever mode the graph is called
+
+
+class Tied(nn.Module):
+    """A language model whose output layer is a function of the embedding's weight, with a weight of its own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.mixed = nn.Parameter(torch.randn(5, 5))
+        self.shift = nn.Parameter(torch.randn(5))
+        self.norm = nn.RMSNorm(5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.addmm(self.shift, self.embedding(ids).flatten(0, 1), self.mixed).unflatten(0, ids.shape)
+        return F.linear(self.norm(torch.tanh(hidden)), self.embedding.weight)
+
+
+class Branch(nn.Module):
+    """A layer that runs twice, a residual added in place, a keyword input, a structured output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        hidden += x
+        torch.relu_(hidden)
+        return {"a": self.twice(hidden), "b": self.twice(torch.tanh(hidden + shift))}
+
+
+class Causal(nn.Conv1d):
+    """Pads by itself what it convolves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (2, 0)))
+
+
+class Cropping(nn.ConvTranspose1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[..., :-2]
+
+
+def causal_net() -> nn.Module:
+    return nn.Sequential(
+        Causal(2, 3, 3), nn.Tanh(), Cropping(3, 2, 4, stride=2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(20, 3)
+    )
+
+
+class Gated(nn.Conv1d):
+    """Layers and a matrix of its own within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3, 1)
+        self.gate, self.mix = nn.Linear(2, 3), nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.mix @ super().forward(x)) * self.gate(x.mean(-1)).sigmoid().unsqueeze(-1)
+
+
+def gated_net() -> nn.Module:
+    return nn.Sequential(Gated(), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3))
+
+
+class Attentive(nn.Module):
+    """Attention to another sequence, and of one sequence to itself without a batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.own = nn.MultiheadAttention(8, 1, kdim=8, vdim=8)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        seen, _ = self.cross(x, memory, memory)
+        return self.own(seen[0], seen[0], seen[0], need_weights=False)[0]
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, groups=2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 3, 2, stride=2),
+        nn.GroupNorm(3, 3),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    )
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+
+
+def mean_square(output: Any) -> Tensor:
+    return torch.stack([leaf.square().mean() for leaf in torch.utils._pytree.tree_leaves(output)]).sum()
+
+
+def images(seed: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return (random(seed, 6, 2, 4, 4),), {}
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
+    options: dict[str, Any] = field(default_factory=dict)
+    fullgraph: bool = True
+
+
+CASES = {
+    "linear": Case(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)),
+        lambda seed: ((random(seed, 8, 4),), {}),
+    ),
+    "convolutions and norms": Case(conv_net, images),
+    "convolutions with forwards of their own": Case(causal_net, lambda seed: ((random(seed, 4, 2, 5),), {})),
+    "layers within a forward of its own": Case(gated_net, lambda seed: ((random(seed, 4, 2, 5),), {})),
+    "some rows": Case(conv_net, images, {"subsample": Subsample(examples=4, positions=3)}),
+    "blocks": Case(
+        lambda: nn.Sequential(nn.Linear(4, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)),
+        lambda seed: ((random(seed, 8, 4),), {}),
+        {"structure": {"0": (Structure.DENSE, BlockDiagonal(3)), "2": (BlockDiagonal(3), Structure.DENSE)}},
+    ),
+    "attention": Case(transformer, lambda seed: ((random(seed, 3, 5, 8),), {}), {"loss_terms": LossTerms.POSITIONS}),
+    "cross attention": Case(Attentive, lambda seed: ((random(seed, 1, 5, 8), random(seed + 99, 1, 4, 8)), {})),
+    "functions of parameters": Case(
+        Tied,
+        lambda seed: ((torch.randint(7, (3, 4), generator=torch.Generator().manual_seed(seed)),), {}),
+        {"loss_terms": LossTerms.POSITIONS},
+    ),
+    "keywords and reuse": Case(
+        Branch, lambda seed: ((random(seed, 6, 4),), {"shift": random(seed + 1000, 6, 4)}), {"kl_clip": None}
+    ),
+}
+
+
+# Dynamo asks tensors inside a graph for their `.grad`, and hides the warning from users but not from pytest.
+reads_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+Compiled = tuple[Callable[..., Any], KFACOptimizer]
+
+
+def optimizer_then_compile(model: nn.Module, backend: Any, fullgraph: bool, **options: Any) -> Compiled:
+    optimizer = KFACOptimizer(model, **options)
+    return torch.compile(model, backend=backend, fullgraph=fullgraph), optimizer
+
+
+def compile_then_optimizer(model: nn.Module, backend: Any, fullgraph: bool, **options: Any) -> Compiled:
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    return compiled, KFACOptimizer(compiled, **options)
+
+
+def compile_in_place(model: nn.Module, backend: Any, fullgraph: bool, **options: Any) -> Compiled:
+    optimizer = KFACOptimizer(model, **options)
+    model.compile(backend=backend, fullgraph=fullgraph)
+    return model, optimizer
+
+
+def compile_a_function(model: nn.Module, backend: Any, fullgraph: bool, **options: Any) -> Compiled:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    optimizer = KFACOptimizer(model, **options)
+    return torch.compile(forward, backend=backend, fullgraph=fullgraph), optimizer
+
+
+ORDERS = [optimizer_then_compile, compile_then_optimizer, compile_in_place, compile_a_function]
+
+
+def train(call: Callable[..., Any], optimizer: KFACOptimizer, case: Case, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        args, kwargs = case.inputs(seed)
+        mean_square(call(*args, **kwargs)).backward()
+        optimizer.step()
+
+
+def build(case: Case) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = case.build().double()
+    return model, copy.deepcopy(model)
+
+
+def all_factors(optimizer: KFACOptimizer) -> dict[str, list[Tensor]]:
+    return {name: [f for f in pair if f is not None] for name, pair in optimizer.factors().items()}
+
+
+# Each case in each order, on one backend in half of the orders and on the other in the rest, in turn.
+COMBINATIONS = {
+    f"{name}-{order.__name__}-{backend}": (case, order, backend)
+    for row, (name, case) in enumerate(CASES.items())
+    for column, order in enumerate(ORDERS)
+    for backend in [BACKENDS[(row + column) % 2]]
+}
+
+
+@pytest.mark.parametrize(("case", "order", "backend"), COMBINATIONS.values(), ids=COMBINATIONS)
+def test_a_compiled_model_takes_the_steps_of_the_eager_one_in_two_graphs(case: Case, order: Any, backend: str) -> None:
+    model, twin = build(case)
+    options = {"lr": 0.1, "momentum": 0.9, "factor_update_period": 2, "inverse_update_period": 4, **case.options}
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    torch._dynamo.utils.counters.clear()
+    call, optimizer = order(model, counter, case.fullgraph, **options)
+    reference = KFACOptimizer(twin, **options)
+    train(call, optimizer, case, range(7))
+    train(twin, reference, case, range(7))
+    assert_identical(all_factors(optimizer), all_factors(reference))
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0.0
+    assert counter.frame_count == 2, "one graph with statistics, one without"
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
+def test_inductor_gives_the_steps_of_the_eager_model() -> None:
+    """Its kernels round differently; nothing else may."""
+    case = CASES["linear"]
+    model, twin = build(case)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
+    train(torch.compile(model, fullgraph=True), optimizer, case, range(3))
+    train(twin, reference, case, range(3))
+    torch.testing.assert_close(all_factors(optimizer), all_factors(reference), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(clones(model.parameters()), clones(twin.parameters()), rtol=1e-9, atol=1e-12)
+
+
+@dataclass(frozen=True)
+class Loop:
+    call: Callable[..., Any]
+    model: nn.Module
+    optimizer: KFACOptimizer
+
+
+def accumulate(loop: Loop) -> None:
+    for seed, size in ((0, 5), (1, 3), (2, 2)):
+        (loop.call(random(seed, size, 4)).square().sum() / 10).backward()
+
+
+def two_backwards(loop: Loop) -> None:
+    output = loop.call(random(0, 8, 4))
+    output[:, 0].square().mean().backward(retain_graph=True)
+    output[:, 1:].cos().mean().backward()
+
+
+def attack_first(loop: Loop) -> None:
+    x = random(0, 8, 4).requires_grad_()
+    (slope,) = torch.autograd.grad(loop.call(x).square().mean(), x)
+    loop.call((x + 0.1 * slope.sign()).detach()).square().mean().backward()
+
+
+def evaluate_between(loop: Loop) -> None:
+    output = loop.call(random(0, 8, 4))
+    loop.model.eval()
+    with torch.no_grad():
+        loop.call(random(1, 8, 4))
+    loop.model.train()
+    loop.call(random(2, 8, 4))  # a graph that no backward comes to
+    output.square().mean().backward()
+
+
+def discard_a_backward(loop: Loop) -> None:
+    loop.call(random(1, 8, 4)).square().mean().backward()
+    loop.optimizer.zero_grad()
+    loop.call(random(0, 8, 4)).square().mean().backward()
+
+
+def discard_by_the_model(loop: Loop) -> None:
+    loop.call(random(1, 8, 4)).square().mean().backward()
+    loop.model.zero_grad()
+    loop.call(random(0, 8, 4)).square().mean().backward()
+
+
+HABITS = [accumulate, two_backwards, attack_first, evaluate_between, discard_a_backward, discard_by_the_model]
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_the_habits_of_a_loop_give_compiled_what_they_give_eager(habit: Callable[[Loop], None]) -> None:
+    model, twin = build(CASES["linear"])
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
+    call = torch.compile(model, backend=BACKEND, fullgraph=True)
+    for forward, of, each in ((call, model, optimizer), (twin, twin, reference)):
+        for _ in range(2):
+            each.zero_grad()
+            habit(Loop(forward, of, each))
+            each.step()
+    assert_identical(all_factors(optimizer), all_factors(reference))
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0.0
+
+
+def test_batches_of_other_sizes_are_counted_by_their_size() -> None:
+    model, twin = build(CASES["linear"])
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
+    call = torch.compile(model, backend=BACKEND, fullgraph=True, dynamic=True)
+    for forward, each in ((call, optimizer), (twin, reference)):
+        for seed, size in enumerate((8, 5, 3, 11)):
+            each.zero_grad()
+            forward(random(seed, size, 4)).square().mean().backward()
+            each.step()
+    assert_identical(all_factors(optimizer), all_factors(reference))
+
+
+def test_under_autocast_and_a_grad_scaler_factors_are_those_of_the_eager_model() -> None:
+    model, twin = (each.float() for each in build(CASES["linear"]))
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
+    call = torch.compile(model, backend=BACKEND, fullgraph=True)
+    for forward, each in ((call, optimizer), (twin, reference)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for seed in range(3):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = forward(random(seed, 8, 4).float())
+            scaler.scale(output.float().square().mean()).backward()
+            scaler.step(each)
+            scaler.update()
+    assert_identical(all_factors(optimizer), all_factors(reference))
+    assert {factor.dtype for pair in all_factors(optimizer).values() for factor in pair} == {torch.float32}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=self.reentrant))
+
+
+def test_activation_checkpointing_in_a_graph_counts_once() -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant=False).double()
+    twin = copy.deepcopy(model)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
+    case = CASES["linear"]
+    train(torch.compile(model, backend=BACKEND), optimizer, case, range(3))
+    train(twin, reference, case, range(3))
+    assert_identical(all_factors(optimizer), all_factors(reference))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 3)
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+        self.after = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.lstm(torch.tanh(self.before(x)))[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@reads_grad
+def test_a_model_that_breaks_the_graph_is_measured_in_all_its_pieces(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"lr": 0.1, "factor_update_period": 1, "loss_terms": LossTerms.POSITIONS}
+    optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
+    case = Case(Recurrent, lambda seed: ((random(seed, 3, 5, 4),), {}))
+    train(torch.compile(model, backend=backend), optimizer, case, range(3))
+    train(twin, reference, case, range(3))
+    assert_identical(all_factors(optimizer), all_factors(reference))
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@reads_grad
+def test_blocks_compiled_one_by_one_are_measured(backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Residual(), Residual(), nn.Linear(4, 3)).double()
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"lr": 0.1, "factor_update_period": 2}
+    optimizer, reference = KFACOptimizer(model, **options), KFACOptimizer(twin, **options)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    for residual in model[:2]:
+        residual.compile(backend=counter, fullgraph=True)
+    train(model, optimizer, CASES["linear"], range(4))
+    train(twin, reference, CASES["linear"], range(4))
+    assert_identical(all_factors(optimizer), all_factors(reference))
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert counter.frame_count == 4, "two for each block"
+
+
+class Borrowed(nn.Module):
+    """The kernel of one convolution is used by a function as well: half of its uses are out of sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 3, padding=1)
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.conv1d(torch.tanh(self.conv(x)), self.conv.weight, padding=1)
+        return self.head(hidden.mean(-1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_that_is_also_used_out_of_sight_is_left_to_sgd_as_in_eager_mode(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Borrowed().double()
+    twin = copy.deepcopy(model)
+    optimizer, reference = (
+        KFACOptimizer(model, lr=0.1, factor_update_period=1),
+        KFACOptimizer(twin, lr=0.1, factor_update_period=1),
+    )
+    case = Case(Borrowed, lambda seed: ((random(seed, 6, 2, 5),), {}))
+    for call, each in ((torch.compile(model, backend=backend, fullgraph=True), optimizer), (twin, reference)):
+        with pytest.warns(UserWarning, match=r"'conv\.weight' is used by conv1d in a way that is not measured"):
+            train(call, each, case, range(1))
+        train(call, each, case, range(1, 3))
+        assert list(each.factors()) == ["head"]
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def recording(graphs: list[list[Any]]) -> Callable[..., Any]:
+    """A backend that notes what each graph calls."""
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    return backend
+
+
+def test_hooks_taken_off_leave_the_graph_of_the_bare_model() -> None:
+    case = CASES["linear"]
+    model, _ = build(case)
+    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer.remove_hooks()
+    graphs: list[list[Any]] = []
+    torch.compile(model, backend=recording(graphs), fullgraph=True)(random(0, 8, 4))
+    assert len(graphs) == 1
+    assert not any("kfac_optim" in str(function) for function in graphs[0])
+
+
+def test_graphs_of_steps_without_statistics_are_those_of_the_bare_model() -> None:
+    case = CASES["linear"]
+    model, twin = build(case)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=2)
+    graphs: list[list[Any]] = []
+    train(torch.compile(model, backend=recording(graphs), fullgraph=True), optimizer, case, range(2))
+    torch._dynamo.reset()
+    torch.compile(twin, backend=recording(graphs), fullgraph=True)(random(0, 8, 4))
+    with_statistics, without, bare = graphs
+    assert any("kfac_optim" in str(function) for function in with_statistics)
+    assert without == bare
