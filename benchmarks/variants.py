@@ -64,7 +64,8 @@ class Variant:
         state_dict = self.optimizer.state_dict()
         for state in state_dict["state"].values():
             if "kfac" in state:
-                state["kfac"]["clock"] |= {"folds": NEVER, "folds_at_refresh": NEVER}
+                clock = state["kfac"]["clock"]
+                clock |= {"step": clock["step"] + NEVER * self.whole, "folds": NEVER, "folds_at_refresh": NEVER}
         self.optimizer.load_state_dict(state_dict)
 
     def check_finite(self, name: str) -> None:

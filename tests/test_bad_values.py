@@ -380,7 +380,7 @@ OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
         (lambda: KFACOptimizer(mlp()).step(3), TypeError, r"'int' object is not callable"),
     ],
     "KFACOptimizer.load_state_dict(state_dict)": [
-        (lambda: KFACOptimizer(mlp()).load_state_dict({}), KeyError, r"param_groups"),
+        (lambda: KFACOptimizer(mlp()).load_state_dict({}), ValueError, r"lacks 'param_groups'"),
     ],
     "HyperparameterScheduler(optimizer)": [
         (scheduler(optimizer=mlp()), TypeError, r"optimizer must be an? .*Optimizer, got Sequential"),

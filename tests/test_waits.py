@@ -18,10 +18,8 @@ SKIPPED = "step.skipped_steps.look: tolist"  # how many steps did the device ski
 SCALE = "step.loss_scale.read_loss_scale: _local_scalar_dense"
 SCALER = ": _local_scalar_dense"  # torch's own: a scaler asks whether to call the step
 PROBED = "capture.scale_probe._common_factor: tolist"  # by what were the gradients multiplied since backward?
-USED = "blocks.model_binding._says_something: _local_scalar_dense"  # does any gradient say something yet? The first step alone.
-CHECKED = (
-    "capture.gradient_check.conclude: tolist"  # do the captured calls account for the gradients? The first step alone.
-)
+USED = "blocks.model_binding._says_something: _local_scalar_dense"  # is any gradient not zero? The first step alone.
+CHECKED = "capture.gradient_check.conclude: tolist"  # do the calls account for the gradients? The first step alone.
 UNIT = "step.adaptive_trust_region.loss_unit: _local_scalar_dense"  # of the loss, which the damping is in
 SETBACKS = "step.execution.setbacks: tolist"  # too many of them in a row?
 HELD = "inverses.pair_inverse.has_statistics: _local_scalar_dense"  # of each block, until it has some

@@ -16,7 +16,7 @@ from kfac_optim import (
     LowRank,
     NewtonSchulz,
 )
-from kfac_optim.inverses import base
+from kfac_optim.inverses import batching
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import damped_jobs
 
@@ -29,7 +29,7 @@ def test_pieces_give_what_one_batch_gives(inverse: Inverse[Any], limit: int, mon
     together = [measured_state(inverse, 4, 3, groups=1 + number % 3) for number in range(7)]
     in_pieces = copy.deepcopy(together)
     inverse.refresh(together, [0.1] * 7)
-    monkeypatch.setattr(base, "_AT_ONCE", limit)
+    monkeypatch.setattr(batching, "_AT_ONCE", limit)
     inverse.refresh(in_pieces, [0.1] * 7)
     for ours, theirs in zip(in_pieces, together, strict=True):
         assert ours.measures().keys() == theirs.measures().keys()
@@ -42,7 +42,7 @@ def test_batches_hold_all_jobs_once_and_in_order_within_the_limit(monkeypatch: p
     inverse = Cholesky()
     states = [measured_state(inverse, 4, 3, groups=groups) for groups in (2, 1, 5, 1, 1, 3)]
     jobs = [job for state in states for job in damped_jobs(state, (state.a_inverse, state.g_inverse), 0.1)]
-    monkeypatch.setattr(base, "_AT_ONCE", 3 * 4**2)
+    monkeypatch.setattr(batching, "_AT_ONCE", 3 * 4**2)
     found = [[job.factor for job in batch] for _, batch in batches(jobs)]
     assert [[f.groups for f in batch] for batch in found if batch[0].dim == 4] == [[2, 1], [5], [1, 1], [3]]
     # 3×3 matrices: five of them are 45 elements

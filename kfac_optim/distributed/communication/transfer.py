@@ -59,7 +59,7 @@ def _carry(communicator: Communicator, transfers: Sequence[Transfer], parcels: S
     bucket = ShareBucket("transfer", tuple(parcels), communicator.world_size, torch.float64)
     sent = {each.name for each in parcels if each.source == communicator.rank}
     values = {
-        each.name: torch.cat([tensor.flatten().double() for tensor in each.tensors])
+        each.name: torch.cat([tensor.flatten().to(communicator.device, torch.float64) for tensor in each.tensors])
         for each in transfers
         if each.name in sent
     }

@@ -100,6 +100,11 @@ class OnlineEigen(EigenbasisInverse[OnlineState]):
                 since = _since_full(job)
                 since[job.side] = (since[job.side] + 1) % self.full_period
 
+    def measures(self, state: OnlineState, part: str) -> tuple[Tensor, ...]:
+        """Ranks that solve for one factor each count its refreshes alone."""
+        sides = slice(None) if part == "" else "AG".index(part)
+        return *super().measures(state, part), state.since_full[sides]
+
     def flops(self, spec: LayerSpec) -> Cost:
         """Averaged over `full_period` refreshes."""
         per_cube = (EIGH_FLOPS + (self.full_period - 1) * _STEP_FLOPS) / self.full_period
