@@ -337,6 +337,18 @@ def steps_of(called: nn.Module, optimizer: KFACOptimizer) -> dict[str, tuple[Any
     return optimizer.factors()
 
 
+@pytest.mark.usefixtures("_fresh_graphs")
+def test_a_compiled_model_keeps_what_it_writes_into_its_config() -> None:
+    model, twin = classifier(), classifier()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    ours = steps_of(torch.compile(model, backend="aot_eager"), optimizer)
+    theirs = steps_of(twin, KFACOptimizer(twin, lr=0.1, factor_update_period=1))
+    assert ours.keys() == theirs.keys()
+    for name, pair in ours.items():
+        for left, right in zip(pair, theirs[name], strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
 @pytest.mark.usefixtures("_fresh_graphs")
 def test_parameters_of_a_compiled_model_are_told_to_be_handed_over_with_it() -> None:

@@ -189,17 +189,16 @@ class FunctionalUses:
             self._last.pop(weight).context = ADDS_BIAS
         return weight in self._blocks
 
-    def saw_product(self, product: Product, output: Tensor) -> None:
+    def saw_product(self, product: Product, output: Tensor) -> Tensor:
         window = self._window()
         if window is None or not window.takes(output):
-            return
+            return output
         if torch.compiler.is_compiling():
-            self._seen_in_graph(window, product, output)
-            return
+            return self._seen_in_graph(window, product, output)
         product = _of_optimizer(product, window.shards)
         weight, block = product.weight, self._block_of(product)
         if block is None or not block.takes_statistics():
-            return
+            return output
         opposed = _opposes(block, product.transposed)
         adds_bias = len(block.params) > 1 and product.bias is block.params[1]
         call = window.note(
@@ -211,6 +210,7 @@ class FunctionalUses:
         )
         if call is not None and not opposed:
             self._last[weight] = call
+        return output
 
     def _block_of(self, product: Product) -> KFACBlock | None:
         """The block of the product's weight, made now where that was a candidate."""
@@ -223,16 +223,16 @@ class FunctionalUses:
                 self._listening.append(claimed)
         return self._blocks.get(weight)
 
-    def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> None:
+    def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> Tensor:
         """`saw_product` as `torch.compile` can trace it: what is to be decided is decided once, outside the graph."""
         index, bias = self._index(product.weight), self._index(product.bias)
         if index < 0:
-            return
+            return output
         watch, adds_bias = _watch_in_graph(self.number, index, bias, product.bias is not None, product.transposed)
-        if watch >= 0:
-            context = ADDS_BIAS if adds_bias else ()
-            examples = examples_of(product.input, 1)
-            window.note_in_graph(watch, product.input, output, True, examples, context)
+        if watch < 0 or product.input.is_nested:
+            return output
+        context = ADDS_BIAS if adds_bias else ()
+        return window.note_in_graph(watch, product.input, output, True, examples_of(product.input, 1), context)
 
     def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
         """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""

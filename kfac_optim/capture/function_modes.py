@@ -38,8 +38,8 @@ class Product(NamedTuple):
 class ProductListener(Protocol):
     """Is told what functions do with parameters."""
 
-    def saw_product(self, product: Product, output: Tensor) -> None:
-        """A function has multiplied by a parameter."""
+    def saw_product(self, product: Product, output: Tensor) -> Tensor:
+        """A function has multiplied by a parameter; what is to be used in the place of its output."""
 
     def saw_use(self, param: nn.Parameter, function: str) -> None:
         """A function of this name has used a parameter as a layer's weight in another way."""
@@ -72,8 +72,7 @@ class ProductMode(TorchFunctionMode):
         if read is not None:
             product = read(*args, **kwargs)
             if product is not None:
-                output = no_view(output)
-                listener.saw_product(product, output)
+                output = listener.saw_product(product, no_view(output))
         elif output.requires_grad:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):

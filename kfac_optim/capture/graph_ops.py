@@ -12,10 +12,13 @@ of the model, and `commit` for a backward that has come to its output.
 import itertools
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from kfac_optim.utils.autograd import with_hook
 
 
 class Recorder(Protocol):
@@ -73,6 +76,15 @@ class Tape:
         call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, examples, list(context))
         return call
 
+    def watch(self, call: Tensor, layer_input: Tensor, output: Tensor) -> Tensor:
+        """Give `output` again, for the graph to go on with: a backward that comes to it commits the call.
+
+        A hook on `output` will not do. Where one is set, torch.compile (2.13) forgets what the model writes into an
+        object that it had read before, and Hugging Face models choose their loss by what they wrote into their config.
+        """
+        watched: Tensor = _watched(output, self.number, call, layer_input)
+        return watched
+
     def trace(self, watch: int) -> None:
         """A call is being traced, and leaves nothing in the graph."""
         _traced(self.number, watch)
@@ -81,6 +93,12 @@ class Tape:
         """The gradient again."""
         same: Tensor = torch.ops.kfac_optim.commit(self.number, call, layer_input, gradient)
         return same
+
+
+# torch.compile does not look into it: tracing an autograd function, it makes an instance, which torch itself warns of.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _watched(output: Tensor, recorder: int, call: Tensor, layer_input: Tensor) -> Tensor:
+    return with_hook(output, partial(torch.ops.kfac_optim.commit, recorder), call, layer_input)
 
 
 # Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive. As a graph may outlive

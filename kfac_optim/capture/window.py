@@ -211,7 +211,9 @@ class CaptureWindow(Ledger):
                 return None
             if watch.sharded is not None:
                 self.tape.trace(watch.number)
-            self.note_in_graph(watch.number, layer_input, output, training, examples, context)
+            number = self.tape.note(watch.number, training, -1 if examples is None else examples, context)
+            kept = layer_input.detach()
+            on_gradient(output, lambda gradient: self.tape.commit(number, kept, gradient))
             return None
         if not watch.wanted():
             return None
@@ -226,6 +228,31 @@ class CaptureWindow(Ledger):
                 on_gradient(output, call.verification())
         return call
 
+    def note_output(
+        self,
+        watch: LayerWatch,
+        layer_input: Tensor,
+        output: Tensor,
+        *,
+        examples: int | None,
+        training: bool = True,
+        context: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Note a call as `note` does, with an `output` that nothing was made of yet.
+
+        Returns:
+            What is to be used in the place of `output` from now on.
+        """
+        output = no_view(output)
+        if not torch.compiler.is_compiling():
+            self.note(watch, layer_input, output, examples=examples, training=training, context=context)
+            return output
+        if not watch.weight.requires_grad or not self.takes(output) or layer_input.is_nested:
+            return output
+        if watch.sharded is not None:
+            self.tape.trace(watch.number)
+        return self.note_in_graph(watch.number, layer_input, output, training, examples, context)
+
     def note_in_graph(
         self,
         watch: int,
@@ -234,13 +261,10 @@ class CaptureWindow(Ledger):
         training: bool,
         examples: int | None,
         context: tuple[int, ...],
-    ) -> None:
-        """`note` for the watch of this number, in a forward that is being traced."""
-        call, kept = (
-            self.tape.note(watch, training, -1 if examples is None else examples, context),
-            layer_input.detach(),
-        )
-        on_gradient(output, lambda gradient: self.tape.commit(call, kept, gradient))
+    ) -> Tensor:
+        """`note_output` for the watch of this number, in a forward that is being traced."""
+        call = self.tape.note(watch, training, -1 if examples is None else examples, context)
+        return self.tape.watch(call, layer_input.detach(), output)
 
     def takes(self, output: Tensor) -> bool:
         """Whether a call with this output may count: it is part of a graph of the training loop's own."""
@@ -420,10 +444,8 @@ class _LayerHook:
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
         if layer_input is None:
             return None
-        noted = no_view(output)
         examples = examples_of(layer_input, self._unbatched_ndim)
-        window.note(watch, layer_input, noted, examples=examples, training=module.training)
-        return noted
+        return window.note_output(watch, layer_input, output, examples=examples, training=module.training)
 
 
 class _RootHooks:

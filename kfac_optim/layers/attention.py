@@ -169,9 +169,9 @@ class _NotedAttention:
         # The out-projection is handed [positions · batch, features].
         batch = self._batch or 1
         noted_input = layer_input.view(-1, batch, layer_input.shape[-1])
-        noted = no_view(output.view(-1, batch, output.shape[-1]))
+        viewed = output.view(-1, batch, output.shape[-1])
         use = _Use(first, groups, shared=one_input or spec.groups == 1)
-        window.note(watch, noted_input, noted, examples=self._batch, context=use)
+        noted = window.note_output(watch, noted_input, viewed, examples=self._batch, context=use)
         return no_view(noted.view(output.shape))
 
     def _projection_of(self, weight: Tensor) -> tuple[LayerWatch | None, LayerSpec | None]:

@@ -84,6 +84,33 @@ def no_view(output: Tensor) -> Tensor:
     return output
 
 
+class _PassedOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hook: Callable[..., Tensor], *kept: Tensor) -> Tensor:
+        ctx.hook = hook
+        ctx.save_for_backward(*kept)
+        same: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.hook(*ctx.saved_tensors, *gradients), None, *(None for _ in ctx.saved_tensors)
+
+
+def with_hook(output: Tensor, hook: Callable[..., Tensor], *kept: Tensor) -> Tensor:
+    """Give `output` again, for the graph to go on with, and have each backward that comes to it call `hook`.
+
+    This is `on_gradient` as a node of the graph, for places where a hook on a tensor cannot stand.
+
+    Args:
+        output: what the graph goes on with.
+        hook: called with the tensors that are kept and the gradient; gives the gradient for the rest of the graph.
+        kept: tensors, saved in the graph.
+    """
+    same: Tensor = _PassedOn.apply(output, hook, *kept)  # type: ignore[no-untyped-call]
+    return same
+
+
 def is_cast_of(tensor: Tensor, param: Tensor | None) -> bool:
     """Whether it is a parameter, or what `to` made of it in another dtype."""
     if tensor is param or torch.compiler.is_compiling():  # graphs being traced do not tell

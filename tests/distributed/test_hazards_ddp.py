@@ -117,7 +117,7 @@ def check(ranks: Ranks, step: Step, *, steps: int = 8, reference: Step | None = 
     compare(found, on_rank(None, reference or step, steps, alone))
 
 
-def compare(found: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], rtol: float = 1e-8) -> None:
+def compare(found: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], rtol: float = 1e-12) -> None:
     for params in found[1:]:
         assert all(map(torch.equal, found[0], params)), "the ranks have drifted apart"
     for number, (ours, theirs) in enumerate(zip(found[0], expected, strict=True)):

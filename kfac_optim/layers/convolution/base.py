@@ -39,7 +39,7 @@ from kfac_optim.specs import (
     Structure,
     WeightSharing,
 )
-from kfac_optim.utils.autograd import is_cast_of, no_view
+from kfac_optim.utils.autograd import is_cast_of
 from kfac_optim.utils.hooks import (
     Handle,
     Handles,
@@ -235,9 +235,8 @@ class _NotedFunction:
         context = self._adapter.context(module, *args, **kwargs)
         if context is None:
             return output
-        noted, examples = no_view(output), examples_of(input, self._adapter.unbatched_ndim(module))
-        window.note(watch, input, noted, examples=examples, training=module.training, context=context)
-        return noted
+        examples = examples_of(input, self._adapter.unbatched_ndim(module))
+        return window.note_output(watch, input, output, examples=examples, training=module.training, context=context)
 
 
 def _overrides(module: nn.Module, family: type[nn.Module], methods: Collection[str]) -> bool:
