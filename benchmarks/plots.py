@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -21,7 +22,7 @@ def plot_training(report: Mapping[str, Any], path: Path) -> None:
     figure, axes = _plot_runs(runs, "train_loss", title)
     for each in axes:
         each.axhline(report["target"], color="grey", linestyle="--", label="SGD's best loss")
-        each.set_yscale("log")
+        _logarithmic(each, "y")
     axes[0].set_ylabel("loss on the training data")
     axes[0].legend()
     figure.savefig(path, dpi=150)
@@ -53,7 +54,7 @@ def plot_reconstruction(report: Mapping[str, Any], path: Path) -> None:
     if report["equal_seconds"] is not None:
         axes[1].axvline(report["equal_seconds"], color="grey", linestyle="--", label="equal seconds")
     for each in axes:
-        each.set_yscale("log")
+        _logarithmic(each, "y")
     axes[0].set_ylabel("squared error on the training data")
     axes[0].legend()
     figure.savefig(path, dpi=150)
@@ -70,17 +71,17 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
     aim = report["aim"]
     for each, quantity in zip(axes, ("steps", "seconds"), strict=True):
         for number, optimizer in enumerate(report["optimizers"]):
-            color, width = colormaps["tab20"](number % 20), 1 if optimizer["baseline"] else 2.5
+            width = 1 if optimizer["baseline"] else 2.5
             for seed, run in enumerate(optimizer["runs"]):
                 label = None if seed else optimizer["name"]
-                _draw_readings(each, run, quantity, aim, color=color, linewidth=width, label=label)
+                _draw_readings(each, run, quantity, aim, linewidth=width, label=label, **_style(number))
         for target, style in zip(report["targets"], ("--", ":"), strict=False):
             label = f"{target['value']:.4g}, {target['setter']}"
             each.axhline(target["value"], color="grey", linestyle=style, label=label)
         each.set_xlabel(quantity)
-        each.set_yscale("log")
+        _logarithmic(each, "y")
         each.grid(alpha=0.3)
-    _logarithmic_x(axes[1])  # optimizers differ much in what a step costs
+    _logarithmic(axes[1], "x")  # optimizers differ much in what a step costs
     starts = [run["readings"][aim][0] for optimizer in report["optimizers"] for run in optimizer["runs"]]
     axes[0].set_ylim(top=1.1 * max(starts))
     axes[0].set_ylabel(report["measure"])
@@ -109,10 +110,10 @@ def plot_profile(slowdowns: Mapping[str, Sequence[float]], path: Path) -> None:
             [*parts, parts[-1]],
             where="post",
             label=f"{name} ({len(factors)})",
-            color=colormaps["tab20"](number % 20),
             linewidth=2.5 if name.startswith("KFAC") else 1,
+            **_style(number),
         )
-    _logarithmic_x(axes)
+    _logarithmic(axes, "x")
     axes.set_xlim(1, end)
     axes.set_xlabel("seconds to the best baseline's target, over those of the fastest optimizer")
     axes.set_ylabel("part of the problems it was run on (how many)")
@@ -144,14 +145,14 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
                 label = f"{name}, {point['batch_size']}"
                 _draw_readings(below, run, "steps", measure["aim"], color=f"C{shade}", linestyle=style, label=label)
         above.set_xscale("log", base=2)
-        above.set_yscale("log")
+        _logarithmic(above, "y")
         above.set_xlabel("batch size")
         above.set_ylabel(f"steps to {measure['target']:.4g}")
         above.set_title(f"{measure['aim']}, {measure['units']}", fontsize="medium")
         above.legend()
         starts = [each["runs"][0]["readings"][measure["aim"]][0] for point in points for each in point["optimizers"]]
         below.set_xscale("log", nonpositive="mask")
-        below.set_yscale("log")
+        _logarithmic(below, "y")
         below.set_ylim(top=1.1 * max(starts))
         below.set_xlabel("steps; one seed")
         below.set_ylabel(f"{measure['aim']}, {measure['units']}")
@@ -162,12 +163,18 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _logarithmic_x(axes: Axes) -> None:
-    """A logarithmic x-axis with plain numbers at 1, 2, 5, 10, …: matplotlib's own labels overlap within one decade."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2, 5, 10, …; matplotlib's own overlap within a decade."""
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis: Axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Give each of up to 40 lines a look of its own: ten colours that differ, then the same ones broken."""
+    return {"color": colormaps["tab10"](number % 10), "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
 
 
 def _draw_readings(axes: Axes, run: Mapping[str, Any], quantity: str, measure: str, **style: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -223,6 +224,7 @@ def run_one(
         period=problem.period,
         observe=observe,
         average=processes.average,
+        clock=time.process_time,  # other work on the machine does not count
     )
     return Run(name, lr, None if history.diverged else history.highest_rise, checkpoints)
 
@@ -258,7 +260,7 @@ def grid_table(runs: Sequence[Run], target: float) -> Table:
 
 
 def result_table(best: Sequence[Run], target: float) -> Table:
-    table = Table(title=f"The best of each after training; steps and seconds to a training loss of {target:.3g}")
+    table = Table(title=f"The best of each after training; steps and CPU seconds to a loss of {target:.3g}")
     headings = ("train loss", "acc.", "val. loss", "acc.", "steps", "seconds")
     for heading in ("optimizer, lr", *headings):
         table.add_column(heading, justify="left" if heading == "optimizer, lr" else "right")

@@ -35,7 +35,7 @@ from kfac_optim import (
     WeightSharing,
 )
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[1] / "kfac_optim" / "README.md"
 
 
 class Zoo(nn.Module):

@@ -1,4 +1,4 @@
-"""The README's example of a layer of one's own runs, and its factors are those of the definition."""
+"""The guide's example of a layer of one's own runs, and its factors are those of the definition."""
 
 import re
 from pathlib import Path
@@ -14,12 +14,12 @@ import kfac_optim
 from kfac_optim import KFACOptimizer
 
 pytestmark = pytest.mark.usefixtures("float64")
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "kfac_optim" / "README.md"
 
 
 @pytest.fixture
 def example() -> dict[str, Any]:
-    """The names that the README's code defines, given what its reader would import."""
+    """The names that the guide's code defines, given what its reader would import."""
     marked = r"<!-- the example of an own layer -->\n```python\n(.*?)```"
     found = re.search(marked, README.read_text(), flags=re.DOTALL)
     assert found is not None
