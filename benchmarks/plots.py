@@ -164,10 +164,11 @@ def plot_batch_sizes(report: Mapping[str, Any], path: Path) -> None:
 
 
 def _logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic, with plain numbers at 1, 2, 5, 10, …; matplotlib's own overlap within a decade."""
+    """Make an axis logarithmic once all is drawn, with plain numbers, at 1, 2, 5, 10, … where decades are few."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis: Axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_minpos(), axis.get_data_interval()[1]
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 
