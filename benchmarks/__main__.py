@@ -5,79 +5,68 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 
-try:
-    from benchmarks import (
-        accelerator,
-        autoencoders,
-        batch_size,
-        compare,
-        defaults,
-        distributed,
-        faults,
-        preconditioning,
-        quickstart,
-        refresh,
-        scaling,
-        scoreboard,
-        step_cost,
-    )
-    from benchmarks.arguments import UsageError
-    from benchmarks.data import DataError
-except ModuleNotFoundError as error:
-    # Only an absent extra is explained; anything else is a fault to be seen whole.
-    if (error.name or "").partition(".")[0] not in {
-        "datasets",
-        "matplotlib",
-        "numpy",
-        "PIL",
-        "pytorch_optimizer",
-        "rich",
-        "sklearn",
-        "torch_optimizer",
-    }:
-        raise
-    sys.exit(f'benchmarks: {error.name!r} is not installed. Run: pip install -e ".[benchmarks]"')
-
+# The module of a benchmark has its name, with `_` for `-`. Only the one that is asked for is imported: torch and what
+# is compared with it take seconds.
 _BENCHMARKS = {
-    "compare": compare,
-    "scoreboard": scoreboard,
-    "batch-size": batch_size,
-    "quickstart": quickstart,
-    "defaults": defaults,
-    "step-cost": step_cost,
-    "accelerator": accelerator,
-    "preconditioning": preconditioning,
-    "autoencoders": autoencoders,
-    "refresh": refresh,
-    "distributed": distributed,
-    "scaling": scaling,
-    "faults": faults,
+    "compare": "which optimizer gets to the same quality in the fewest steps and seconds, all tuned alike?",
+    "scoreboard": "how does K-FAC stand over all problems that compare was run on?",
+    "batch-size": "how many steps does it take at each batch size, with SGD and with K-FAC?",
+    "quickstart": "does K-FAC beat a tuned SGD on real data?",
+    "defaults": "does K-FAC train at its defaults, whatever the size of the loss?",
+    "step-cost": "what does a step cost, and how far is that from the arithmetic floor?",
+    "accelerator": "what does a step cost on an accelerator, which variant is best, and where is the gap?",
+    "preconditioning": "does it precondition at all, and is the cold start safe?",
+    "autoencoders": "which estimate, inverse and damping train deep autoencoders?",
+    "refresh": "how long is the longest step, with refreshes together, staggered and in the background?",
+    "distributed": "what does K-FAC send, hold and cost on several processes, beside SGD under DDP?",
+    "scaling": "how does K-FAC scale to 1,024 ranks, as plans predict it?",
+    "faults": "does a run whose ranks are killed at random go on as if nothing had happened?",
 }
+
+_EXTRA = {"datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Benchmarks of kfac_optim. Each answers one question and leaves its figures as JSON.",
     )
     commands = parser.add_subparsers(metavar="BENCHMARK", required=True)
-    for name, module in _BENCHMARKS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, error=command.error)
-    args = parser.parse_args(arguments)
+    for name, question in _BENCHMARKS.items():
+        # What comes after the name is read once the module is there.
+        commands.add_parser(name, help=question, add_help=False).set_defaults(name=name)
+    name = parser.parse_known_args(words[:1])[0].name
+    module = _imported(name)
+    from benchmarks.arguments import UsageError
+    from benchmarks.data import DataError
+
+    command = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(command)
+    args = command.parse_args(words[1:])
     try:
-        args.run(args)
+        module.run(args)
     except (UsageError, DataError) as error:
-        args.error(str(error))  # exits with 2
+        command.error(str(error))  # exits with 2
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports it; the progress bar has already been closed
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return import_module(f"benchmarks.{name.replace('-', '_')}")
+    except ModuleNotFoundError as error:
+        # Only an absent extra is explained; anything else is a fault to be seen whole.
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        sys.exit(f'benchmarks: {error.name!r} is not installed. Run: pip install -e ".[benchmarks]"')
 
 
 if __name__ == "__main__":

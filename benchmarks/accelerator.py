@@ -55,8 +55,6 @@ from kfac_optim import (
 )
 from kfac_optim.step.execution import SingleDevice
 
-HELP = "what does a step cost on an accelerator, which variant is best, and where is the gap?"
-
 _BASELINE = "SGD, fused"
 _REPRESENTATIONS: tuple[Inverse[Any], ...] = (
     Cholesky(),

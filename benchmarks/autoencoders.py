@@ -52,8 +52,6 @@ from kfac_optim import (
     TrustRegion,
 )
 
-HELP = "which estimate, inverse and damping train deep autoencoders?"
-
 _BATCH = 2000  # images, where no other number is asked for
 _MOMENTUM = 0.9
 _READ = 5000  # training images on which the error is read off

@@ -31,8 +31,6 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.scores import Arrival, Target, best_trials, tuning_target
 from benchmarks.study import Run, RunFolder, Runs, Study
 
-HELP = "how many steps does it take at each batch size, with SGD and with K-FAC?"
-
 _OPTIMIZERS = ("SGD", "KFAC-default")
 _BASELINE = "SGD"
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -37,8 +37,6 @@ from benchmarks.problems import PROBLEMS
 from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, target_of, tuning_target
 from benchmarks.study import Reading, Run, RunFolder, Runs, Study
 
-HELP = "which optimizer gets to the same quality in the fewest steps and seconds, all tuned alike?"
-
 
 def problem_name(word: str) -> str:
     if word not in PROBLEMS:

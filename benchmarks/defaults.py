@@ -40,8 +40,6 @@ from kfac_optim import (
     MonteCarlo,
 )
 
-HELP = "does K-FAC train at its defaults, whatever the size of the loss?"
-
 _EXAMPLES, _INPUTS, _CLASSES = 4096, 16, 10
 _ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _KFAC_RATES = (0.03, 0.1)

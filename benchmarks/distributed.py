@@ -44,8 +44,6 @@ from kfac_optim.distributed import (
     Strategy,
 )
 
-HELP = "what does K-FAC send, hold and cost on several processes, beside SGD under DDP?"
-
 _CPU = torch.device("cpu")
 # Periods of each kind of step. A few that refresh come first: from then on no average is young enough to ask for it.
 _KINDS = {"plain": Periods(NEVER, NEVER), "statistics": Periods(1, NEVER), "refresh": Periods(1, 1)}

@@ -32,8 +32,6 @@ from benchmarks import arguments
 from benchmarks.fault_training import EXAMPLES, STRATEGIES, read_beacon
 from benchmarks.harness import write_json
 
-HELP = "does a run whose ranks are killed at random go on as if nothing had happened?"
-
 _PHASES = ("forward", "backward", "step", "checkpoint")
 _PATIENCE = 180.0  # seconds for anything to happen
 _LONGEST_WAIT = 0.03  # seconds into a phase: about as long as the longest lasts

@@ -27,8 +27,6 @@ from benchmarks.training import History, train
 from benchmarks.workloads import reconstruction_loss
 from kfac_optim import KFACOptimizer
 
-HELP = "does it precondition at all, and is the cold start safe?"
-
 _BATCH = 512
 _PERIOD = 10  # steps between two readings of the cosine
 _LAST = 10  # readings whose median is reported: the last 100 steps

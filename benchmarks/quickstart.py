@@ -37,8 +37,6 @@ from benchmarks.training import Checkpoint, History, mean_over, train
 from kfac_optim import KFACOptimizer
 from kfac_optim.distributed import ProcessPlace
 
-HELP = "does K-FAC beat a tuned SGD on real data?"
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -43,8 +43,6 @@ from kfac_optim import (
     TrustRegion,
 )
 
-HELP = "how long is the longest step, with refreshes together, staggered and in the background?"
-
 _TARGET = 1.3  # longest step over median step
 _YOUNG = 3  # periods
 _MOMENTUM = 0.9

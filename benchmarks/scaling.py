@@ -46,8 +46,6 @@ from kfac_optim.distributed import (
     predict_sgd,
 )
 
-HELP = "how does K-FAC scale to 1,024 ranks, as plans predict it?"
-
 _MODELS = {"resnet50": shapes.resnet50, "bert-large": shapes.bert_large, "7b": shapes.transformer_7b}
 _RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
 _SHOWN = (64, 256, 1024)

@@ -22,8 +22,6 @@ from rich.table import Table
 from benchmarks import arguments
 from benchmarks.plots import plot_profile
 
-HELP = "how does K-FAC stand over all problems that compare was run on?"
-
 Report = Mapping[str, Any]
 
 

@@ -35,8 +35,6 @@ from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
 from benchmarks.workloads import WORKLOADS, Workload
 from kfac_optim import KFACOptimizer
 
-HELP = "what does a step cost, and how far is that from the arithmetic floor?"
-
 # Each adds one part of K-FAC to the one before: application, statistics, refresh.
 _STAGES = (Periods(NEVER, NEVER), Periods(1, NEVER), Periods(1, 1))
 _PEER = "kfac_pytorch on 2 cores"

@@ -228,7 +228,7 @@ def _describe_shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _describe_factor(groups: int, dim: int, dims: Sequence[int], kept: Kept) -> str:
-    """As `2·3×3` for two groups, or two blocks of a factor that is cut, and `2×2 ⊗ 3×3` for a product of matrices."""
+    """Write `2·3×3` for two groups, or blocks of a factor that is cut, and `2×2 ⊗ 3×3` for a product of matrices."""
     if kept is Structure.IDENTITY:
         return "identity"
     if isinstance(kept, BlockDiagonal):

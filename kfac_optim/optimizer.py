@@ -554,7 +554,7 @@ class KFACOptimizer(Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in `torch.optim`; tensors and numbers only, so that `torch.load(weights_only=True)` reads it.
+        """Give the state as `torch.optim` does: tensors and numbers only, which `torch.load(weights_only=True)` reads.
 
         Refreshes under way are waited for, and held beside the inverses that they are to replace.
 
@@ -616,7 +616,7 @@ class KFACOptimizer(Optimizer):
         self._executor.consolidate(self._binding.coverage.blocks, self._params(), self._names, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in `torch.optim`; factors keep their own dtype.
+        """Load a checkpoint as `torch.optim` does; factors keep their own dtype.
 
         On several processes no collective, but to be called on all ranks; with the same checkpoint, or each with a part
         of one. The next step brings what some rank has to those that own it now, and each lets go of the rest. What no

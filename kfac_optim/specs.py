@@ -30,7 +30,7 @@ class Structure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockDiagonal:
-    """Of a wide factor, dense blocks along its diagonal; what lies outside of them is taken to be zero.
+    """Keep dense blocks along the diagonal of a wide factor; what lies outside of them is taken to be zero.
 
     A factor of width d is cut into `⌈d / size⌉` blocks of consecutive rows and columns, all of one width `b ≤ size` but
     the last, which may be narrower. Nothing wider is ever formed: statistics, storage and the inverse take `d · b`
@@ -67,7 +67,7 @@ class BlockDiagonal:
         return -(-dim // self.size)
 
     def width(self, dim: int) -> int:
-        """That of all blocks but the last of a factor of width `dim`."""
+        """Give the width of all blocks but the last, of a factor of width `dim`."""
         return -(-dim // self.blocks(dim))
 
 
@@ -129,7 +129,7 @@ class LayerSpec:
         return len(self.params) > 1
 
     def transposed(self) -> "LayerSpec":
-        """As an opposed use sees the matrix: its inputs are the outputs here."""
+        """Describe the matrix as an opposed use sees it: its inputs are the outputs here."""
         return replace(
             self,
             params=self.params[:1],
@@ -146,7 +146,7 @@ class LayerSpec:
         return kept.blocks((self.in_dim, self.out_dim)[side]) if isinstance(kept, BlockDiagonal) else 1
 
     def by_blocks(self) -> "LayerSpec":
-        """As inverses see the matrix: its blocks are groups, dense, that have the factor of the other side in common.
+        """Describe the matrix as inverses see it: its blocks are dense groups that share the factor of the other side.
 
         The gradient matrix is then `[blocks, width, in]` where `G` is cut, `[blocks, out, width]` where `A` is, with
         zeros in what the last block lacks. At most one of the two is cut, and of a layer without groups.
@@ -179,7 +179,7 @@ class LayerSpec:
 
 
 class FactorShape(NamedTuple):
-    """Of a factor, `[groups, dim, dim]` where it is dense and `[groups, dim]` where it is diagonal."""
+    """The shape of a factor is `[groups, dim, dim]` where it is dense and `[groups, dim]` where it is diagonal."""
 
     structure: Structure
     groups: int
@@ -193,7 +193,7 @@ class FactorShape(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Of the matrices, or diagonals."""
+        """Count the elements of the matrices, or diagonals."""
         return self.groups * (self.dim**2 if self.structure is Structure.DENSE else self.dim)
 
 

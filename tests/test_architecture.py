@@ -191,6 +191,50 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
     assert not generated, f"{name} has only the signature that dataclass writes"
 
 
+# A docstring that begins so has no verb in its first sentence.
+FRAGMENTS = {
+    "After",
+    "Again",
+    "Among",
+    "And",
+    "As",
+    "At",
+    "Because",
+    "Before",
+    "Behind",
+    "Beside",
+    "But",
+    "By",
+    "For",
+    "From",
+    "If",
+    "In",
+    "Like",
+    "Likewise",
+    "None",
+    "Of",
+    "On",
+    "Or",
+    "So",
+    "That",
+    "Those",
+    "To",
+    "Until",
+    "Where",
+    "With",
+    "Within",
+    "Without",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_docstrings_begin_with_a_whole_sentence(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = re.match(r"\w+", ast.get_docstring(node) or "")
+            assert first is None or first[0] not in FRAGMENTS, f"{node.name}, line {node.lineno}"
+
+
 def test_every_argument_of_the_optimizer_is_described() -> None:
     described = set(re.findall(r"^ {4}(\w+): ", inspect.cleandoc(kfac_optim.KFACOptimizer.__doc__ or ""), re.MULTILINE))
     arguments = set(inspect.signature(kfac_optim.KFACOptimizer).parameters)

@@ -151,7 +151,7 @@ class KFACBlock:
 
     @property
     def cost(self) -> Cost:
-        """Of one refresh, and of applying it."""
+        """Give the cost of one refresh, and of applying it."""
         return self.inverse.flops(self.spec.by_blocks())
 
     @property
@@ -160,7 +160,7 @@ class KFACBlock:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the factors."""
+        """Give the dtype of the factors."""
         return self.factor_dtype or torch.promote_types(self.params[0].dtype, torch.float32)
 
     @property
@@ -228,7 +228,7 @@ class KFACBlock:
         self.state = self._new_state()
 
     def follow(self) -> None:
-        """Where the model was moved to another device or dtype since, take the state there."""
+        """Take the state along where the model was moved to another device or dtype."""
         if self._home != (self.dtype, self.params[0].device):
             tensors = self.inverse.tensors(self.state)
             self.state = self._new_state()
@@ -267,7 +267,7 @@ class KFACBlock:
         return ahead
 
     def refresh_due(self, *, ahead: bool = False) -> bool:
-        """By period; where λ has left the inverse behind; and at folds 1, 2, 3, 5, 8, … while the averages are young.
+        """Tell whether a refresh is due: by period, for a λ that moved far, at folds 1, 2, 3, 5, … of young averages.
 
         Args:
             ahead: whether the statistics of this step are still to be folded.
@@ -339,7 +339,7 @@ class KFACBlock:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """Of preconditioned gradients, until they become the parameters' own: at least float32."""
+        """Give the dtype of preconditioned gradients until they are cast to the parameters': at least float32."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -376,7 +376,7 @@ class KFACBlock:
         return number.to(self.params[0].device) if isinstance(number, Tensor) else number
 
     def _decay(self) -> float:
-        """Of the averages since the last fold."""
+        """Give the decay of the averages since the last fold."""
         elapsed = self.clock.step - self.clock.folded_at if self.clock.folds else 0
         decay: float = self.group["factor_decay"] ** elapsed
         return decay

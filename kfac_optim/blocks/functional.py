@@ -73,7 +73,7 @@ class FunctionalUses:
     def know(
         self, blocks: Iterable[KFACBlock], candidates: Iterable[nn.Parameter], owners: Iterable[nn.Module]
     ) -> None:
-        """From now on these are the blocks, of which those count whose matrix is a weight or its transpose.
+        """Take these for the blocks from now on; those count whose matrix is a weight or its transpose.
 
         Args:
             blocks: of the model.
@@ -145,7 +145,7 @@ class FunctionalUses:
         return {param: names[-1] for param, names in self._others.items() if names}
 
     def layer_ran(self, weight: nn.Parameter) -> None:
-        """Within the mode, the module with this weight has run: one of the uses was its own."""
+        """Note, within the mode, that the module with this weight has run: one of the uses was its own."""
         if not torch.compiler.is_compiling():
             self.count_out(weight)
         elif (index := self._index(weight)) >= 0:
@@ -168,7 +168,7 @@ class FunctionalUses:
         self._others.setdefault(param, []).append(function)
 
     def _index(self, param: Tensor | None) -> int:
-        """By which graphs know a parameter, -1 where they do not; traced by `torch.compile`, which knows no keys."""
+        """Give the number by which graphs know a parameter, -1 where they do not; `torch.compile` traces no keys."""
         if param is None:
             return -1
         for index, known in enumerate(self._in_graphs):
@@ -178,7 +178,7 @@ class FunctionalUses:
         return -1
 
     def module_ran(self, weight: nn.Parameter) -> bool:
-        """Within the mode, the module with this weight has run: whether its product, if any, was noted here.
+        """Tell, within the mode and after the module with this weight has run, whether its product was noted here.
 
         The module may add its bias to the product by itself.
         """

@@ -128,7 +128,7 @@ class ModelBinding:
         return self._settled
 
     def settle(self) -> bool:
-        """With the first step that has gradients, all that only a forward can show was shown.
+        """Note that with the first step that has gradients all that only a forward can show was shown.
 
         Returns:
             Whether that was now, and something had been awaited.

@@ -222,7 +222,7 @@ def run_in(window: CaptureWindow, module: nn.Module, mode: TorchFunctionMode, wa
 def substitute(
     window: CaptureWindow, module: nn.Module, table: Mapping[Function, Function], wanted: Callable[[], bool]
 ) -> Handle:
-    """Within forwards of `module` that build a graph, call `table[f]` where torch's function `f` is called.
+    """Call `table[f]` where a forward of `module` that builds a graph calls torch's function `f`.
 
     What a replacement calls is not replaced again, so it may call `f` itself.
 

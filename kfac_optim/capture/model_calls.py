@@ -66,7 +66,7 @@ class Roots:
         self._last = self._recomputed = None
 
     def layer_without_graph(self) -> None:
-        """Within a forward without gradients: a layer ran that may run again. See [Note: recomputed layers]."""
+        """Note that, in a forward without gradients, a layer ran that may run again. See [Note: recomputed layers]."""
         if self._under_way:
             self._under_way[-1].recomputes = True
 

@@ -146,7 +146,7 @@ class CaptureWindow(Ledger):
         return handle
 
     def hooked(self) -> Collection[LayerHooks]:
-        """Those that are put on layers now."""
+        """Give the hooks that are put on layers now."""
         return frozenset(self._hooks)
 
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], known: Collection[LayerHooks] = ()) -> None:
@@ -191,7 +191,7 @@ class CaptureWindow(Ledger):
         training: bool = True,
         context: tuple[int, ...] = (),
     ) -> ForwardCall | None:
-        """Within a forward: `output` came of `layer_input` and `watch.used`; commit when a backward reaches both.
+        """Note in a forward that `output` came of `layer_input` and `watch.used`; commit when a backward reaches both.
 
         Args:
             watch: the layer.

@@ -343,7 +343,7 @@ class DistributedExecutor(SingleDevice):
 
     @property
     def main(self) -> Communicator:
-        """For the main line of the program."""
+        """Give the communicator of the main line of the program."""
         assert self._main is not None, "no step was begun"
         return self._main
 
@@ -498,7 +498,7 @@ class DistributedExecutor(SingleDevice):
         return make_plan(self._model, self.main.world_size, self._strategy(), self.config.cost, options)
 
     def _strategy(self) -> Strategy | Auto:
-        """Of parameters that FSDP2 has sharded, gradients and momentum are FSDP2's business."""
+        """Choose the strategy; gradients and momentum of parameters that FSDP2 has sharded are FSDP2's business."""
         wished = self.config.strategy
         of_layers = [param for block in self._blocks for param in block.params]
         if not _any_sharded(of_layers or [param for held in self._params.values() for param in held]):
@@ -725,6 +725,6 @@ def _shards(params: Sequence[nn.Parameter], names: Sequence[str]) -> tuple[int, 
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """On which tensors can be sent."""
+    """Give the device on which tensors can be sent."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if accelerator is None or "gloo" in dist.get_backend(group) else accelerator

@@ -200,7 +200,7 @@ def _address(variables: _Variables, environ: Mapping[str, str], world_size: int)
 
 
 def _first_host(nodes: str) -> str:
-    """Of a list as SLURM writes it: `gpu[03-06,11],login1` starts with `gpu03`."""
+    """Give the first host of a list as SLURM writes it: `gpu[03-06,11],login1` starts with `gpu03`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "it matches the empty string too"
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])

@@ -98,7 +98,7 @@ class Holdings:
         )
 
     def recover(self, blocks: Sequence[KFACBlock], lost: Mapping[KFACBlock, Missing]) -> list[str]:
-        """After a checkpoint was loaded: what some rank has, to owners that lack it; what none has starts anew.
+        """Bring, after a checkpoint was loaded, what some rank has to owners that lack it; what none has starts new.
 
         Args:
             blocks: all of them.

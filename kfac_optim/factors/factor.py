@@ -86,7 +86,7 @@ class Factor:
         return unpack_triangle(self.packed, self.dim) if self._is_dense else self.packed
 
     def diagonal(self) -> Tensor:
-        """Of the average, `[groups, d]`; of a dense one a copy."""
+        """Give the diagonal of the average, `[groups, d]`; it is a copy where the average is dense."""
         return torch.cat(packed_diagonal(self.packed, self.dim), -1) if self._is_dense else self.packed
 
     def add(self, moment: Tensor) -> None:

@@ -195,7 +195,7 @@ class OpposedPair(FactorPair):
 
 
 def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
-    """Of what there is for `A` and for `G` that which belongs to one part of a block (`Part.name`)."""
+    """Give what belongs to one part of a block (`Part.name`), of what there is for `A` and for `G`."""
     assert part in ("A", "G", ""), part
     return tuple(each for name, each in (("A", a), ("G", g)) if each is not None and part in (name, ""))
 

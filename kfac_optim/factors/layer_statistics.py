@@ -146,7 +146,7 @@ class RowStatistics(LayerStatistics):
         """Canonical `g`, `[groups, batch, shared, out]`; zero where a shorter example has no position."""
 
     def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
-        """Those of `input_rows` that `sample` names. A family whose rows are copies makes no others."""
+        """Give the rows of `input_rows` that `sample` names. A family whose rows are copies makes no others."""
         return sample.of(self.input_rows(layer_input))
 
     def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
@@ -296,7 +296,7 @@ class RowStatistics(LayerStatistics):
 
     @cached_property
     def _latest_rows(self) -> Tensor:
-        """Of the latest sum of gradients: asked for twice, and a copy where only some are taken."""
+        """Give the rows of the latest sum of gradients: asked for twice, and a copy where only some are taken."""
         return self._sampled(self.gradient_rows(self.call.gradient))
 
     def _sampled(self, rows: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ def _all_correlations(patches: Patches) -> Tensor:
 
 
 def _by_elements(found: Tensor, kernel: Sequence[int]) -> Tensor:
-    """For every pair (i, j) of elements of the kernel what was found at the distance j - i.
+    """Give, for every pair (i, j) of elements of the kernel, what was found at the distance j - i.
 
     Args:
         found: `[groups, C, C, *distances]`, along each dimension of space from 1 - size to size - 1.
@@ -295,7 +295,7 @@ def _columns(patches: Patches, axis: int, places: Sequence[int]) -> dict[int, Te
 
 
 def _at_borders(kernel: int, dilation: int, zeros: tuple[int, int], size: int, apart: int) -> dict[int, list[int]]:
-    """Where in features of this size elements i of the kernel do not stand, with element i + apart over features too.
+    """Tell where in features of this size elements i of the kernel do not stand while element i + apart does.
 
     Along one dimension, at stride 1: place, and what elements i these are.
     """

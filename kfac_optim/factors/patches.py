@@ -38,7 +38,7 @@ class Patches:
 
     @property
     def channels(self) -> int:
-        """Those of one group."""
+        """Count the channels of one group."""
         return self.features.shape[1] // self.groups
 
     @property

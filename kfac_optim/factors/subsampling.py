@@ -15,7 +15,7 @@ from kfac_optim.utils.validation import check_integer
 
 @dataclass(frozen=True, slots=True)
 class Subsample:
-    """At most so many examples of a call, and of each at most so many positions, make the statistics of a layer.
+    """Take at most so many examples of a call, and of each at most so many positions, for the statistics of a layer.
 
     Second moments of some hundred rows for each column of a factor say as much as those of all. Where rows are many
     (the positions of convolutions and sequences, large batches), taking a part of them at random makes statistics
@@ -109,7 +109,7 @@ class RowSample:
         return replace(self, examples=self.examples[start:stop], positions=positions)
 
     def of(self, rows: Tensor) -> Tensor:
-        """Those of `[groups, batch, shared, d]`: `[groups, examples, positions, d]`."""
+        """Give the sampled rows `[groups, examples, positions, d]` of `[groups, batch, shared, d]`."""
         if self.positions is None:
             return self._of_examples(rows, 1)
         return rows[:, self.examples.unsqueeze(1), self.positions]

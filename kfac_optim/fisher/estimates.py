@@ -142,7 +142,7 @@ class NamedLoss(Estimate):
         return count.averaged
 
     def terms(self, outputs: Outputs) -> int:
-        """Of the loss: what its mean, or sum, runs over."""
+        """Tell what the mean, or sum, of the loss runs over."""
         if self.loss_terms in (None, LossTerms.SUM):
             return self.likelihood.terms(outputs)
         terms = read_terms(self.loss_terms, outputs, outputs)

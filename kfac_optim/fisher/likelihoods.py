@@ -285,7 +285,7 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _units(like: Tensor) -> Iterator[Tensor]:
-    """For each element of an example, 1 there in every example and 0 elsewhere."""
+    """Give, for each element of an example, 1 there in every example and 0 elsewhere."""
     flat = like.reshape(like.shape[0], -1) if like.dim() > 1 else like.reshape(1, -1)
     for i in range(flat.shape[1]):
         unit = torch.zeros_like(flat)

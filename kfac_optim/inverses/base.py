@@ -113,7 +113,7 @@ class Inverse(ABC, Generic[S]):
         """
 
     def applied_dtype(self, state: S) -> torch.dtype | None:
-        """In which `apply` computes, whatever it is given; None is that of the factors, but at least float32.
+        """Give the dtype in which `apply` computes; None is that of the factors, but at least float32.
 
         `grad` is best made in it: to be cast afterwards takes another pass over all parameters.
         """

@@ -27,7 +27,7 @@ class FactorJob:
     factor: Factor
 
     def average(self) -> Tensor:
-        """In the dtype of the computation; of a dense factor it is unpacked at each call."""
+        """Give the average in the dtype of the computation; that of a dense factor is unpacked at each call."""
         return self.factor.average.to(self.state.condition.dtype)
 
     def settle(self, attempts: Tensor) -> Tensor:

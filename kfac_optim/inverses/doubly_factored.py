@@ -216,7 +216,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         return state.refused_in_a_row, state.failed_in_a_row.max()
 
     def counters(self, state: DoublyFactoredState) -> dict[str, Tensor]:
-        """As of `Cholesky`; the condition number of `A` is that of the product, of `G` the worse of its two."""
+        """Give the counters of `Cholesky`; the condition of `A` is that of the product, of `G` the worse of its two."""
         return {
             "refused_statistics": state.refused,
             "retried_refreshes": state.retried,

@@ -55,7 +55,7 @@ class PairState(ABC):
 
     @abstractmethod
     def shared(self, part: str) -> tuple[Result, ...]:
-        """Of these what other ranks need of one part, in a fixed order."""
+        """Give those results that other ranks need of one part, in a fixed order."""
 
     def measures(self) -> dict[str, Tensor]:
         """What it counted and measured, likewise."""
@@ -189,7 +189,7 @@ def dense_sides(spec: LayerSpec) -> list[tuple[int, int]]:
 
 
 def dense_flops(spec: LayerSpec, per_cube: float, products: int) -> Cost:
-    """Of a refresh that takes `per_cube · d³` for each dense factor, and `products` matrix products to apply each."""
+    """Give the cost of a refresh of `per_cube · d³` for each dense factor, and of `products` products to apply each."""
     sides = dense_sides(spec)
     return Cost(
         refresh=per_cube * sum(groups * float(dim) ** 3 for dim, groups in sides),

@@ -26,11 +26,11 @@ COMPUTED_WEIGHT = "the layer's weight is computed from other parameters (pruning
 
 
 class StatisticsSink(Protocol):
-    """Where an adapter's statistics go."""
+    """A sink is where an adapter's statistics go."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the moments. It follows the model when that is moved to another dtype."""
+        """Give the dtype of the moments, which follows the model when it is moved to another dtype."""
 
     def wanted(self) -> bool:
         """Whether the next forward should be captured."""
@@ -202,7 +202,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
 
 
 def weight_and_bias(trained: Collection[str]) -> tuple[str, ...]:
-    """Of a weight and its bias those that are trained; none without the weight."""
+    """Name those of a weight and its bias that are trained; none without the weight."""
     return tuple(name for name in ("weight", "bias") if name in trained) if "weight" in trained else ()
 
 

@@ -287,7 +287,7 @@ class GroupNormAdapter(_ChannelNormAdapter[nn.GroupNorm]):
 
 
 class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
-    """With statistics of the batch `x̂` is taken as given: an example's share in them is not differentiated."""
+    """Take `x̂` as given, also with statistics of the batch: an example's share in them is not differentiated."""
 
     family = _BatchNorm
 

@@ -148,7 +148,7 @@ class _Forwards:
         return table
 
     def _sequence(self, step: Step, *args: Any) -> tuple[Tensor, ...]:
-        """In place of `torch.lstm` and its like: `(output, h)` or `(output, h, c)`."""
+        """Compute what `torch.lstm` and its like do: `(output, h)` or `(output, h, c)`."""
         if not isinstance(args[3], bool):  # (data, batch_sizes, hx, weights, …) of packed sequences
             data, batch_sizes, hx, *options = args
             sizes = tuple(batch_sizes.tolist())  # always on the CPU: nothing is waited for
@@ -163,7 +163,7 @@ class _Forwards:
         return output.transpose(0, 1) if batch_first else output, *state
 
     def _cell(self, step: Step, rows: Tensor, hx: Any, *weights: Any) -> Tensor | State:
-        """In place of `torch.lstm_cell` and its like: a sequence of one step."""
+        """Compute what `torch.lstm_cell` and its like do: a sequence of one step."""
         sizes, note = (len(rows),), functools.partial(self._note, (len(rows),))
         _, state = run_direction(step, rows, sizes, _as_state(hx), Weights(*weights), False, note)
         return state if len(state) > 1 else state[0]
@@ -185,7 +185,7 @@ def _as_state(hx: Tensor | State) -> State:
 
 
 class Weights(NamedTuple):
-    """Of one layer in one direction; `hr` projects the `h` of an LSTM."""
+    """These are the weights of one layer in one direction; `hr` projects the `h` of an LSTM."""
 
     ih: Tensor
     hh: Tensor

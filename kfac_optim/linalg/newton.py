@@ -10,7 +10,7 @@ from kfac_optim.linalg.eigen import _POLISHING_STEPS
 
 
 class NewtonStart(NamedTuple):
-    """Where a Newton iteration for `F⁻¹` starts."""
+    """A start is where a Newton iteration for `F⁻¹` begins."""
 
     inverse: Tensor
     """`X₀`, `[n, d, d]`, all eigenvalues of `F X₀` below 2."""

@@ -81,7 +81,7 @@ class BackgroundRefresher:
         self._spares[block] = under_way.shadow
 
     def _lanes(self, shadows: Sequence[KFACBlock]) -> list[_Lane]:
-        """For each accelerator that holds a shadow, its stream, and the copies just queued in the present one."""
+        """Give for each accelerator with a shadow its stream, and the copies just queued in the present one."""
         lanes = []
         for device in {shadow.params[0].device for shadow in shadows}:
             if device.type in ("cpu", "meta"):

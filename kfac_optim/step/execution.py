@@ -135,7 +135,7 @@ class Executor(Protocol):
         """Samples refused in a row and refreshes failed in a row, of each block."""
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        """Those of `blocks` whose direction is to be known here, and `∇h` of each of their parameters, whole.
+        """Give those of `blocks` whose direction is to be known here, and `∇h` of each of their parameters, whole.
 
         They may be `.grad` itself, and are not to be changed.
         """
@@ -151,7 +151,7 @@ class Executor(Protocol):
         """
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """Those of `params` that are updated here, in whole or in part."""
+        """Give those of `params` that are updated here, in whole or in part."""
 
     def publish(self, params: Sequence[nn.Parameter]) -> None:
         """Share updated parameters with the workers that did not update them."""
@@ -212,7 +212,7 @@ class Refresher(Protocol):
 
 
 class AtOnce:
-    """At the step at which they are due."""
+    """Refresh blocks at the step at which they are due."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

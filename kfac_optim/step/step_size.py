@@ -78,7 +78,7 @@ class Proposal:
         return self.executor.direction(dict(zip(self.blocks, self.parts, strict=True)), self.covered)
 
     def momentum(self, param: nn.Parameter) -> Tensor | None:
-        """That of earlier steps."""
+        """Give the momentum of earlier steps."""
         buffer: Tensor | None = self.state[param].get("momentum_buffer") if param in self.state else None
         return buffer
 
@@ -128,7 +128,7 @@ class StepSize(ABC):
         return ()
 
     def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """As `scalars`, of the sums that `Executor.add_up` takes."""
+        """Give what `scalars` gives, for the sums that `Executor.add_up` takes."""
         return ()
 
     def keeps_direction(self, groups: Sequence[Group]) -> bool:

@@ -45,7 +45,7 @@ class Trial:
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
-        """Those that the step moves."""
+        """Give the parameters that the step moves."""
         return list(self._before)
 
     def rose(self, loss: float) -> bool:

@@ -47,7 +47,7 @@ class Notices:
         )
 
     def unmeasured(self, reason: str, stacklevel: int) -> None:
-        """Of parameters that were to be preconditioned until now."""
+        """Warn of parameters that were to be preconditioned until now."""
         warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.{self._remedy}", stacklevel=stacklevel + 1)
 
     def partial_checkpoint(self, lacking: str, stacklevel: int) -> None:
@@ -152,7 +152,7 @@ class Notices:
             )
 
     def short_steps(self, share: float, step_size: object, stacklevel: int) -> None:
-        """Of a trust region that makes nearly all steps too short: `share` is their share of late."""
+        """Warn of a trust region that makes nearly all steps too short: `share` is their share of late."""
         if share > 0.95:
             self.told_of_short_steps = True
             warnings.warn(

@@ -42,7 +42,7 @@ def on_accumulation(leaf: Tensor, hook: Callable[[], Any]) -> RemovableHandle:
 
 
 def after_backward(function: Callable[[], None], rounds: int = 3) -> None:
-    """Within a backward, have `function` called after it, and after what others have asked for in the same way.
+    """Have `function` called after the running backward, and after what others have asked for in the same way.
 
     What they ask for may itself ask for more, as DistributedDataParallel does, so that `function` asks again that many
     times.
@@ -54,12 +54,12 @@ def after_backward(function: Callable[[], None], rounds: int = 3) -> None:
 
 
 def edge(tensor: Tensor) -> GradientEdge:
-    """Where the gradient of `tensor` passes in the graph; the tensor itself is not kept."""
+    """Tell where the gradient of `tensor` passes in the graph; the tensor itself is not kept."""
     return torch.autograd.graph.get_gradient_edge(tensor)
 
 
 def running_edge(output_nr: int) -> GradientEdge:
-    """Within a hook on a gradient: its edge, by the number of the tensor among the outputs of its node."""
+    """Give the edge of the gradient whose hook is running, by the number of the tensor among its node's outputs."""
     return GradientEdge(torch._C._current_autograd_node(), output_nr)
 
 
@@ -146,7 +146,7 @@ def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Within a backward: whether it leaves the graph as it is (`retain_graph`), for another to go through it.
+    """Tell whether the running backward leaves the graph as it is (`retain_graph`), for another to go through it.
 
     Else nodes drop what they saved. So a second backward cannot come to a weight that the same input is multiplied by.
     """

@@ -26,7 +26,7 @@ class RandomState:
 
 
 def random_state(params: Iterable[Tensor]) -> RandomState:
-    """As it is now, for a model with these parameters."""
+    """Give the random state as it is now, for a model with these parameters."""
     return RandomState(sorted({param.device.index or 0 for param in params if param.is_cuda}))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 
 def describe_bytes(count: float) -> str:
-    """As `1.5 MiB`."""
+    """Write a size as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

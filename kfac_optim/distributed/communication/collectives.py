@@ -345,7 +345,7 @@ class Communicator:
         return Event(wait)
 
     def _wait_on_host(self, work: dist.Work) -> None:
-        """Until it is done, the time is out, or another rank has given up."""
+        """Wait until it is done, the time is out, or another rank has given up."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -93,7 +93,7 @@ def from_ordered(bits: int) -> float:
 
 
 def largest(communicator: Communicator, numbers: Sequence[int], name: str, layers: Sequence[str]) -> list[int]:
-    """Of each number, the largest on any rank."""
+    """Give the largest of each number on any rank."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=communicator.device)
     return _largest(communicator, mine, name, layers)
 

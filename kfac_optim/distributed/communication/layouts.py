@@ -47,7 +47,7 @@ class Slot:
 
 
 class Place(NamedTuple):
-    """Where a slot lies in a flat tensor."""
+    """A place is where a slot lies in a flat tensor."""
 
     values: slice
     mass: int | None
@@ -82,12 +82,12 @@ class ReduceBucket:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the slots."""
+        """Give the names of the slots."""
         return tuple(slot.name for slot in self.slots)
 
     @cached_property
     def sum_dtype(self) -> torch.dtype:
-        """Of what a rank gives, of masses and of sums: at least float32."""
+        """Give the dtype of what a rank gives, of masses and of sums: at least float32."""
         return torch.promote_types(self.payload, torch.float32)
 
     @cached_property
@@ -111,7 +111,7 @@ class ReduceBucket:
 
     @cached_property
     def places(self) -> Mapping[str, Place]:
-        """Of each slot in its owner's section."""
+        """Give the place of each slot in its owner's section."""
         places = {}
         for slots in self.owned:
             start, mass = 0, sum(slot.elements for slot in slots)
@@ -276,7 +276,7 @@ class ShareBucket:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the parcels."""
+        """Give the names of the parcels."""
         return tuple(parcel.name for parcel in self.parcels)
 
     @cached_property

@@ -85,7 +85,7 @@ class Reducer:
         return index < self._next
 
     def stale_flags(self) -> list[bool]:
-        """Of each bucket, whether this rank launched it and has other numbers for it now."""
+        """Tell of each bucket whether this rank launched it and has other numbers for it now."""
         return list(self._stale)
 
     def finish(self, final: Callable[[str], tuple[Tensor, Tensor | float]], again: Sequence[bool]) -> dict[str, Merged]:

@@ -73,7 +73,7 @@ def _carry(communicator: Communicator, transfers: Sequence[Transfer], parcels: S
 
 
 def leaves(tensors: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Of a nested dict, each tensor and where it stands."""
+    """Give each tensor of a nested dict, and where it stands."""
     for key, value in tensors.items():
         if isinstance(value, Tensor):
             yield (*path, key), value

@@ -41,7 +41,7 @@ from kfac_optim.utils.tensor_storage import drop, hold
 
 
 class Status(NamedTuple):
-    """Of one block at its last refresh, the same on all ranks."""
+    """The status of one block at its last refresh is the same on all ranks."""
 
     held: bool
     """Whether any sample was ever accepted."""
@@ -76,7 +76,7 @@ class StatisticsExchange:
         return self._main.rank
 
     def owners(self, block: KFACBlock) -> list[int]:
-        """Of its parts."""
+        """Give the ranks that own its parts."""
         return [part.owner for part in self._layers[block.name].parts]
 
     def owns(self, block: KFACBlock) -> bool:
@@ -96,7 +96,7 @@ class StatisticsExchange:
         return self.merges or self.owns(block)
 
     def reducer(self, blocks: Sequence[KFACBlock]) -> Reducer:
-        """For the sums of these blocks."""
+        """Make the reducer for the sums of these blocks."""
         names = tuple(block.name for block in blocks)
         if names not in self._reducers:
             self._reducers[names] = Reducer(self._early, sum_buckets(self.plan, names))
@@ -261,7 +261,7 @@ class StatisticsExchange:
         return self.rank in owners
 
     def _tell_of_each_other(self, blocks: Sequence[KFACBlock]) -> None:
-        """Where A and G have different owners, each solves for its own; but λ may be shared among them by traces."""
+        """Exchange traces where A and G have different owners, which share λ by them."""
         told = self._exchanged_traces([block for block in blocks if self._layers[block.name].trace_words])
         for block in blocks:
             factors = {
@@ -280,7 +280,7 @@ class StatisticsExchange:
         self.mark_elsewhere(blocks)
 
     def _exchanged_traces(self, blocks: Sequence[KFACBlock]) -> dict[str, Elsewhere]:
-        """Of each part of these blocks what its owner tells."""
+        """Give what its owner tells of each part of these blocks."""
         parts = [(block, part) for block, _, part in self._parts(blocks)]
         if not (parts and self.merges):
             return {}
@@ -333,7 +333,7 @@ def _joined(results: Sequence[Result], dtype: torch.dtype) -> Tensor:
 
 
 def _split(joined: Tensor, results: _Numbered) -> dict[int, Tensor]:
-    """By number, in the shape of the tensors."""
+    """Cut numbers into the shapes of the tensors."""
     sizes = [_size(each) for _, each in results]
     return {
         number: _unpacked(flat, each) for (number, each), flat in zip(results, torch.split(joined, sizes), strict=True)

@@ -53,7 +53,7 @@ class GradientFlow(Protocol):
     def all_reduce_scalars(self, values: Tensor) -> Tensor: ...
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        """Of all gradients together; `grads` are those that are updated here."""
+        """Give the norm of all gradients together; `grads` are those that are updated here."""
 
 
 class ReplicatedGradients:
@@ -244,7 +244,7 @@ def sum_scalars(values: Tensor, communicator: Communicator) -> Tensor:
 
 
 def total_norm(grads: Sequence[Tensor], order: float, communicator: Communicator, dtype: torch.dtype) -> Tensor:
-    """Of gradients of which each rank has others, `[]`; sent as in `sum_scalars`."""
+    """Give the norm of gradients of which each rank has others, `[]`; it is sent as in `sum_scalars`."""
     own = nn.utils.get_total_norm(grads, order).to(communicator.device).double()
     if math.isinf(order):
         return communicator.all_reduce("norm", own, dist.ReduceOp.MAX).wait().to(dtype)

@@ -71,7 +71,7 @@ def rows_of(param: DTensor, name: str = "a parameter") -> tuple[Rows, ...]:
 
 
 def parcel_name(name: str, rank: int) -> str:
-    """Of the rows that `rank` of the shard mesh holds of a parameter."""
+    """Name the rows that `rank` of the shard mesh holds of a parameter."""
     return f"{name}[{rank}]"
 
 

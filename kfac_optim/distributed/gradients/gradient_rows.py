@@ -120,7 +120,7 @@ class RowGradients:
         blocks: Sequence[KFACBlock],
         values: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """In buckets of about equal size, all under way at once."""
+        """Exchange rows in buckets of about equal size, all under way at once."""
         world_size = self._communicator.world_size
         filled = _filled((owned for block in blocks for owned in self._owned(block)), self._limit)
         flights = [
@@ -131,7 +131,7 @@ class RowGradients:
 
 
 def _norm(grad: Tensor, order: float) -> Tensor:
-    """Of a whole gradient, wherever its parts are, `[]`."""
+    """Give the norm of a whole gradient, wherever its parts are, `[]`."""
     norm = torch.linalg.vector_norm(grad, order)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

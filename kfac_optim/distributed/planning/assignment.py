@@ -32,7 +32,7 @@ def largest_first(work: Mapping[str, Load], bins: Sequence[int]) -> dict[str, in
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """Of one layer: each refreshed part (by name), one preconditioning, and the words of its gradient."""
+    """The load of one layer is each refreshed part (by name), one preconditioning, and the words of its gradient."""
 
     parts: Mapping[str, Load]
     apply: float
@@ -56,7 +56,7 @@ class Place:
 
 
 def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, period: int) -> dict[str, Place]:
-    """Where each layer is worked on.
+    """Choose where each layer is worked on.
 
     Args:
         layers: by name.
@@ -90,7 +90,7 @@ def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, perio
 
 
 def _group_load(layer: LayerLoad, workers: int, ranks: int, period: int, apart: bool) -> Load:
-    """On each rank of a group: all of preconditioning, and its share of the refreshes that are bound to the group."""
+    """Give the load on each rank of a group: all preconditioning, and its share of the group's refreshes."""
     if workers == ranks:
         return Load(0.0, 0)
     bound = 0.0 if workers == 1 and apart else layer.refresh / period / workers

@@ -65,7 +65,7 @@ def measure_costs(device: torch.device | str = "cpu", group: dist.ProcessGroup |
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of one call, the median of some."""
+    """Give the seconds of one call, the median of some."""
 
     def one() -> float:
         _synchronize(device)

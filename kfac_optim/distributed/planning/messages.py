@@ -35,17 +35,17 @@ class _Sent(NamedTuple):
 
 
 def slot_name(layer: str, part: str, number: int) -> str:
-    """Of a running average in `sum_buckets`; `number` is its place in `Part.sums`."""
+    """Name a running average in `sum_buckets`; `number` is its place in `Part.sums`."""
     return _joined(layer, part, str(number))
 
 
 def result_name(layer: str, part: str, *, measuring: bool) -> str:
-    """Of a parcel in `result_buckets`: what statistics are taken in, or all else of a part's result."""
+    """Name a parcel in `result_buckets`: what statistics are taken in, or all else of a part's result."""
     return _joined(layer, part, "(bases)" if measuring else "")
 
 
 def preconditioned_name(layer: str, place: int) -> str:
-    """Of a parcel in `preconditioned_buckets`: that for the ranks of this place in their groups (`rank % workers`)."""
+    """Name a parcel in `preconditioned_buckets`, for the ranks of this place in their groups (`rank % workers`)."""
     return _joined(layer, str(place))
 
 
@@ -187,7 +187,7 @@ def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, 
 
 
 def _launches(plan: Plan, payload: Payload, names: Collection[str]) -> Iterator[tuple[str, list[_Sent]]]:
-    """Of each launch its name and what it carries: the plan's items, in its order, that belong to `names`."""
+    """Give the name of each launch and what it carries: the plan's items, in its order, that belong to `names`."""
     positions = {layer.name: layer.position for layer in plan.layers}
     positions |= {parameter.name: parameter.position for parameter in plan.parameters}
     if unknown := sorted(set(names) - positions.keys()):

@@ -110,7 +110,7 @@ class PlanOptions:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """Of factor sums as they are sent."""
+        """Give the dtype of factor sums as they are sent."""
         return self.sums_dtype or self.factor_dtype
 
     @property
@@ -120,7 +120,7 @@ class PlanOptions:
 
     @property
     def inverse_dtype(self) -> torch.dtype:
-        """Of inverses."""
+        """Give the dtype of inverses."""
         return torch.promote_types(self.factor_dtype, torch.float32)
 
     def itemsize(self, payload: Payload) -> int:
@@ -181,7 +181,7 @@ class LayerPlan:
 
     @property
     def trace_words(self) -> int:
-        """That its owners tell one another before a refresh: traces of both factors, each with the mass behind them.
+        """Count what its owners tell one another before a refresh: traces of both factors, each with its mass.
 
         0 where the parts have one owner, or need no traces of each other (`Part.traces`).
         """
@@ -275,7 +275,7 @@ class Plan:
     seconds: Seconds
 
     def buckets_of(self, payload: Payload) -> tuple[Bucket, ...]:
-        """In the order in which they are sent."""
+        """Give the buckets in the order in which they are sent."""
         return tuple(bucket for bucket in self.buckets if bucket.payload is payload)
 
     def launches(self, *, refresh: bool) -> list[Bucket]:
@@ -292,12 +292,12 @@ class Plan:
 
     @property
     def words_per_step(self) -> Fraction:
-        """That all ranks together send, on average over the periods."""
+        """Give the words that all ranks together send, on average over the periods."""
         return sum((each.words_per_step for each in self.traffic), Fraction(0))
 
     @property
     def bytes_per_step(self) -> Fraction:
-        """Likewise."""
+        """Give the bytes that all ranks together send, on average over the periods."""
         return sum((each.bytes_per_step for each in self.traffic), Fraction(0))
 
     @property
@@ -312,7 +312,7 @@ class Plan:
 
     @property
     def apply_imbalance(self) -> float:
-        """Likewise, of preconditioning."""
+        """Give the imbalance of preconditioning: the largest load of a rank over the mean."""
         return _imbalance(self.apply_loads)
 
     @property
@@ -416,7 +416,7 @@ class PlanSummary:
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-    """In what two plans differ, by name, from what `Plan.agreement` gave for each; empty where they agree.
+    """Tell in what two plans differ, by name, from what `Plan.agreement` gave for each; empty where they agree.
 
     What comes first is nearest to a cause: options and layers before owners, and owners before buckets.
     """

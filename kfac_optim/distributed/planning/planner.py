@@ -87,7 +87,7 @@ class Covered:
 
     @property
     def words(self) -> int:
-        """Of its gradient."""
+        """Give the words of its gradient."""
         return self.spec.groups * self.spec.in_dim * self.spec.out_dim
 
 
@@ -287,7 +287,7 @@ class _Planner:
         return [item for item, _ in self._all_results()]
 
     def _control_words(self, payload: Payload) -> tuple[int, ...]:
-        """Of each all-reduce."""
+        """Give the words that each all-reduce takes beside what it sums."""
         if payload is Payload.VOTES:
             buckets = fill(self._items(Payload.SUMS), self.options.bucket_words(Payload.SUMS))
             return (VOTE_WORDS + vote_marks(len(self.layers), len(buckets)),)
@@ -360,7 +360,7 @@ class _Planner:
         return shards[item.rank] if shards else item.words // self.ranks
 
     def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
-        """Of each rank, the sum over the layers that it preconditions; `amounts` has one for each layer."""
+        """Sum over the layers that each rank preconditions; `amounts` has a number for each layer."""
         groups = [0.0] * (self.ranks // self.workers)
         for layer, amount in zip(self.layers, amounts, strict=True):
             groups[layer.workers.start // self.workers] += amount

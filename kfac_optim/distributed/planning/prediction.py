@@ -10,7 +10,7 @@ from kfac_optim.distributed.planning.costs import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of one step, on the rank that takes longest at each stage.
+    """The seconds of one step are those of the rank that takes longest at each stage.
 
     Attributes:
         forward: of the model.

@@ -129,7 +129,7 @@ Strategy = Replicated | Sharded | FullySharded
 
 @dataclass(frozen=True)
 class Auto:
-    """Of some strategies the one that the cost model says has the shortest step, of those that fit into memory.
+    """Take the strategy with the shortest step by the cost model, of those that fit into memory.
 
     Args:
         memory_budget: bytes that K-FAC and momentum may take on the rank that needs most (`Memory.total`); None is no
@@ -180,5 +180,5 @@ def check_strategy(name: str, value: object) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """Give the divisors of a number in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]

@@ -71,7 +71,7 @@ def keep_inverses(jobs: Sequence[DampedJob], inverses: Tensor, attempts: Tensor,
 
 
 def take_reciprocals(jobs: Sequence[DampedJob]) -> list[Tensor]:
-    """Of diagonal factors, and of 1×1 matrices; see `DampedJob.keep`."""
+    """Invert diagonal factors, and 1×1 matrices; see `DampedJob.keep`."""
     taken: list[Tensor] = []
     for job in jobs:
         damped = job.damped.of(job.average())

@@ -116,7 +116,7 @@ class EigenbasisInverse(PairInverse[E]):
         return numbers, numbers
 
     def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
-        """With each goes `solved`."""
+        """Give the parts of both sides; `solved` goes with each."""
         return tuple(replace(part, sent=part.sent + spec.groups) for part in super().parts(spec))
 
     def apply(self, state: E, grad: Tensor, damping: float) -> Tensor:
@@ -146,7 +146,7 @@ def outer(g_values: Tensor | None, a_values: Tensor | None, *, like: Tensor) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EigenJob(FactorJob):
-    """Where the decomposition goes."""
+    """A job is one factor to decompose, and knows where the decomposition goes."""
 
     state: EigenState
     spectrum: Spectrum
@@ -201,7 +201,7 @@ def _take_diagonal(jobs: Sequence[EigenJob]) -> None:
 
 
 def _measure_condition(state: EigenState, damping: float) -> None:
-    """Of the sides that are kept here."""
+    """Measure the condition numbers of the sides that are kept here."""
     sides = ((state.pair.a, state.a), (state.pair.g, state.g))
     present = [
         (side, factor, spectrum.values)

@@ -289,7 +289,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         self._renew(state, old)
 
     def _renew(self, state: EKFACState, old: "_Standing") -> None:
-        """After a refresh: `S` in the new bases, to be applied as it is now."""
+        """Bring `S` into the new bases after a refresh, to be applied as it is now."""
         state.carry_over(old)
         if state.measured:
             state.applied = None  # until `take` says otherwise

@@ -67,7 +67,7 @@ class PatchStatistics(RowStatistics):
 
     @abstractmethod
     def patches(self, features: Tensor) -> Patches:
-        """Those of some of the examples of the input, `[batch, channels, *space]`."""
+        """Give the patches of some of the examples of the input, `[batch, channels, *space]`."""
 
     def context_by_axis(self) -> list[tuple[int, ...]]:
         """What the context of the call tells, a number for each dimension of space."""
@@ -245,7 +245,7 @@ def _overrides(module: nn.Module, family: type[nn.Module], methods: Collection[s
 
 
 def by_axis(amount: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """As torch's functions read a number that may be one for each dimension of space."""
+    """Read a number as torch's functions do, one for all dimensions of space or one for each."""
     amounts = (amount,) if isinstance(amount, int) else tuple(amount)
     return amounts * ndim if len(amounts) == 1 else amounts
 
