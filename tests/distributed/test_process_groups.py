@@ -201,7 +201,7 @@ def open_things() -> tuple[int, int, int]:
 
 def one_after_the_other(rank: int, strategy: Strategy) -> tuple[object, object]:
     before: object = None
-    for number in range(12):
+    for number in range(50):
         model = DistributedDataParallel(build(Mixed))
         optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
         train(model, optimizer, 0, rank, range(2))
