@@ -836,7 +836,9 @@ class KFACOptimizer(Optimizer):
             and not self._notices.told_of_short_steps
         ):
             self._looked = self._window.step
-            self._notices.short_steps(float(self._memory[3]), self._step_size, stacklevel + 1)
+            scale = None if self._record is None else self._record.measures.get("trust_region_scale")
+            if scale is not None and float(self._memory[3]) > 0.95:
+                self._notices.short_steps(self._step_size, self._step_size.advice(float(scale)), stacklevel + 1)
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""

@@ -1,6 +1,7 @@
 """A trust region whose size follows what steps do to the loss, so that it needs no unit of the loss."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -33,6 +34,9 @@ from kfac_optim.step.trust_region import (
 from kfac_optim.utils.sharded_params import local
 
 _SHARE = 0.25  # of what the new step promises, that momentum which goes uphill may take back
+# Ordinary training holds nearly every step, at 1e-2 or more of what the rate makes it, as the region finds the length.
+# Where noise has shrunk the region, steps may be as much shorter.
+_IDLE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,12 @@ class AdaptiveTrustRegion(StepSize):
     def loss_unit(self, memory: Tensor) -> float:
         return max(1.0, math.exp(float(memory[0])))
 
+    def advice(self, scale: float) -> str:
+        return (
+            f"The last step was {scale:.0e} of what the rate makes it. Divide the learning rate by about "
+            f"{1 / max(scale, sys.float_info.min):.0e}; where the loss hardly falls, raise kl_clip instead."
+        )
+
     def size(self, proposal: Proposal) -> Sized:
         one = torch.ones_like(proposal.products[0][1])
         if proposal.kl_clip is None:
@@ -89,7 +99,7 @@ class AdaptiveTrustRegion(StepSize):
         _keep_directions(proposal, direction)
         holds = scale < longest
         slope_after = kept * promised + scale * _added(proposal.products)
-        after = [multiplier, slope_after, holds, shortened(share, holds & (ratio > 0.5))]
+        after = [multiplier, slope_after, holds, shortened(share, scale < _IDLE * size.clamp(max=1))]
         return Sized(
             direction,
             lambda _: {},

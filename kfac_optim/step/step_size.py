@@ -147,6 +147,14 @@ class StepSize(ABC):
         """
         return 1.0
 
+    def advice(self, scale: float) -> str:
+        """Say what to do where nearly all steps of late were made too short, as the fourth number remembers.
+
+        Args:
+            scale: how long the last step was, of what the learning rate makes it.
+        """
+        return ""
+
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:
         """The step; tensors of the proposal, momentum included, may be changed in place."""
@@ -183,6 +191,12 @@ class TrustRegion(StepSize):
 
     def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
         return (2,) if self.after_momentum and any(group["kl_clip"] is not None for group in groups) else ()
+
+    def advice(self, scale: float) -> str:
+        return (
+            "Training may be slow where the loss is large. Raise kl_clip tenfold and look at "
+            "metrics()['trust_region_scale'], or leave step_size at its default, which finds how far steps may go."
+        )
 
     def size(self, proposal: Proposal) -> Sized:
         bound = self._bound_step if self.after_momentum else self._bound_gradient

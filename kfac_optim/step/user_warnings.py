@@ -151,17 +151,14 @@ class Notices:
                 stacklevel=stacklevel + 1,
             )
 
-    def short_steps(self, share: float, step_size: object, stacklevel: int) -> None:
-        """Warn of a trust region that makes nearly all steps too short: `share` is their share of late."""
-        if share > 0.95:
-            self.told_of_short_steps = True
-            warnings.warn(
-                f"kfac_optim: {step_size} made nearly all of the last hundred steps shorter than the learning rate "
-                "does, so that the rate has no effect, and training may be slow where the loss is large. Raise kl_clip "
-                "tenfold and look at metrics()['trust_region_scale'], or leave step_size at its default, which finds "
-                "how far steps may go.",
-                stacklevel=stacklevel + 1,
-            )
+    def short_steps(self, step_size: object, advice: str, stacklevel: int) -> None:
+        """Warn of a trust region that made nearly all steps too short."""
+        self.told_of_short_steps = True
+        warnings.warn(
+            f"kfac_optim: {step_size} made nearly all of the last hundred steps shorter than the learning rate does, "
+            f"so that neither the rate nor a schedule of it has an effect. {advice}",
+            stacklevel=stacklevel + 1,
+        )
 
     def few_examples(self, judges: Sequence[object], stacklevel: int) -> None:
         warnings.warn(

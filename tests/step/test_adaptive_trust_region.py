@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import re
 import warnings
 from typing import Any
 
@@ -142,6 +143,23 @@ def test_a_loss_that_is_noise_alone_does_not_shrink_the_region_to_nothing() -> N
     assert 1e-3 * 1e-4 < optimizer.metrics()["kl_clip"] < 1e-3 * 1e2
 
 
+def test_targets_that_are_noise_alone_hardly_raise_the_expected_loss() -> None:
+    # The loss of a batch says little here: the highest of 2,000 is 1.8 times the first where no weight moves.
+    model = mlp(sizes=(4, 16, 16, 2))
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(512, 4, generator=generator, dtype=torch.float64)
+    expected = []
+    for i in range(400):
+        optimizer.zero_grad()
+        targets = torch.randn(16, 2, generator=generator, dtype=torch.float64)
+        square_loss(model(batch(i, 16)) - targets).backward()
+        optimizer.step()
+        if i % 10 == 0:
+            expected.append(1 + model(inputs).detach().square().mean().item())
+    assert max(expected) < 1.25 * expected[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("way", ["checkpoint", "copy", "pickle"])
@@ -242,12 +260,12 @@ def test_momentum_that_is_switched_on_later_begins_with_the_last_direction() -> 
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
-def warned(optimizer: KFACOptimizer, model: nn.Module, steps: int) -> list[str]:
+def warned(optimizer: KFACOptimizer, model: nn.Module, steps: int, scale: float = 1e4) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(steps):
             optimizer.zero_grad()
-            (square_loss(model(batch(i)) - 1) * 1e4).backward()
+            (square_loss(model(batch(i)) - 1) * scale).backward()
             optimizer.step()
     return [f"{warning.filename == __file__} {warning.message}" for warning in caught]
 
@@ -256,6 +274,7 @@ def test_a_region_that_stays_and_makes_a_hundred_steps_too_short_is_warned_of_on
     model = mlp()
     (found,) = warned(KFACOptimizer(model, lr=0.1, momentum=0.9, step_size=TrustRegion()), model, 230)
     assert found.startswith("True kfac_optim: TrustRegion(after_momentum=False) made nearly all of the last hundred")
+    assert "default" in found
 
 
 @pytest.mark.parametrize(
@@ -264,6 +283,55 @@ def test_a_region_that_stays_and_makes_a_hundred_steps_too_short_is_warned_of_on
 def test_a_region_that_suits_the_loss_is_not_warned_of(options: dict[str, Any]) -> None:
     model = mlp()
     assert warned(KFACOptimizer(model, lr=0.01, momentum=0.9, **options), model, 230) == []
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e8])
+@pytest.mark.parametrize("lr", [0.01, 0.1])
+def test_an_ordinary_rate_is_not_warned_of_although_the_region_holds_most_steps(lr: float, scale: float) -> None:
+    model = mlp()
+    assert warned(KFACOptimizer(model, lr=lr, momentum=0.9), model, 230, scale) == []
+
+
+def test_a_rate_without_effect_is_warned_of_once_and_divided_as_told_it_is_not() -> None:
+    model = mlp()
+    (found,) = warned(KFACOptimizer(model, lr=1e5, momentum=0.9), model, 330, 1.0)
+    assert found.startswith("True kfac_optim: AdaptiveTrustRegion() made nearly all of the last hundred steps shorter")
+    told = re.search(r"Divide the learning rate by about (\S+);", found)
+    assert told is not None
+    model = mlp()
+    assert warned(KFACOptimizer(model, lr=1e5 / float(told[1]), momentum=0.9), model, 330, 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "idle"),
+    [(1.0, 2e-3, False), (1.0, 5e-4, True), (0.01, 5e-4, False), (0.01, 5e-6, True), (1e4, 0.1, False)],
+)
+def test_a_region_that_noise_has_shrunk_or_the_loss_has_grown_tells_nothing_of_the_rate(
+    size: float, scale: float, idle: bool
+) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=1.0, momentum=0.9, **FREQUENT)
+
+    def step_with(lr: float) -> tuple[float, float]:
+        """Take a step from the same weights with a region of this size, and give its scale and the share."""
+        twin, ours = copy.deepcopy((model, optimizer))
+        ours.param_groups[0]["lr"] = lr
+        ours._memory = torch.tensor([math.log(size), 0.0, 0.0, 0.0], dtype=torch.float64)
+        train(twin, ours, 1, start=3)
+        return ours.metrics()["trust_region_scale"], float(ours._memory[3])
+
+    train(model, optimizer, 3)
+    first = 1e9
+    found, share = step_with(first * step_with(first)[0] / scale)  # what is held is inverse to the rate
+    assert found == pytest.approx(scale, rel=0.1)
+    assert (share > 0) == idle
+
+
+def test_a_region_that_cannot_grow_enough_is_warned_of_and_not_once_kl_clip_is_raised() -> None:
+    for kl_clip, count in ((1e-60, 1), (1e-3, 0)):
+        model = mlp()
+        found = warned(KFACOptimizer(model, lr=0.1, momentum=0.9, kl_clip=kl_clip), model, 230)
+        assert ["raise kl_clip" in each for each in found] == [True] * count
 
 
 def test_the_default_is_the_region_that_adapts() -> None:
