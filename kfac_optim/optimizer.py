@@ -72,7 +72,7 @@ from kfac_optim.step.refresh_schedules import (
 from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.step.trial import Judge, Trial
-from kfac_optim.step.user_warnings import Notices
+from kfac_optim.step.user_warnings import UserWarnings
 from kfac_optim.utils.precision import (
     all_finite,
     finite_on_device,
@@ -319,7 +319,7 @@ class KFACOptimizer(Optimizer):
         self._record: engine.StepRecord | None = None
         self._memory: Tensor | None = None
         self._looked = 0
-        self._notices = Notices(finds_model=given is None)
+        self._warnings = UserWarnings(finds_model=given is None)
         self._missed: list[str] = []
         self._binding = ModelBinding(
             given,
@@ -355,7 +355,7 @@ class KFACOptimizer(Optimizer):
         self._window.worker = self._executor.worker
         self._executor.check(self._binding.coverage.blocks, self._params())
         if given is not None:
-            self._note_coverage(stacklevel=2)
+            self._note_coverage()
 
     def __del__(self) -> None:
         # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
@@ -569,7 +569,7 @@ class KFACOptimizer(Optimizer):
         """
         fresh = self._record is None and not self.state
         if (lacking := self._executor.lacks(factors=self._include_factors)) is not None:
-            self._notices.partial_checkpoint(lacking, stacklevel=2)
+            self._warnings.partial_checkpoint(lacking)
         self._publish_blocks()
         whole = super().state_dict()
         if fresh:  # `torch.distributed.checkpoint` takes whatever stands there for a sign that momentum does
@@ -635,9 +635,9 @@ class KFACOptimizer(Optimizer):
             handle.remove()
             warm, self._incoming = self._incoming.warm, Incoming()
         if warm:
-            self._notices.warm_start(stacklevel=2)
+            self._warnings.warm_start()
         if not self._executor.several:  # else it may be that another rank has it
-            checkpoint.warn_of_missed(self._missed, stacklevel=2)
+            checkpoint.warn_of_missed(self._missed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -702,7 +702,7 @@ class KFACOptimizer(Optimizer):
         scale = read_loss_scale(self.__dict__, self._find_scaler, measured=pending)
         if scale is None:
             found = self._window.probe.measure() if pending else Factor()
-            self._notices.unknown_scale(found, stacklevel=7)
+            self._warnings.unknown_scale(found)
             scale = LossScale(1 / found.scale)
         self._window.probe.end()
         return scale
@@ -711,15 +711,15 @@ class KFACOptimizer(Optimizer):
         """Take the step, which may be `judged` afterwards; whether it was taken."""
         if self._binding.settle():
             self._executor.attach(self._binding.model)
-            self._note_coverage(stacklevel=6)
+            self._note_coverage()
         for reason in self._binding.exclude_unmeasured():
-            self._notices.unmeasured(reason, stacklevel=6)
+            self._warnings.unmeasured(reason)
         self._executor.check(self._binding.coverage.blocks, self._params())
         gradients = {param: param.grad for param in self._params() if param.grad is not None}
         if self._record is None or not gradients:
             self._binding.refuse_replaced()
         if self._executor.several and self._binding.model is None and not gradients:
-            self._notices.no_gradients(stacklevel=6)
+            self._warnings.no_gradients()
         # What is refused is left as it was.
         if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
             self._objective.check(gradients)
@@ -744,7 +744,7 @@ class KFACOptimizer(Optimizer):
             rescaled=scale.in_gradients,
             counted=None if self._window.estimate is not None else self._window.counted(),
         )
-        checkpoint.warn_of_missed(agreement.restarted, stacklevel=6)
+        checkpoint.warn_of_missed(agreement.restarted)
         if not agreement.finite:
             if handed and (scaler := self._find_scaler()) is not None:
                 spread_overflow(scaler, self)
@@ -774,21 +774,21 @@ class KFACOptimizer(Optimizer):
             finite=deferred,
         )
         suspects = {block.name for block in agreement.unaccounted}
-        self._notices.unaccounted_layers(self._binding.end_check(agreement.unaccounted), stacklevel=6)
+        self._warnings.unaccounted_layers(self._binding.end_check(agreement.unaccounted))
         self._memory = self._record.memory
         if agreement.sampled:
-            self._look_at_step_sizes(stacklevel=6)
+            self._look_at_step_sizes()
         self._binding.end_step()
         if gradients and not self._binding.settled:
             # Gradients of zero: so `torch.distributed.checkpoint` has a new optimizer show what state it will have.
             self._publish_blocks()
-        self._notices.edited_gradients(agreement.edited, stacklevel=6)
-        self._notices.uneven_terms(agreement.terms, stacklevel=6)
+        self._warnings.edited_gradients(agreement.edited)
+        self._warnings.uneven_terms(agreement.terms)
         unseen = [name for name in self._record.unpreconditioned if name not in suspects]
-        self._notices.unseen_layers(unseen, stacklevel=6)
-        self._notices.assumed_terms(self._record.count, self._window.rule, stacklevel=6)
+        self._warnings.unseen_layers(unseen)
+        self._warnings.assumed_terms(self._record.count, self._window.rule)
         if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
-            self._notices.few_examples(self._judges, stacklevel=6)
+            self._warnings.few_examples(self._judges)
         return True
 
     def _choose_executor(self, config: DistributedConfig | None, estimate: Estimate) -> Executor:
@@ -828,17 +828,17 @@ class KFACOptimizer(Optimizer):
             self._memory = torch.zeros(4, dtype=dtype, device=like.device)
         return self._memory
 
-    def _look_at_step_sizes(self, stacklevel: int) -> None:
+    def _look_at_step_sizes(self) -> None:
         """Warn where nearly all steps of late were made too short. The host waits, so not at every step."""
         if (
             self._memory is not None
             and self._window.step - self._looked >= 100
-            and not self._notices.told_of_short_steps
+            and not self._warnings.told_of_short_steps
         ):
             self._looked = self._window.step
             scale = None if self._record is None else self._record.measures.get("trust_region_scale")
             if scale is not None and float(self._memory[3]) > 0.95:
-                self._notices.short_steps(self._step_size, self._step_size.advice(float(scale)), stacklevel + 1)
+                self._warnings.short_steps(self._step_size, self._step_size.advice(float(scale)))
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
@@ -865,11 +865,11 @@ class KFACOptimizer(Optimizer):
             and not any(block.has_pending() for block in self._binding.coverage.blocks)
         )
 
-    def _note_coverage(self, stacklevel: int) -> None:
+    def _note_coverage(self) -> None:
         if self._binding.model is None:
-            self._notices.no_model(stacklevel + 1)
+            self._warnings.no_model()
         elif self._binding.does_nothing():
-            self._notices.nothing_preconditioned(stacklevel + 1)
+            self._warnings.nothing_preconditioned()
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]

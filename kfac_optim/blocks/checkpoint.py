@@ -1,6 +1,5 @@
 """Block state in and out of `Optimizer.state_dict()`: tensors and numbers only, and refused when it does not fit."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -16,6 +15,7 @@ from kfac_optim.blocks.block import (
     RefreshUnderWay,
 )
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.warning import warn
 
 KEY = "kfac"
 """Where a block's state stands in the optimizer's state of the block's first parameter."""
@@ -145,14 +145,13 @@ def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | No
     return found
 
 
-def warn_of_missed(names: Sequence[str], stacklevel: int) -> None:
+def warn_of_missed(names: Sequence[str]) -> None:
     if names:
         shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        warnings.warn(
+        warn(
             f"kfac_optim: the checkpoint lacks what other ranks than the one that saved it had: the statistics of "
             f"{shown}, which start anew, and under Sharded() their momentum. To save a whole one call "
             "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict().",
-            stacklevel=stacklevel + 1,
         )
 
 

@@ -1,11 +1,11 @@
 """Warnings of what a training loop's user may not expect, shown at the line that led to them."""
 
-import warnings
 from collections.abc import Sequence
 
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.scale_probe import Factor
 from kfac_optim.specs import LossTerms
+from kfac_optim.utils.warning import warn
 
 _PASS_MODEL = (
     " The model had to be found while a forward of it was running, which torch.compile may have been tracing already; "
@@ -13,10 +13,8 @@ _PASS_MODEL = (
 )
 
 
-class Notices:
-    """What is preconditioned, and what is not; what every step could repeat is said once.
-
-    `stacklevel` counts frames as in `warnings.warn`, from the caller on.
+class UserWarnings:
+    """Warns of what is preconditioned and what is not; what every step could repeat is said once.
 
     Args:
         finds_model: whether the optimizer was given parameters, and has to find the model.
@@ -31,80 +29,73 @@ class Notices:
         self._edited = False
         self._doubted = False
 
-    def no_model(self, stacklevel: int) -> None:
-        warnings.warn(
+    def no_model(self) -> None:
+        warn(
             "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
             "module that holds the parameters was seen since the optimizer was built, as when a model has already "
             "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
-            stacklevel=stacklevel + 1,
         )
 
-    def nothing_preconditioned(self, stacklevel: int) -> None:
-        warnings.warn(
+    def nothing_preconditioned(self) -> None:
+        warn(
             "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
             "optimizer.summary() lists the reasons.",
-            stacklevel=stacklevel + 1,
         )
 
-    def unmeasured(self, reason: str, stacklevel: int) -> None:
+    def unmeasured(self, reason: str) -> None:
         """Warn of parameters that were to be preconditioned until now."""
-        warnings.warn(f"kfac_optim: {reason}; it takes the plain SGD step.{self._remedy}", stacklevel=stacklevel + 1)
+        warn(f"kfac_optim: {reason}; it takes the plain SGD step.{self._remedy}")
 
-    def partial_checkpoint(self, lacking: str, stacklevel: int) -> None:
-        warnings.warn(
+    def partial_checkpoint(self, lacking: str) -> None:
+        warn(
             f"kfac_optim: this state_dict() lacks {lacking}: what resumes from it goes on otherwise than this run. "
             "Call optimizer.consolidate_state_dict() on all ranks right before state_dict() (on the optimizer itself, "
             "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns.",
-            stacklevel=stacklevel + 1,
         )
 
-    def warm_start(self, stacklevel: int) -> None:
-        warnings.warn(
+    def warm_start(self) -> None:
+        warn(
             "kfac_optim: the checkpoint is of torch.optim.SGD: its momentum and the numbers of its param groups are "
             "taken over; statistics and inverses, which it has none of, begin anew at the next step.",
-            stacklevel=stacklevel + 1,
         )
 
-    def no_gradients(self, stacklevel: int) -> None:
+    def no_gradients(self) -> None:
         if not self.given:
             self.given = True
-            warnings.warn(
+            warn(
                 "kfac_optim: no parameter has a gradient, and no module that holds them was called since the optimizer "
                 "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards.",
-                stacklevel=stacklevel + 1,
             )
 
-    def unseen_layers(self, names: Sequence[str], stacklevel: int) -> None:
+    def unseen_layers(self, names: Sequence[str]) -> None:
         if names and not self.given:
             self.given = True
-            warnings.warn(
+            warn(
                 f"kfac_optim: {_take_sgd(names, 'gradients but no statistics')}. Either no finite statistics came yet, "
                 "or a layer was parametrized or pruned since, or its forward or backward is out of sight: torch.func, "
                 "gradients from autograd.grad, a forward of its own that multiplies by something else than its weight, "
                 "or, with an estimate that names the loss, torch.compile or an output that is not found. "
                 "optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}",
-                stacklevel=stacklevel + 1,
             )
 
-    def assumed_terms(self, count: LossCount, rule: LossTerms, stacklevel: int) -> None:
+    def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
         if count.assumed and not self._assumed:
             self._assumed = True
             read = "the largest batch that a layer was handed"
             if rule in (LossTerms.POSITIONS, LossTerms.ELEMENTS):
                 read = f"the {rule.name.lower()} of the output of the last layer"
-            warnings.warn(
+            warn(
                 f"kfac_optim: the number of terms that the loss is averaged over is taken to be {count.averaged}, "
                 f"{read}: layers ran outside the model's own forward (another method or a part of the model was "
                 f"called), or loss_terms={rule} finds no tensor with a dimension to read it off. If it is another "
                 "number, call optimizer.set_loss_terms(n) before backward(), which ends this warning as well.",
-                stacklevel=stacklevel + 1,
             )
 
-    def unaccounted_layers(self, names: Sequence[str], stacklevel: int) -> None:
+    def unaccounted_layers(self, names: Sequence[str]) -> None:
         """Say which layers are left to SGD since their captured calls do not add up to their gradient."""
         if names:
-            warnings.warn(
+            warn(
                 f"kfac_optim: {_take_sgd(names, 'gradients of which only a part was captured')} from now on. What "
                 "backward adds to .grad is not the sum of output gradients times inputs over the forward calls that "
                 "were seen. The rest comes by a use of the weight that is out of sight: in a derivative of the model "
@@ -112,60 +103,54 @@ class Notices:
                 "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
                 "which are no harm), or where a hook changes the gradient of a layer's output. The gradient of a "
                 "penalty may be added to .grad after backward.",
-                stacklevel=stacklevel + 1,
             )
 
-    def edited_gradients(self, edited: bool, stacklevel: int) -> None:
+    def edited_gradients(self, edited: bool) -> None:
         if edited and not self._edited:
             self._edited = True
-            warnings.warn(
+            warn(
                 "kfac_optim: gradients were changed in place between backward and step, as by "
                 "torch.nn.utils.clip_grad_norm_. Under Sharded() .grad holds the mean over processes of some layers "
                 "alone on each, so that a norm of them is no norm of the gradient and differs from process to process. "
                 "Call optimizer.clip_grad_norm_(max_norm) instead. (What changes each number by itself is right.)",
-                stacklevel=stacklevel + 1,
             )
 
-    def uneven_terms(self, terms: tuple[int, int] | None, stacklevel: int) -> None:
+    def uneven_terms(self, terms: tuple[int, int] | None) -> None:
         """Warn where processes count different numbers of loss terms; `terms` are the least and the most of them."""
         if terms is not None and terms[0] != terms[1] and not self._uneven:
             self._uneven = True
-            warnings.warn(
+            warn(
                 f"kfac_optim: the processes have counted different numbers of loss terms, from {terms[0]} to "
                 f"{terms[1]}, and each takes its loss to be the mean over its own. Where it is a share of the sum, as "
                 "sum * processes / total, the factor G is wrong. State on every process what one gradient is to be "
                 "multiplied by, before backward: optimizer.set_loss_terms(total / processes) with such a loss, or "
                 "optimizer.set_loss_terms(n) with the mean over the n terms that it has.",
-                stacklevel=stacklevel + 1,
             )
 
-    def unknown_scale(self, found: Factor, stacklevel: int) -> None:
+    def unknown_scale(self, found: Factor) -> None:
         """Say that gradients were multiplied by a small number, of which nothing shows what it is."""
         if found.is_doubtful and not self._doubted:
             self._doubted = True
-            warnings.warn(
+            warn(
                 "kfac_optim: between backward and step() the gradients were multiplied by a number far below 1. It is "
                 "taken for clipping, which leaves the statistics as they are. If a loss scale is in it, the statistics "
                 "are too large by its square: call scaler.step(optimizer), or name the scaler, "
                 "KFACOptimizer(..., grad_scaler=scaler).",
-                stacklevel=stacklevel + 1,
             )
 
-    def short_steps(self, step_size: object, advice: str, stacklevel: int) -> None:
+    def short_steps(self, step_size: object, advice: str) -> None:
         """Warn of a trust region that made nearly all steps too short."""
         self.told_of_short_steps = True
-        warnings.warn(
+        warn(
             f"kfac_optim: {step_size} made nearly all of the last hundred steps shorter than the learning rate does, "
             f"so that neither the rate nor a schedule of it has an effect. {advice}",
-            stacklevel=stacklevel + 1,
         )
 
-    def few_examples(self, judges: Sequence[object], stacklevel: int) -> None:
-        warnings.warn(
+    def few_examples(self, judges: Sequence[object]) -> None:
+        warn(
             f"kfac_optim: the examples by which {' and '.join(map(repr, judges))} will judge steps are few, "
             "and others at each step: steps will fit them, not the data. Use batches of thousands, or "
             "TrustRegion() and a fixed damping.",
-            stacklevel=stacklevel + 1,
         )
 
 
