@@ -16,7 +16,6 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.checkpoint_groups import MOMENTUM, check_shape
 from kfac_optim.blocks.checkpoint_loading import Incoming
 from kfac_optim.blocks.model_binding import ModelBinding
-from kfac_optim.blocks.options import block_options
 from kfac_optim.blocks.selection import Pattern
 from kfac_optim.capture import gradient_check
 from kfac_optim.capture.loss_terms import LossCount
@@ -49,6 +48,7 @@ from kfac_optim.step import engine
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.batch_watch import BatchWatch
+from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import (
     AtOnce,
     Executor,
@@ -67,7 +67,6 @@ from kfac_optim.step.refresh_schedules import (
     Background,
     Refresh,
     Together,
-    check_refresh,
 )
 from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
 from kfac_optim.step.step_size import StepSize
@@ -82,9 +81,7 @@ from kfac_optim.utils.random_state import random_state
 from kfac_optim.utils.sharded_params import is_sharded, local
 from kfac_optim.utils.tensor_storage import keep_while_spawning
 from kfac_optim.utils.validation import (
-    check_flag,
     check_group,
-    check_integer,
     check_kind,
     check_number,
     plain_number,
@@ -230,24 +227,6 @@ class KFACOptimizer(Optimizer):
     ) -> None:
         self._incoming = Incoming()
         given = _given_model(params, model)
-        self._choices: dict[str, Any] = {
-            "step_size": step_size,
-            "adapt_damping": adapt_damping,
-            "estimate": estimate,
-            "refresh": refresh,
-            "loss_terms": loss_terms,
-            "inverse": inverse,
-            "weight_sharing": weight_sharing,
-            "structure": structure,
-            "subsample": subsample,
-            "skip_layers": skip_layers,
-            "adapters": adapters,
-            "max_factor_dim": max_factor_dim,
-            "factor_dtype": factor_dtype,
-            "nonfinite_limit": nonfinite_limit,
-            "include_factors": include_factors,
-            "distributed": distributed,
-        }
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -268,47 +247,33 @@ class KFACOptimizer(Optimizer):
         defaults = {key: plain_number(value) for key, value in defaults.items()}
         check_group(defaults)
         self._group_keys = tuple(defaults)  # torch adds keys of its own to `defaults`
-        check_kind("step_size", step_size, StepSize)
-        if adapt_damping is not None:
-            check_kind("adapt_damping", adapt_damping, LevenbergMarquardt)
-        check_kind("estimate", estimate, Estimate)
-        judges = [step_size if step_size.needs_objective else None, adapt_damping]
-        self._judges = [judge for judge in judges if judge is not None]
-        if self._judges and not isinstance(estimate, NamedLoss):
-            raise TypeError(
-                f"kfac_optim: {self._judges[0]} needs the curvature of the loss, and estimate={estimate!r} does not "
-                "name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
-            )
-        whole = (None if step_size.takes_shards else step_size, adapt_damping)
-        self._whole = [choice for choice in whole if choice is not None]
-        check_refresh(refresh)
-        self._schedule = refresh.schedule if isinstance(refresh, Background) else refresh
+        choices = Choices(
+            step_size=step_size,
+            adapt_damping=adapt_damping,
+            estimate=estimate,
+            refresh=refresh,
+            loss_terms=loss_terms,
+            inverse=inverse,
+            weight_sharing=weight_sharing,
+            structure=structure,
+            subsample=subsample,
+            skip_layers=skip_layers,
+            adapters=adapters,
+            max_factor_dim=max_factor_dim,
+            factor_dtype=factor_dtype,
+            nonfinite_limit=nonfinite_limit,
+            include_factors=include_factors,
+        )
+        self._choices, self._distributed = choices, distributed
         self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
-        check_kind("loss_terms", loss_terms, LossTerms)
-        check_flag("include_factors", include_factors, optional=False)
-        self._include_factors = include_factors
-        if nonfinite_limit is not None:
-            check_integer("nonfinite_limit (None is without end)", nonfinite_limit)
-        self._nonfinite_limit = nonfinite_limit
         if grad_scaler is not None:
             check_kind("grad_scaler", grad_scaler, GradScaler)
         self._has_scaler = grad_scaler is not None
         self._scaler: Callable[[], GradScaler | None] = lambda: grad_scaler
         self._skipped = SkippedSteps()
-        options = block_options(
-            adapters=adapters,
-            skip_layers=skip_layers,
-            inverse=inverse,
-            weight_sharing=weight_sharing,
-            structure=structure,
-            subsample=subsample,
-            max_factor_dim=max_factor_dim,
-            factor_dtype=factor_dtype,
-        )
         if given is not None:
-            options.check_patterns(given)
+            choices.options.check_patterns(given)
         self._window = CaptureWindow(loss_terms)
-        self._step_size = step_size
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
         config = choice.chosen_config(distributed, sharded=_shows_shards(params))
@@ -323,7 +288,7 @@ class KFACOptimizer(Optimizer):
         self._missed: list[str] = []
         self._binding = ModelBinding(
             given,
-            options,
+            choices.options,
             self._window,
             self._executor.emitted,
             self._executor.begin_forward,
@@ -338,12 +303,11 @@ class KFACOptimizer(Optimizer):
                 adapt_damping=adapt_damping,
                 in_shards=any(is_sharded(param) for param in self._params()),
             )
-        self._estimate = estimate
         estimate.arm(self._window)
         self._recorder: ForwardRecorder | None = None
         self._objective: Objective | None = None
         self._judge: Judge | None = None
-        if isinstance(estimate, NamedLoss) and self._judges:
+        if isinstance(estimate, NamedLoss) and choices.judges:
             self._recorder = ForwardRecorder(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms)
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
@@ -466,7 +430,7 @@ class KFACOptimizer(Optimizer):
             param_group.update(plain)  # torch keeps the user's very dict
         super().add_param_group(param_group)
         try:
-            for choice in self._whole or (None,):
+            for choice in self._choices.whole or (None,):
                 engine.check_shards(self.param_groups[-1], len(self.param_groups) - 1, choice)
             self._binding.bind(self._group_of())
             if self._binding.model is not None:
@@ -568,7 +532,7 @@ class KFACOptimizer(Optimizer):
         layers keep their inverses until they are next due.
         """
         fresh = self._record is None and not self.state
-        if (lacking := self._executor.lacks(factors=self._include_factors)) is not None:
+        if (lacking := self._executor.lacks(factors=self._choices.include_factors)) is not None:
             self._warnings.partial_checkpoint(lacking)
         self._publish_blocks()
         whole = super().state_dict()
@@ -657,8 +621,9 @@ class KFACOptimizer(Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles take the model along: hooks bind the two. Copy or pickle both at once to have both."""
         choices = {
-            **self._choices,
-            "adapters": dict(self._choices["adapters"]),  # the default is a read-only view
+            **self._choices.arguments(),
+            "adapters": dict(self._choices.adapters),  # the default is a read-only view
+            "distributed": self._distributed,
             "grad_scaler": self._scaler(),
         }
         blocks: checkpoint.States = {
@@ -721,13 +686,13 @@ class KFACOptimizer(Optimizer):
         if self._executor.several and self._binding.model is None and not gradients:
             self._warnings.no_gradients()
         # What is refused is left as it was.
-        if self._objective is not None and gradients and (judged or self._step_size.needs_objective):
+        if self._objective is not None and gradients and (judged or self._choices.step_size.needs_objective):
             self._objective.check(gradients)
         self._window.drop_stale()
         gradient_check.conclude(block.check for block in self._binding.coverage.blocks)
         handed, scale = "found_inf" in self.__dict__, self._loss_scale()
         if scale.in_gradients:
-            engine.check(self.param_groups, self._binding.coverage.blocks, self._step_size)
+            engine.check(self.param_groups, self._binding.coverage.blocks, self._choices.step_size)
             unscale(gradients.values(), scale.factor)
         self._window.scaled |= scale.factor != 1
         deferred = None
@@ -750,7 +715,7 @@ class KFACOptimizer(Optimizer):
                 spread_overflow(scaler, self)
             self._window.abandon()
             self._skipped.skip()
-            self._skipped.check_limit(self._nonfinite_limit, gradients, self._names)
+            self._skipped.check_limit(self._choices.nonfinite_limit, gradients, self._names)
             return False
         if deferred is None:
             self._skipped.take()
@@ -765,12 +730,12 @@ class KFACOptimizer(Optimizer):
             self._executor,
             self._refresher,
             agreement,
-            self._step_size,
-            self._objective if self._step_size.needs_objective else None,
+            self._choices.step_size,
+            self._objective if self._choices.step_size.needs_objective else None,
             self._remembered(),
-            gradient_scale=lambda count: self._estimate.scale(count, scale.factor),
+            gradient_scale=lambda count: self._choices.estimate.scale(count, scale.factor),
             damps_by_unit=self._judge is None,
-            nonfinite_limit=self._nonfinite_limit,
+            nonfinite_limit=self._choices.nonfinite_limit,
             finite=deferred,
         )
         suspects = {block.name for block in agreement.unaccounted}
@@ -788,7 +753,7 @@ class KFACOptimizer(Optimizer):
         self._warnings.unseen_layers(unseen)
         self._warnings.assumed_terms(self._record.count, self._window.rule)
         if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
-            self._warnings.few_examples(self._judges)
+            self._warnings.few_examples(self._choices.judges)
         return True
 
     def _choose_executor(self, config: DistributedConfig | None, estimate: Estimate) -> Executor:
@@ -804,7 +769,7 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return {} if known is None else known.state
 
-        choices = choice.described(self._choices)
+        choices = choice.described(self._choices.arguments())
 
         def arguments() -> Mapping[str, str]:
             known = optimizer()
@@ -814,7 +779,7 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return {} if known is None else choice.tensors(known.param_groups)
 
-        size = self._step_size
+        size = self._choices.step_size
         return DistributedExecutor(
             config, terms, arguments, tensors, state, size.scalars, size.totals, size.keeps_direction
         )
@@ -838,14 +803,15 @@ class KFACOptimizer(Optimizer):
             self._looked = self._window.step
             scale = None if self._record is None else self._record.measures.get("trust_region_scale")
             if scale is not None and float(self._memory[3]) > 0.95:
-                self._warnings.short_steps(self._step_size, self._step_size.advice(float(scale)))
+                step_size = self._choices.step_size
+                self._warnings.short_steps(step_size, step_size.advice(float(scale)))
 
     def _spread_refreshes(self) -> None:
         """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
         blocks = self._binding.coverage.blocks
         specs = [(block, block.spec) for block in blocks]
         if specs != self._scheduled:
-            phases = self._schedule.phases([block.cost.refresh for block in blocks])
+            phases = self._choices.schedule.phases([block.cost.refresh for block in blocks])
             for block, phase in zip(blocks, phases, strict=True):
                 block.phase = phase
             self._scheduled = specs
@@ -856,7 +822,7 @@ class KFACOptimizer(Optimizer):
         That is where all that the step changes is parameters and momentum, and torch's fused kernels change them, which
         look themselves. Too many such steps in a row would put off the error that `nonfinite_limit` asks for.
         """
-        limit = self._nonfinite_limit
+        limit = self._choices.nonfinite_limit
         return (
             not self._executor.several
             and self._objective is None
@@ -883,15 +849,15 @@ class KFACOptimizer(Optimizer):
             if isinstance(state, dict):
                 state.pop(checkpoint.KEY, None)
         blocks, several = self._binding.coverage.blocks, self._executor.several
-        held = {block: self._executor.tensors(block) if self._include_factors else None for block in blocks}
-        partial = several and self._include_factors and None in held.values()
+        held = {block: self._executor.tensors(block) if self._choices.include_factors else None for block in blocks}
+        partial = several and self._choices.include_factors and None in held.values()
         self._publish_directions()
         for block, tensors in held.items():
             # Refreshes under way on several processes would be known to some of them only.
             self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(
                 block,
                 tensors,
-                factors=self._include_factors,
+                factors=self._choices.include_factors,
                 under_way=not several,
                 spread=partial and block.is_ready,
                 momenta=sum(MOMENTUM in self.state.get(param, ()) for param in block.params),
@@ -906,7 +872,7 @@ class KFACOptimizer(Optimizer):
 
     def _publish_directions(self) -> None:
         """Put zeros where directions will be kept, for `torch.distributed.checkpoint` to read into."""
-        if self._record is None or not self._step_size.keeps_direction(self.param_groups):
+        if self._record is None or not self._choices.step_size.keeps_direction(self.param_groups):
             return
         covered = {
             param: group
@@ -979,7 +945,7 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         optimizer.param_groups,
         optimizer._group_keys,
         optimizer._binding,
-        lambda groups: engine.check_groups(groups, optimizer._step_size),
+        lambda groups: engine.check_groups(groups, optimizer._choices.step_size),
         several=optimizer._executor.several,
     )
     return rest

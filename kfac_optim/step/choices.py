@@ -1,0 +1,98 @@
+"""The user's choices that are no numbers of param groups, checked and in one place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from kfac_optim.blocks.options import BlockOptions, block_options
+from kfac_optim.blocks.selection import Pattern
+from kfac_optim.factors.subsampling import Subsample
+from kfac_optim.fisher.estimates import Estimate, NamedLoss
+from kfac_optim.inverses.base import Inverse, InverseRule
+from kfac_optim.layers.base import Adapters
+from kfac_optim.specs import Kept, LossTerms, WeightSharing
+from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.step.refresh_schedules import Background, Refresh, Schedule, check_refresh
+from kfac_optim.step.step_size import StepSize
+from kfac_optim.utils.validation import check_flag, check_integer, check_kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What `KFACOptimizer` was given beside numbers: its arguments of these names, which its docstring describes.
+
+    Attributes:
+        options: those about layers, resolved.
+
+    Raises:
+        TypeError: an argument is of another kind, or needs a named loss, which `estimate` does not name.
+        ValueError: a number is out of range.
+    """
+
+    step_size: StepSize
+    adapt_damping: LevenbergMarquardt | None
+    estimate: Estimate
+    refresh: Refresh
+    loss_terms: LossTerms
+    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule]
+    weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing]
+    structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None
+    subsample: Subsample | Mapping[Pattern, Subsample] | None
+    skip_layers: Sequence[Pattern]
+    adapters: Adapters
+    max_factor_dim: int
+    factor_dtype: torch.dtype | None
+    nonfinite_limit: int | None
+    include_factors: bool
+    options: BlockOptions = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_kind("step_size", self.step_size, StepSize)
+        if self.adapt_damping is not None:
+            check_kind("adapt_damping", self.adapt_damping, LevenbergMarquardt)
+        check_kind("estimate", self.estimate, Estimate)
+        if self.judges and not isinstance(self.estimate, NamedLoss):
+            raise TypeError(
+                f"kfac_optim: {self.judges[0]} needs the curvature of the loss, and estimate={self.estimate!r} does "
+                "not name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
+            )
+        check_refresh(self.refresh)
+        check_kind("loss_terms", self.loss_terms, LossTerms)
+        check_flag("include_factors", self.include_factors, optional=False)
+        if self.nonfinite_limit is not None:
+            check_integer("nonfinite_limit (None is without end)", self.nonfinite_limit)
+        options = block_options(
+            adapters=self.adapters,
+            skip_layers=self.skip_layers,
+            inverse=self.inverse,
+            weight_sharing=self.weight_sharing,
+            structure=self.structure,
+            subsample=self.subsample,
+            max_factor_dim=self.max_factor_dim,
+            factor_dtype=self.factor_dtype,
+        )
+        object.__setattr__(self, "options", options)
+
+    @cached_property
+    def judges(self) -> list[StepSize | LevenbergMarquardt]:
+        """Give the choices that evaluate the curvature of the loss."""
+        judges = (self.step_size if self.step_size.needs_objective else None, self.adapt_damping)
+        return [judge for judge in judges if judge is not None]
+
+    @cached_property
+    def whole(self) -> list[StepSize | LevenbergMarquardt]:
+        """Give the choices that need whole parameters, and so no shards."""
+        choices = (None if self.step_size.takes_shards else self.step_size, self.adapt_damping)
+        return [choice for choice in choices if choice is not None]
+
+    @property
+    def schedule(self) -> Schedule:
+        """Give the schedule of refreshes, wherever they are done."""
+        return self.refresh.schedule if isinstance(self.refresh, Background) else self.refresh
+
+    def arguments(self) -> dict[str, Any]:
+        """Give the arguments of `KFACOptimizer` by name, as it was given them."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
