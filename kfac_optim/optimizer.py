@@ -47,7 +47,6 @@ from kfac_optim.specs import (
 from kfac_optim.step import engine
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.background_refresh import BackgroundRefresher
-from kfac_optim.step.batch_watch import BatchWatch
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import (
     AtOnce,
@@ -313,7 +312,6 @@ class KFACOptimizer(Optimizer):
             self._window.recorder = self._recorder
             if adapt_damping is not None:
                 self._judge = Judge(adapt_damping, self._window, self._recorder, self._objective, self._executor)
-        self._batches = BatchWatch()
         self._binding.start(self._group_of())
         self._executor.attach(self._binding.model)
         self._window.worker = self._executor.worker
@@ -752,8 +750,6 @@ class KFACOptimizer(Optimizer):
         unseen = [name for name in self._record.unpreconditioned if name not in suspects]
         self._warnings.unseen_layers(unseen)
         self._warnings.assumed_terms(self._record.count, self._window.rule)
-        if self._recorder is not None and self._batches.finds_few(self._recorder.kept):
-            self._warnings.few_examples(self._choices.judges)
         return True
 
     def _choose_executor(self, config: DistributedConfig | None, estimate: Estimate) -> Executor:

@@ -146,13 +146,6 @@ class UserWarnings:
             f"so that neither the rate nor a schedule of it has an effect. {advice}",
         )
 
-    def few_examples(self, judges: Sequence[object]) -> None:
-        warn(
-            f"kfac_optim: the examples by which {' and '.join(map(repr, judges))} will judge steps are few, "
-            "and others at each step: steps will fit them, not the data. Use batches of thousands, or "
-            "TrustRegion() and a fixed damping.",
-        )
-
 
 def _take_sgd(names: Sequence[str], having: str) -> str:
     """Say that layers, all of them by name, have something and take the plain SGD step."""

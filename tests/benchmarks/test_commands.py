@@ -182,7 +182,6 @@ def test_autoencoders_takes_the_best_of_each_grid_and_leaves_a_table_a_plot_and_
     assert report["equal_seconds"] == min(each["readings"][-1]["seconds"] for each in (sgd, ekfac))
 
 
-@pytest.mark.filterwarnings("ignore:kfac_optim. the examples by which QuadraticModel")
 @pytest.mark.parametrize("method", autoencoders.METHODS)
 def test_every_method_starts_from_the_same_weights(method: str) -> None:
     course = autoencoders.Course((784, 20, 6), curves(60, seed=0).inputs.flatten(1), batch_size=20, steps=10, seed=0)

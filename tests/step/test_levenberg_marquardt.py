@@ -474,7 +474,6 @@ def test_rejection_brings_a_hopeless_start_to_convergence() -> None:
     assert losses[-1] < first / 2
 
 
-@pytest.mark.filterwarnings("ignore:kfac_optim. the examples by which")
 def test_a_run_with_rejections_is_resumed_at_any_step() -> None:
     """A step may be rejected while a refresh is under way, which is then not the one that the rejection asks for."""
 

@@ -1,7 +1,6 @@
 """How far a step goes: the exact quadratic model and the trust region after momentum, against dense mathematics."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -268,35 +267,6 @@ def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
     with pytest.raises(RuntimeError, match=r"parameter \[5, 3\] of param group 0 has a torch.sparse_coo gradient"):
         optimizer.step()
     assert torch.equal(before, flat(model.parameters()))
-
-
-@pytest.mark.parametrize(("size", "changes", "warns"), [(20, True, True), (20, False, False), (1000, True, False)])
-def test_few_examples_that_change_from_step_to_step_are_warned_of_once(size: int, changes: bool, warns: bool) -> None:
-    model, _, _ = regression()
-    optimizer = build(model)
-    told = []
-    for i in range(4):
-        torch.manual_seed(i if changes else 0)
-        x, y = torch.randn(size, 4), torch.randn(size, 3)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            backward(model, optimizer, x, y)
-            optimizer.step()
-        told += [(i, str(warning.message), warning.filename) for warning in caught]
-    assert len(told) == warns
-    if warns:
-        assert told[0][0] == 1
-        assert "the examples by which QuadraticModel() will judge steps are few" in told[0][1]
-        assert told[0][2] == __file__
-
-
-def test_the_same_few_examples_in_another_order_are_not_others() -> None:
-    model, x, y = regression()
-    optimizer = build(model)
-    for i in range(6):
-        order = torch.randperm(20, generator=torch.Generator().manual_seed(i))
-        backward(model, optimizer, x[order], y[order])
-        optimizer.step()  # a warning would be an error
 
 
 def test_gradients_and_random_numbers_are_left_alone() -> None:
