@@ -60,8 +60,11 @@ from kfac_optim.step.refresh_schedules import (
     Together,
 )
 from kfac_optim.step.step_size import QuadraticModel, TrustRegion
+from kfac_optim.utils.tested_versions import warn_of_untested_torch
 
 __version__ = "0.1.0"
+
+warn_of_untested_torch()
 
 __all__ = [
     "DEFAULT_ADAPTERS",
