@@ -1,5 +1,7 @@
-"""Determinism for every test: one thread, seeded generators, the same hypothesis examples on every machine."""
+"""Determinism for every test: one thread, seeded generators, the same hypothesis examples; and the quick run."""
 
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +28,23 @@ settings.register_profile(
 )
 settings.load_profile("kfac")
 torch.set_num_threads(1)
+
+
+# Of a test with more cases than this the quick run takes as many, drawn once for all; the others count as slow.
+_QUICK_CASES = 3
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what the quick run leaves to the full one: each test keeps some of its cases."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for name, some in cases.items():
+        if len(some) > _QUICK_CASES:
+            kept = random.Random(name).sample(range(len(some)), _QUICK_CASES)
+            for number in set(range(len(some))).difference(kept):
+                some[number].add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

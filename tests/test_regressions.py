@@ -144,6 +144,7 @@ TRACED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", TRACED.values(), ids=TRACED)
 def test_what_compiles_whole_without_the_optimizer_does_so_with_it(use: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)

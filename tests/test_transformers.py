@@ -153,6 +153,7 @@ def assert_names_each_once(summary: Summary, model: nn.Module) -> None:
 # -- learning ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_model
 def test_the_loss_falls_and_nearly_all_is_preconditioned(name: str) -> None:
     case = cases()[name]
@@ -337,6 +338,7 @@ def steps_of(called: nn.Module, optimizer: KFACOptimizer) -> dict[str, tuple[Any
     return optimizer.factors()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_graphs")
 def test_a_compiled_model_keeps_what_it_writes_into_its_config() -> None:
     model, twin = classifier(), classifier()
@@ -349,6 +351,7 @@ def test_a_compiled_model_keeps_what_it_writes_into_its_config() -> None:
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
 @pytest.mark.usefixtures("_fresh_graphs")
 def test_parameters_of_a_compiled_model_are_told_to_be_handed_over_with_it() -> None:

@@ -38,7 +38,7 @@ def test_quickstart_leaves_a_table_a_plot_and_figures(tmp_path: Path, capsys: py
     run("quickstart", "--quick", "--out", tmp_path)
     printed = capsys.readouterr().out
     assert "Learning rates tried" in printed
-    assert "steps and seconds to a training loss of" in " ".join(printed.split())
+    assert "steps and CPU seconds to a loss of" in " ".join(printed.split())
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "digits.json").read_text())
     assert [best["optimizer"] for best in report["best"]] == ["SGD", "KFAC"]
@@ -86,6 +86,7 @@ def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path, monkeypa
     assert exact["state_multiple"] > fast["state_multiple"] > 1  # an average and an inverse of each factor
 
 
+@pytest.mark.slow
 def test_accelerator_measures_steps_refreshes_and_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "accelerator.json"
     run("accelerator", "--quick", "--device", "cpu", "--models", "gpt2-small", "--periods", "1,2", "--out", out)

@@ -17,6 +17,7 @@ from benchmarks.arguments import UsageError
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_quickstart_under_torchrun_is_that_of_one_process(tmp_path: Path) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks"]
     arguments = ["quickstart", "--quick", "--epochs", "1", "--out"]

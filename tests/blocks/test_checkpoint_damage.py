@@ -343,6 +343,7 @@ def test_the_checks_of_a_clock_are_of_all_its_fields() -> None:
     assert set(_CLOCK) == {field.name for field in fields(Clock)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(INVERSES)), ids=[repr(inverse) for inverse in INVERSES])
 def test_every_tensor_of_every_inverse_that_is_not_finite_is_refused_by_its_name(index: int) -> None:
     """Or shown to the user alone: condition numbers and the like may have overflowed."""

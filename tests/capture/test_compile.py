@@ -248,6 +248,7 @@ def test_a_compiled_model_takes_the_steps_of_the_eager_one_in_two_graphs(case: C
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
 def test_inductor_gives_the_steps_of_the_eager_model() -> None:
     """Its kernels round differently; nothing else may."""

@@ -34,6 +34,7 @@ def of_small(_: int, out: Path) -> None:
         distributed.compare(choices)
 
 
+@pytest.mark.slow
 def test_bytes_counted_are_those_of_plans(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(of_small, tmp_path / "distributed.json", timeout=120.0)
     report = json.loads((tmp_path / "distributed.json").read_text())

@@ -307,6 +307,7 @@ def wait_for_a_slow_rank(rank: int) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
+@pytest.mark.slow
 def test_a_collective_that_takes_too_long_names_its_bucket_its_layers_and_the_rank_that_never_came(
     two_ranks: Ranks,
 ) -> None:

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.__main__ import main
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_ranks_were_killed_also_on_fewer_of_them(tmp_path: Path) -> None:
     out = tmp_path / "faults.json"
     main(["faults", "--kills", "2", "--ranks", "2", "1", "--max-restarts", "1", "--out", str(out)])

@@ -445,6 +445,7 @@ def compiled(rank: int, how: str, shard: str, net: Callable[[], nn.Module]) -> l
     return [whole(param.detach()) for param in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "shard", "net"), [("model", "root_only", Uneven), ("layers", "root_only", Uneven), ("model", "nested", mlp)]
 )

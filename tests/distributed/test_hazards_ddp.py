@@ -790,6 +790,7 @@ def by_hand(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, y: Tensor, _:
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_within_the_time_out() -> None:
     ranks = Ranks(2)
     try:

@@ -218,6 +218,7 @@ def start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
     )
 
 
+@pytest.mark.slow
 def test_two_processes_that_torchrun_started_form_a_group(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -234,6 +235,7 @@ def hydra(rank: int) -> dict[str, str]:
     return {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "variables"), [(Launcher.OPEN_MPI, open_mpi), (Launcher.HYDRA, hydra)])
 def test_two_processes_with_the_variables_of_an_mpirun_form_a_group(
     launcher: Launcher, variables: Callable[[int], dict[str, str]], tmp_path: Path

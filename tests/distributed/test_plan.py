@@ -627,6 +627,7 @@ def small_plan(model: list[Covered | Uncovered] | None = None, **changes: Any) -
     return make_plan(model or default, **(arguments | changes))
 
 
+@pytest.mark.slow
 def test_fingerprints_agree_between_processes() -> None:
     program = (
         "from kfac_optim import Cholesky, LayerSpec\n"

@@ -388,5 +388,6 @@ def evaluates_between(rank: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_longer_on_its_way_from_backward_to_step_than_it_is_waited_for(two_ranks: Ranks) -> None:
     assert two_ranks.run(evaluates_between) == [True, True]

@@ -48,6 +48,7 @@ def slow_on_rank_1(rank: int, in_backward: bool) -> str:
     return "no time-out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_backward", "told"),
     [(True, "'votes'"), (False, "'status' (layers '0', '2')")],

@@ -343,6 +343,7 @@ def test_factors_of_every_matrix_equal_their_definition(
         assert_same(factors[name], expected_factors(a, g, trains_bias, sharing, structure))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(case=cases(), periods=st.sampled_from([{}, {"factor_update_period": 2, "inverse_update_period": 3}]))
 def test_training_equals_that_of_linear_layers_called_in_a_loop(case: Case, periods: dict[str, int]) -> None:

@@ -335,7 +335,7 @@ def test_a_region_that_cannot_grow_enough_is_warned_of_and_not_once_kl_clip_is_r
 
 
 def test_the_default_is_the_region_that_adapts() -> None:
-    assert KFACOptimizer(mlp(), lr=0.1)._step_size == AdaptiveTrustRegion() != QuadraticModel()
+    assert KFACOptimizer(mlp(), lr=0.1)._choices.step_size == AdaptiveTrustRegion() != QuadraticModel()
 
 
 def test_the_damping_is_in_the_unit_of_the_loss_where_the_region_has_grown() -> None:

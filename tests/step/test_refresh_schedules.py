@@ -828,6 +828,7 @@ def test_an_optimizer_that_is_dropped_in_mid_flight_goes_at_once_and_its_thread_
     assert not worker.is_alive()
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_in_mid_flight() -> None:
     script = """
 import torch, time

@@ -87,6 +87,7 @@ def _fresh_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_graphs")
 def test_a_compiled_model_is_preconditioned(tmp_path: Path) -> None:
     torch.manual_seed(0)
