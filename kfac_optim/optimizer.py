@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from kfac_optim import diagnostics
 from kfac_optim.blocks import checkpoint, checkpoint_loading
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.checkpoint_groups import MOMENTUM, check_shape
+from kfac_optim.blocks.checkpoint_groups import check_shape
 from kfac_optim.blocks.checkpoint_loading import Incoming
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.selection import Pattern
@@ -44,7 +43,7 @@ from kfac_optim.specs import (
     LossTerms,
     WeightSharing,
 )
-from kfac_optim.step import engine
+from kfac_optim.step import engine, published_state
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.choices import Choices
@@ -841,43 +840,17 @@ class KFACOptimizer(Optimizer):
 
     def _publish_blocks(self) -> None:
         """Put the blocks' state where torch looks for it."""
-        for state in self.state.values():
-            if isinstance(state, dict):
-                state.pop(checkpoint.KEY, None)
-        blocks, several = self._binding.coverage.blocks, self._executor.several
-        held = {block: self._executor.tensors(block) if self._choices.include_factors else None for block in blocks}
-        partial = several and self._choices.include_factors and None in held.values()
-        self._publish_directions()
-        for block, tensors in held.items():
-            # Refreshes under way on several processes would be known to some of them only.
-            self.state[block.params[0]][checkpoint.KEY] = checkpoint.dump(
-                block,
-                tensors,
-                factors=self._choices.include_factors,
-                under_way=not several,
-                spread=partial and block.is_ready,
-                momenta=sum(MOMENTUM in self.state.get(param, ()) for param in block.params),
-                remembered=self._remembered(),
-            )
-        for param, state in self._binding.beside_blocks().items():
-            self.state[param][checkpoint.KEY] = state
-        if self.state and dist.is_available() and dist.is_initialized():
-            for param in self._params():
-                if param.requires_grad:
-                    self.state[param]  # `torch.distributed.checkpoint` misses parameters that have no state
-
-    def _publish_directions(self) -> None:
-        """Put zeros where directions will be kept, for `torch.distributed.checkpoint` to read into."""
-        if self._record is None or not self._choices.step_size.keeps_direction(self.param_groups):
-            return
-        covered = {
-            param: group
-            for block in self._binding.coverage.blocks
-            for param, group in zip(block.params, block.groups, strict=True)
-        }
-        for param in self._executor.owned(list(covered)):
-            if covered[param]["momentum"] == 0 and "momentum_buffer" not in self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        keeps_directions = self._record is not None and self._choices.step_size.keeps_direction(self.param_groups)
+        published_state.publish(
+            self.state,
+            self._binding.coverage.blocks,
+            self._binding.beside_blocks(),
+            self._executor,
+            include_factors=self._choices.include_factors,
+            keeps_directions=keeps_directions,
+            remembered=self._remembered(),
+        )
+        published_state.fill_up(self.state, self._params())
 
     def _names(self) -> dict[nn.Parameter, str]:
         names = self._binding.names()

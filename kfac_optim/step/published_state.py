@@ -1,0 +1,72 @@
+"""The state of blocks and of the step size, put where `torch.optim` and `torch.distributed.checkpoint` look for it."""
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kfac_optim.blocks import checkpoint
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.checkpoint_groups import MOMENTUM
+from kfac_optim.step.execution import Executor
+
+
+def publish(
+    state: MutableMapping[Any, Any],
+    blocks: Sequence[KFACBlock],
+    beside_blocks: checkpoint.States,
+    executor: Executor,
+    *,
+    include_factors: bool,
+    keeps_directions: bool,
+    remembered: Tensor,
+) -> None:
+    """Put what a checkpoint holds into the state of the parameters, in the place of what was put there before.
+
+    Args:
+        state: of the optimizer, by parameter.
+        blocks: of the optimizer.
+        beside_blocks: what checkpoints hold of parameters without a block.
+        executor: knows the tensors of each block.
+        include_factors: whether statistics and inverses are held.
+        keeps_directions: whether the step size keeps the last direction of parameters without momentum.
+        remembered: what the step size remembers, `[4]`.
+    """
+    for each in state.values():
+        if isinstance(each, dict):
+            each.pop(checkpoint.KEY, None)
+    held = {block: executor.tensors(block) if include_factors else None for block in blocks}
+    partial = executor.several and include_factors and None in held.values()
+    if keeps_directions:
+        _publish_directions(state, blocks, executor)
+    for block, tensors in held.items():
+        # Refreshes under way on several processes would be known to some of them only.
+        state[block.params[0]][checkpoint.KEY] = checkpoint.dump(
+            block,
+            tensors,
+            factors=include_factors,
+            under_way=not executor.several,
+            spread=partial and block.is_ready,
+            momenta=sum(MOMENTUM in state.get(param, ()) for param in block.params),
+            remembered=remembered,
+        )
+    for param, marked in beside_blocks.items():
+        state[param][checkpoint.KEY] = marked
+
+
+def fill_up(state: MutableMapping[Any, Any], params: Sequence[nn.Parameter]) -> None:
+    """Give trained parameters an empty state: `torch.distributed.checkpoint` misses those that have none."""
+    if state and dist.is_available() and dist.is_initialized():
+        for param in params:
+            if param.requires_grad:
+                state[param]
+
+
+def _publish_directions(state: MutableMapping[Any, Any], blocks: Sequence[KFACBlock], executor: Executor) -> None:
+    """Put zeros where directions will be kept, for `torch.distributed.checkpoint` to read into."""
+    covered = {param: group for block in blocks for param, group in zip(block.params, block.groups, strict=True)}
+    for param in executor.owned(list(covered)):
+        if covered[param]["momentum"] == 0 and MOMENTUM not in state[param]:
+            state[param][MOMENTUM] = torch.zeros_like(param)
