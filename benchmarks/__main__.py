@@ -26,6 +26,9 @@ _BENCHMARKS = {
     "faults": "does a run whose ranks are killed at random go on as if nothing had happened?",
 }
 
+# These keep each run that is done in a file of its own.
+_RESUMING = {"compare", "batch-size"}
+
 _EXTRA = {"datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"}
 
 
@@ -51,11 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     module.add_arguments(command)
     args = command.parse_args(words[1:])
+    if (out := getattr(args, "out", None)) is not None:
+        folder = out.parent if out.suffix else out
+        try:  # before anything is trained
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            command.error(f"argument --out: {folder} cannot be made: {error.strerror}")
     try:
         module.run(args)
     except (UsageError, DataError) as error:
         command.error(str(error))  # exits with 2
     except KeyboardInterrupt:
+        kept = "the same command goes on where it stopped" if name in _RESUMING else "nothing was written"
+        print(f"{command.prog}: interrupted; {kept}", file=sys.stderr)
         sys.exit(130)  # as a shell reports it; the progress bar has already been closed
 
 

@@ -98,6 +98,9 @@ def run(args: argparse.Namespace) -> None:
     pin_threads(args.threads)
     images = _images(args).to(args.device)
     variants = [_Variant(name, images, args) for name in _REFRESHES]
+    console.print(
+        f"{(_YOUNG + args.repeats) * args.period} steps of {len(variants)} variants in turns, some minutes in all on two cores."
+    )
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("steps", total=len(variants) * (_YOUNG + args.repeats) * args.period)
         for number in range(_YOUNG + args.repeats):

@@ -296,6 +296,29 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in names)
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run("quickstart", "--out", "/dev/null/results")
+    assert exit_.value.code == 2
+    assert "argument --out: /dev/null/results cannot be made: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("compare", "goes on where it stopped"), ("refresh", "nothing was written")]
+)
+def test_an_interrupt_says_how_to_go_on(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"benchmarks.{name}.run", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        run(name, "--out", tmp_path)
+    assert exit_.value.code == 130
+    assert said in capsys.readouterr().err
+
+
 def checkpoint(steps: int, loss: float) -> Checkpoint:
     return Checkpoint(steps, steps / 10, loss, 1.0, loss, 1.0)
 
