@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kfac_optim.utils.autograd import with_hook
+from kfac_optim.utils.autograd import on_gradient, with_hook
 
 
 class Recorder(Protocol):
@@ -79,26 +79,37 @@ class Tape:
     def watch(self, call: Tensor, layer_input: Tensor, output: Tensor) -> Tensor:
         """Give `output` again, for the graph to go on with: a backward that comes to it commits the call.
 
-        A hook on `output` will not do. Where one is set, torch.compile (2.13) forgets what the model writes into an
-        object that it had read before, and Hugging Face models choose their loss by what they wrote into their config.
+        A hook that torch.compile (2.13) sees being set will not do. It then forgets what the model writes into an
+        object whose dict it had looked into before, and Hugging Face models choose their loss by what they wrote into
+        their config.
         """
         watched: Tensor = _watched(output, self.number, call, layer_input)
         return watched
 
+    def watch_used(self, call: Tensor, layer_input: Tensor, output: Tensor) -> None:
+        """Do what `watch` does for an `output` that something was made of already.
+
+        The recurrent map of a sequence is such an output: its input is known once all steps have been taken.
+        """
+        _watched_by_hook(output, self.number, call, layer_input)
+
     def trace(self, watch: int) -> None:
         """A call is being traced, and leaves nothing in the graph."""
         _traced(self.number, watch)
-
-    def commit(self, call: Tensor, layer_input: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient again."""
-        same: Tensor = torch.ops.kfac_optim.commit(self.number, call, layer_input, gradient)
-        return same
 
 
 # torch.compile does not look into it: tracing an autograd function, it makes an instance, which torch itself warns of.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _watched(output: Tensor, recorder: int, call: Tensor, layer_input: Tensor) -> Tensor:
     return with_hook(output, partial(torch.ops.kfac_optim.commit, recorder), call, layer_input)
+
+
+# Backends that remove dead code would drop it, as nothing is made of what it gives back.
+@torch.fx.has_side_effect
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _watched_by_hook(output: Tensor, recorder: int, call: Tensor, layer_input: Tensor) -> Tensor:
+    on_gradient(output, partial(torch.ops.kfac_optim.commit, recorder, call, layer_input))
+    return output
 
 
 # Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive. As a graph may outlive

@@ -130,9 +130,13 @@ def _enter_backward(roots: "weakref.ref[Roots]", root: RootCall, _gradient: Tens
 
 def on_output_gradients(output: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Call `hook` in every backward that comes to a tensor of the model's `output`."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            on_gradient(leaf, hook)
+    for tensor in outputs_with_gradient(output):
+        on_gradient(tensor, hook)
+
+
+def outputs_with_gradient(output: Any) -> list[Tensor]:
+    """List the tensors of the model's `output` that a backward can come to."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _is_nested(model: nn.Module) -> bool:

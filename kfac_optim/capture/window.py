@@ -37,6 +37,7 @@ from kfac_optim.capture.model_calls import (
     OutputPass,
     Roots,
     on_output_gradients,
+    outputs_with_gradient,
 )
 from kfac_optim.capture.scale_probe import ScaleProbe
 from kfac_optim.specs import LossTerms
@@ -212,8 +213,7 @@ class CaptureWindow(Ledger):
             if watch.sharded is not None:
                 self.tape.trace(watch.number)
             number = self.tape.note(watch.number, training, -1 if examples is None else examples, context)
-            kept = layer_input.detach()
-            on_gradient(output, lambda gradient: self.tape.commit(number, kept, gradient))
+            self.tape.watch_used(number, layer_input.detach(), output)
             return None
         if not watch.wanted():
             return None
@@ -327,7 +327,8 @@ class CaptureWindow(Ledger):
         """`await_sum` for a forward that is being traced."""
         if terms is not None:
             call = self.tape.run(model, terms)
-            on_output_gradients(output, lambda gradient: self.tape.commit(call, call, gradient))
+            for tensor in outputs_with_gradient(output):
+                self.tape.watch_used(call, call, tensor)
 
     def end_forward(self) -> None:
         """The model's outermost forward ends, whether or not it failed."""

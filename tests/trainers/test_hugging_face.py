@@ -37,7 +37,8 @@ def examples() -> list[dict[str, Tensor]]:
     return [{"x": each, "labels": label} for each, label in zip(x, y, strict=True)]
 
 
-def trainer_of(model: nn.Module, optimizer: KFACOptimizer, data: Any, folder: Path, **options: Any) -> Any:
+def trainer_of(model: nn.Module, optimizer: KFACOptimizer | None, data: Any, folder: Path, **options: Any) -> Any:
+    """Without an optimizer the trainer makes its own, of its own groups of parameters."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -49,7 +50,9 @@ def trainer_of(model: nn.Module, optimizer: KFACOptimizer, data: Any, folder: Pa
         disable_tqdm=True,
         **options,
     )
-    return transformers.Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None))
+    made = {"optimizer_cls_and_kwargs": (KFACOptimizer, {**OPTIONS})}
+    given = {"optimizers": (optimizer, None)} if optimizer is not None else made
+    return transformers.Trainer(model=model, args=arguments, train_dataset=data, **given)
 
 
 def in_a_plain_loop(model: Regression, optimizer: KFACOptimizer) -> None:
@@ -78,6 +81,20 @@ def test_a_clipped_run_is_that_of_a_plain_loop(scaled: bool, tmp_path: Path) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert optimizer.metrics()["measured_parameters"] == 1.0
     assert optimizer.metrics()["skipped_steps"] == 0
+
+
+def test_an_optimizer_that_the_trainer_makes_of_the_class_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """It is handed groups of parameters, with weight decay and without, and has to find the model."""
+    model, twin = Regression(), Regression()
+    trainer = trainer_of(model, None, examples(), tmp_path, max_grad_norm=MOST)
+    trainer.train()
+    in_a_plain_loop(twin, KFACOptimizer(twin, **OPTIONS))
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, KFACOptimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    assert optimizer.metrics()["measured_parameters"] == 1.0
 
 
 @pytest.fixture
