@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> None:
         runs = len(taking_part) * (trials(args) + seeds(args))
         console.print(
             f"{name}: {len(taking_part)} optimizers, {trials(args)} trials and {seeds(args)} repeats each: {runs} runs "
-            f"of {problem.steps} steps, minutes on small problems and hours on others. Interrupt it at any time: the same "
-            "command goes on where it stopped."
+            f"of {problem.steps} steps, minutes on small problems and hours on others. Interrupt it at any time: "
+            "the same command goes on where it stopped."
         )
         compare(study, seeds(args), args.out, console)
 

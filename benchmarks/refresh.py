@@ -98,11 +98,10 @@ def run(args: argparse.Namespace) -> None:
     pin_threads(args.threads)
     images = _images(args).to(args.device)
     variants = [_Variant(name, images, args) for name in _REFRESHES]
-    console.print(
-        f"{(_YOUNG + args.repeats) * args.period} steps of {len(variants)} variants in turns, some minutes in all on two cores."
-    )
+    steps = (_YOUNG + args.repeats) * args.period
+    console.print(f"{steps} steps of {len(variants)} variants in turns: some minutes in all on two cores.")
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("steps", total=len(variants) * (_YOUNG + args.repeats) * args.period)
+        task = progress.add_task("steps", total=len(variants) * steps)
         for number in range(_YOUNG + args.repeats):
             for variant in variants if number % 2 == 0 else reversed(variants):
                 variant.run_period()
