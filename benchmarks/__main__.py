@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     module.add_arguments(command)
     args = command.parse_args(words[1:])
-    if (out := getattr(args, "out", None)) is not None:
+    if (out := getattr(args, "out", None)) is not None and not getattr(args, "list", False):
         folder = out.parent if out.suffix else out
         try:  # before anything is trained
             folder.mkdir(parents=True, exist_ok=True)
