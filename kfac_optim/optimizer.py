@@ -1,4 +1,4 @@
-"""`KFACOptimizer`: param groups, checkpoints, hooks. No arithmetic."""
+"""`KFACOptimizer` puts the parts together, and is what torch.optim asks for: param groups, checkpoints, copies."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -11,14 +11,11 @@ from torch.optim import Optimizer
 
 from kfac_optim import diagnostics
 from kfac_optim.blocks import checkpoint, checkpoint_loading
-from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.checkpoint_groups import check_shape
 from kfac_optim.blocks.checkpoint_loading import Incoming
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.selection import Pattern
-from kfac_optim.capture import gradient_check
 from kfac_optim.capture.loss_terms import LossCount
-from kfac_optim.capture.scale_probe import Factor
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
@@ -39,7 +36,6 @@ from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.specs import (
     Kept,
-    LayerSpec,
     LossTerms,
     WeightSharing,
 )
@@ -53,35 +49,31 @@ from kfac_optim.step.execution import (
     Refresher,
     SingleDevice,
 )
+from kfac_optim.step.gate import Gate, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
-from kfac_optim.step.loss_scale import (
-    LossScale,
-    calling_scaler,
-    read_loss_scale,
-    spread_overflow,
-    unscale,
-)
+from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.refresh_schedules import (
     Background,
+    Phases,
     Refresh,
     Together,
 )
-from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
+from kfac_optim.step.skipped_steps import SkippedSteps
+from kfac_optim.step.step_memory import StepMemory
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.step.trial import Judge, Trial
 from kfac_optim.step.user_warnings import UserWarnings
 from kfac_optim.utils.precision import (
-    all_finite,
-    finite_on_device,
     without_autocast,
 )
 from kfac_optim.utils.random_state import random_state
-from kfac_optim.utils.sharded_params import is_sharded, local
+from kfac_optim.utils.sharded_params import any_sharded, is_sharded
 from kfac_optim.utils.tensor_storage import keep_while_spawning
 from kfac_optim.utils.validation import (
     check_group,
     check_kind,
     check_number,
+    given_model,
     plain_number,
 )
 
@@ -224,7 +216,7 @@ class KFACOptimizer(Optimizer):
         fused: bool | None = None,
     ) -> None:
         self._incoming = Incoming()
-        given = _given_model(params, model)
+        given = given_model(params, model)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -263,27 +255,24 @@ class KFACOptimizer(Optimizer):
             include_factors=include_factors,
         )
         self._choices, self._distributed = choices, distributed
-        self._scheduled: list[tuple[KFACBlock, LayerSpec]] = []
         if grad_scaler is not None:
             check_kind("grad_scaler", grad_scaler, GradScaler)
-        self._has_scaler = grad_scaler is not None
-        self._scaler: Callable[[], GradScaler | None] = lambda: grad_scaler
+        self._scaler = ScalerSource(grad_scaler)
         self._skipped = SkippedSteps()
+        self._phases = Phases(choices.schedule)
         if given is not None:
             choices.options.check_patterns(given)
         self._window = CaptureWindow(loss_terms)
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
-        config = choice.chosen_config(distributed, sharded=_shows_shards(params))
+        config = choice.chosen_config(distributed, sharded=any_sharded(params))
         self._executor = self._choose_executor(config, estimate)
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
         self._record: engine.StepRecord | None = None
-        self._memory: Tensor | None = None
-        self._looked = 0
         self._warnings = UserWarnings(finds_model=given is None)
-        self._missed: list[str] = []
+        self._memory = StepMemory(step_size, self._warnings)
         self._binding = ModelBinding(
             given,
             choices.options,
@@ -311,12 +300,22 @@ class KFACOptimizer(Optimizer):
             self._window.recorder = self._recorder
             if adapt_damping is not None:
                 self._judge = Judge(adapt_damping, self._window, self._recorder, self._objective, self._executor)
+        self._gate = Gate(
+            choices,
+            self._window,
+            self._binding,
+            self._executor,
+            self._objective,
+            self._skipped,
+            self._scaler,
+            self._warnings,
+        )
         self._binding.start(self._group_of())
         self._executor.attach(self._binding.model)
         self._window.worker = self._executor.worker
         self._executor.check(self._binding.coverage.blocks, self._params())
         if given is not None:
-            self._note_coverage()
+            self._warnings.coverage(self._binding)
 
     def __del__(self) -> None:
         # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
@@ -594,24 +593,22 @@ class KFACOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            warm, self._incoming = self._incoming.warm, Incoming()
-        if warm:
+            incoming, self._incoming = self._incoming, Incoming()
+        if incoming.warm:
             self._warnings.warm_start()
         if not self._executor.several:  # else it may be that another rank has it
-            checkpoint.warn_of_missed(self._missed)
+            checkpoint.warn_of_missed(incoming.missed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._window.discard()
-        states = dict(self._incoming.states)
-        self._memory = checkpoint.remembered(states)
-        self._binding.take_on(states, self._incoming.marks)
-        blocks = self._binding.coverage.blocks
-        known = [states.pop(block.params[0], None) for block in blocks]
-        missing = checkpoint.missing(blocks, known)
+        incoming = self._incoming
+        self._memory.put(checkpoint.remembered(incoming.states))
+        known, waiting = self._binding.take_on(incoming.states, incoming.marks)
+        missing = checkpoint.missing(self._binding.coverage.blocks, known)
         self._executor.loading(missing)
-        self._binding.restore(known, states)
-        self._missed = [block.name for block, each in missing.items() if each.elsewhere]
+        self._binding.restore(known, waiting)
+        incoming.missed.extend(block.name for block, each in missing.items() if each.elsewhere)
         self._binding.rebind(self._group_of())
         self._publish_blocks()
 
@@ -621,134 +618,65 @@ class KFACOptimizer(Optimizer):
             **self._choices.arguments(),
             "adapters": dict(self._choices.adapters),  # the default is a read-only view
             "distributed": self._distributed,
-            "grad_scaler": self._scaler(),
+            "grad_scaler": self._scaler.named,
         }
-        blocks: checkpoint.States = {
-            block.params[0]: checkpoint.dump(block, block.inverse.tensors(block.state))
-            for block in self._binding.coverage.blocks
-        }
+        blocks = checkpoint.dump_all(self._binding.coverage.blocks) | self._binding.beside_blocks()
+        keep_while_spawning(blocks)
         state = checkpoint.without_blocks(self.state)
         model = self._binding.model if self._binding.given else None
         groups = [_as_given(group) for group in self.param_groups]
         rejected = 0 if self._judge is None else self._judge.rejected
         self._skipped.look()
         counts = self._skipped.total, self._skipped.in_a_row, rejected
-        memory = None if self._memory is None else self._memory.tolist()  # numbers outlive a spawn, new tensors do not
         numbers = {key: self.defaults[key] for key in self._group_keys}
-        blocks |= self._binding.beside_blocks()
-        keep_while_spawning(blocks)
-        flags = self._binding.released, self._has_scaler, memory
+        flags = self._binding.released, self._scaler.was_named, self._memory.to_list()
         return _rebuild, (type(self), model, groups, numbers, choices, state, blocks, counts, *flags)
-
-    def _find_scaler(self) -> GradScaler | None:
-        """The scaler that calls this step, or else the one that was named; None where there is none that is enabled.
-
-        Raises:
-            RuntimeError: this is a copy made without the scaler that was named.
-        """
-        scaler = calling_scaler() or self._scaler()
-        if scaler is None and self._has_scaler:
-            raise RuntimeError(
-                "kfac_optim: this optimizer was copied without the GradScaler that it was built with, and does not "
-                "know the scale of the loss. Copy it as well: "
-                "model, optimizer, scaler = copy.deepcopy((model, optimizer, scaler)); or build one with "
-                "grad_scaler=scaler and load this one's state_dict(); or step by scaler.step(optimizer)."
-            )
-        return scaler if scaler is not None and scaler.is_enabled() else None
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _loss_scale(self) -> LossScale:
-        """What the loss of this step was multiplied by, and with it the output gradients behind `G`."""
-        pending = any(block.has_pending() for block in self._binding.coverage.blocks)
-        scale = read_loss_scale(self.__dict__, self._find_scaler, measured=pending)
-        if scale is None:
-            found = self._window.probe.measure() if pending else Factor()
-            self._warnings.unknown_scale(found)
-            scale = LossScale(1 / found.scale)
-        self._window.probe.end()
-        return scale
-
     def _step(self, *, judged: bool) -> bool:
-        """Take the step, which may be `judged` afterwards; whether it was taken."""
-        if self._binding.settle():
-            self._executor.attach(self._binding.model)
-            self._note_coverage()
-        for reason in self._binding.exclude_unmeasured():
-            self._warnings.unmeasured(reason)
-        self._executor.check(self._binding.coverage.blocks, self._params())
-        gradients = {param: param.grad for param in self._params() if param.grad is not None}
-        if self._record is None or not gradients:
-            self._binding.refuse_replaced()
-        if self._executor.several and self._binding.model is None and not gradients:
-            self._warnings.no_gradients()
-        # What is refused is left as it was.
-        if self._objective is not None and gradients and (judged or self._choices.step_size.needs_objective):
-            self._objective.check(gradients)
-        self._window.drop_stale()
-        gradient_check.conclude(block.check for block in self._binding.coverage.blocks)
-        handed, scale = "found_inf" in self.__dict__, self._loss_scale()
-        if scale.in_gradients:
-            engine.check(self.param_groups, self._binding.coverage.blocks, self._choices.step_size)
-            unscale(gradients.values(), scale.factor)
-        self._window.scaled |= scale.factor != 1
-        deferred = None
-        if not handed and scale.factor == 1 and self._may_defer(gradients):
-            deferred = finite_on_device(list(gradients.values()))
-        else:
-            self._skipped.look()
-        agreement = self._executor.agree(
-            self._binding.coverage.blocks,
-            self._params(),
-            self._names,
-            finite=deferred is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
-            summed=self._window.summed(),
-            rescaled=scale.in_gradients,
-            counted=None if self._window.estimate is not None else self._window.counted(),
-        )
-        checkpoint.warn_of_missed(agreement.restarted)
-        if not agreement.finite:
-            if handed and (scaler := self._find_scaler()) is not None:
-                spread_overflow(scaler, self)
-            self._window.abandon()
-            self._skipped.skip()
-            self._skipped.check_limit(self._choices.nonfinite_limit, gradients, self._names)
+        """Take the step, if the gate admits it.
+
+        Args:
+            judged: whether the step is judged afterwards.
+
+        Returns:
+            Whether the step was taken.
+        """
+        admission = self._gate.admit(self, judged=judged, is_first=self._record is None)
+        if admission is None:
             return False
-        if deferred is None:
-            self._skipped.take()
-        else:
-            self._skipped.defer(deferred)
-        self._spread_refreshes()
-        self._record = engine.step(
+        agreement, blocks = admission.agreement, self._binding.coverage.blocks
+        self._phases.lay_out(blocks)
+        self._record = record = engine.step(
             self.param_groups,
             self.state,
-            self._binding.coverage.blocks,
+            blocks,
             self._window,
             self._executor,
             self._refresher,
             agreement,
             self._choices.step_size,
             self._objective if self._choices.step_size.needs_objective else None,
-            self._remembered(),
-            gradient_scale=lambda count: self._choices.estimate.scale(count, scale.factor),
+            self._memory.get(blocks, self._params()),
+            gradient_scale=lambda count: self._choices.estimate.scale(count, admission.loss_scale),
             damps_by_unit=self._judge is None,
             nonfinite_limit=self._choices.nonfinite_limit,
-            finite=deferred,
+            finite=admission.finite,
         )
+        self._memory.put(record.memory)
         suspects = {block.name for block in agreement.unaccounted}
         self._warnings.unaccounted_layers(self._binding.end_check(agreement.unaccounted))
-        self._memory = self._record.memory
         if agreement.sampled:
-            self._look_at_step_sizes()
+            self._memory.look(record.measures, self._window.step)
         self._binding.end_step()
-        if gradients and not self._binding.settled:
+        if not self._binding.settled and any(param.grad is not None for param in self._params()):
             # Gradients of zero: so `torch.distributed.checkpoint` has a new optimizer show what state it will have.
             self._publish_blocks()
         self._warnings.edited_gradients(agreement.edited)
         self._warnings.uneven_terms(agreement.terms)
-        unseen = [name for name in self._record.unpreconditioned if name not in suspects]
-        self._warnings.unseen_layers(unseen)
-        self._warnings.assumed_terms(self._record.count, self._window.rule)
+        self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
+        self._warnings.assumed_terms(record.count, self._window.rule)
         return True
 
     def _choose_executor(self, config: DistributedConfig | None, estimate: Estimate) -> Executor:
@@ -779,61 +707,11 @@ class KFACOptimizer(Optimizer):
             config, terms, arguments, tensors, state, size.scalars, size.totals, size.keeps_direction
         )
 
-    def _remembered(self) -> Tensor:
-        """What the step size remembers, `[4]`."""
-        if self._memory is None:
-            # A copy has no block before its first forward where the model has to be found.
-            like = next((block.params[0] for block in self._binding.coverage.blocks), self._params()[0])
-            dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else torch.float64
-            self._memory = torch.zeros(4, dtype=dtype, device=like.device)
-        return self._memory
-
-    def _look_at_step_sizes(self) -> None:
-        """Warn where nearly all steps of late were made too short. The host waits, so not at every step."""
-        if (
-            self._memory is not None
-            and self._window.step - self._looked >= 100
-            and not self._warnings.told_of_short_steps
-        ):
-            self._looked = self._window.step
-            scale = None if self._record is None else self._record.measures.get("trust_region_scale")
-            if scale is not None and float(self._memory[3]) > 0.95:
-                step_size = self._choices.step_size
-                self._warnings.short_steps(step_size, step_size.advice(float(scale)))
-
-    def _spread_refreshes(self) -> None:
-        """Lay the refreshes out over the period, again where a forward has shown more of the layers."""
-        blocks = self._binding.coverage.blocks
-        specs = [(block, block.spec) for block in blocks]
-        if specs != self._scheduled:
-            phases = self._choices.schedule.phases([block.cost.refresh for block in blocks])
-            for block, phase in zip(blocks, phases, strict=True):
-                block.phase = phase
-            self._scheduled = specs
-
-    def _may_defer(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
-        """Whether this step need not wait for an accelerator to say that the gradients are finite.
-
-        That is where all that the step changes is parameters and momentum, and torch's fused kernels change them, which
-        look themselves. Too many such steps in a row would put off the error that `nonfinite_limit` asks for.
-        """
-        limit = self._choices.nonfinite_limit
-        return (
-            not self._executor.several
-            and self._objective is None
-            and (limit is None or self._skipped.deferred < limit)
-            and fused_kernels_look(self.param_groups, gradients, self.state)
-            and not any(block.has_pending() for block in self._binding.coverage.blocks)
-        )
-
-    def _note_coverage(self) -> None:
-        if self._binding.model is None:
-            self._warnings.no_model()
-        elif self._binding.does_nothing():
-            self._warnings.nothing_preconditioned()
-
     def _params(self) -> list[nn.Parameter]:
-        return [param for group in self.param_groups for param in group["params"]]
+        return params_of(self.param_groups)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return names_of(self._binding, self.param_groups)
 
     def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {param: group for group in self.param_groups for param in group["params"]}
@@ -848,16 +726,9 @@ class KFACOptimizer(Optimizer):
             self._executor,
             include_factors=self._choices.include_factors,
             keeps_directions=keeps_directions,
-            remembered=self._remembered(),
+            remembered=self._memory.get(self._binding.coverage.blocks, self._params()),
         )
         published_state.fill_up(self.state, self._params())
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        names = self._binding.names()
-        for group in self.param_groups:  # named parameters keep their names there
-            for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
-                names.setdefault(param, name)
-        return names
 
 
 def _as_given(group: dict[str, Any]) -> dict[str, Any]:
@@ -878,31 +749,25 @@ def _rebuild(
     blocks: checkpoint.States,
     counts: tuple[int, int, int],
     released: bool,
-    has_scaler: bool = False,  # pickles of before it was told had none
-    memory: list[float] | None = None,  # as had those of before step sizes remembered
+    had_scaler: bool,
+    memory: list[float] | None,
 ) -> KFACOptimizer:
     """The optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
     KFACOptimizer.__init__(optimizer, groups, model=model, **numbers, **choices)
     optimizer.state.update(state)
-    waiting, marks = checkpoint.part(blocks)
-    optimizer._binding.take_on(waiting, marks)
-    known = [waiting.pop(block.params[0], None) for block in optimizer._binding.coverage.blocks]
+    known, waiting = optimizer._binding.take_on(*checkpoint.part(blocks))
     optimizer._binding.restore(known, waiting)
     total, in_a_row, rejected = counts
-    optimizer._skipped = SkippedSteps(total, in_a_row)
+    optimizer._skipped.restore(total, in_a_row)
     if optimizer._judge is not None:
         optimizer._judge.rejected = rejected
     if released:
         optimizer.remove_hooks()
-    optimizer._has_scaler = has_scaler
     if memory is not None:
-        remembered = optimizer._remembered()
-        optimizer._memory = torch.tensor(memory, dtype=remembered.dtype, device=remembered.device)
-    scaler = optimizer._scaler()
-    if scaler is not None and scaler.is_enabled():
-        # The copy's is of use where the user has it as well, who then copied it too; else nobody updates its scale.
-        optimizer._scaler = weakref.ref(scaler)
+        like = optimizer._memory.get(optimizer._binding.coverage.blocks, optimizer._params())
+        optimizer._memory.put(torch.tensor(memory, dtype=like.dtype, device=like.device))
+    optimizer._scaler.hold_weakly(was_named=had_scaler)
     return optimizer
 
 
@@ -918,29 +783,3 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         several=optimizer._executor.several,
     )
     return rest
-
-
-def _shows_shards(params: object) -> bool:
-    """Whether any parameter is sharded, as far as can be seen without using up iterators."""
-    if isinstance(params, nn.Module):
-        params = list(params.parameters())
-    if isinstance(params, dict):
-        params = params.get("params")
-    if isinstance(params, list | tuple):
-        return any(map(_shows_shards, params))
-    return isinstance(params, Tensor) and is_sharded(params)
-
-
-def _given_model(params: object, model: nn.Module | None) -> nn.Module | None:
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"kfac_optim: model must be an nn.Module, got {type(model).__name__}.")
-    if isinstance(params, nn.Module):
-        if model is not None and model is not params:
-            raise TypeError("kfac_optim: params is a module and model is another; pass one of them.")
-        return params
-    if not isinstance(params, Iterable):
-        raise TypeError(
-            f"kfac_optim: params must be the model, or parameters as for any torch.optim optimizer, got {params!r}. "
-            "Pass the model itself: KFACOptimizer(model, ...)."
-        )
-    return model

@@ -75,6 +75,11 @@ def dump(
     return state
 
 
+def dump_all(blocks: Sequence[KFACBlock]) -> States:
+    """Return the states of blocks, all of which this process has."""
+    return {block.params[0]: dump(block, block.inverse.tensors(block.state)) for block in blocks}
+
+
 def remembered(states: States) -> Tensor | None:
     """Give what the step size of the optimizer that was saved remembered, `[4]`; None where nothing is said of it."""
     said = [state for state in states.values() if STEP_SIZE in state]

@@ -23,11 +23,13 @@ class Incoming:
         states: what it holds for blocks.
         marks: of the layers that were left to SGD.
         warm: whether it is of SGD, and blocks begin anew.
+        missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """
 
     states: checkpoint.States = field(default_factory=dict)
     marks: checkpoint.States = field(default_factory=dict)
     warm: bool = False
+    missed: list[str] = field(default_factory=list)
 
 
 def read(

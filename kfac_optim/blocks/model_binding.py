@@ -180,17 +180,24 @@ class ModelBinding:
         self.exclude(dict.fromkeys(convicted, UNACCOUNTED))
         return [block.name for block in convicted]
 
-    def take_on(self, states: checkpoint.States, marks: checkpoint.States) -> None:
-        """Have the blocks that a checkpoint has, to be restored next: also of layers that were frozen since it began.
+    def take_on(
+        self, states: checkpoint.States, marks: checkpoint.States
+    ) -> tuple[list[Mapping[str, Any] | None], checkpoint.States]:
+        """Build the blocks that a checkpoint has, also those of layers that were frozen since it was made.
 
         Args:
-            states: what it holds for blocks.
-            marks: of what it leaves to SGD; nothing else is left from now on.
+            states: what the checkpoint holds for blocks.
+            marks: those of the layers that it leaves to SGD; no other layer is left to SGD from now on.
+
+        Returns:
+            What `restore` is given next: the state of each block, None if there is none; and the states of the rest.
         """
         changed = self._would_change(states, marks)
         self._left_out, self.waiting = dict(marks), {}
         if changed:
             self._build(self._members(states))
+        waiting = dict(states)
+        return [waiting.pop(block.params[0], None) for block in self.coverage.blocks], waiting
 
     def blocks_with(self, states: checkpoint.States, marks: checkpoint.States) -> list[KFACBlock]:
         """Give the blocks that there would be after `take_on`; nothing is changed."""

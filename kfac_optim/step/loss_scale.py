@@ -1,6 +1,7 @@
 """What `torch.amp.GradScaler` multiplied the loss by before backward."""
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -26,10 +27,52 @@ class LossScale(NamedTuple):
     in_gradients: bool = False
 
 
-def calling_scaler() -> GradScaler | None:
-    """Find the `GradScaler` whose `step` has called the step that is running; None where no scaler did.
+class ScalerSource:
+    """Finds the `GradScaler` of the loss: the scaler that calls the step, or else the one that the user has named.
 
-    It is looked for on the call stack: a scaler that unscales gradients itself tells the optimizer nothing, trainers
+    Args:
+        named: the argument `grad_scaler` of the optimizer.
+
+    Attributes:
+        was_named: whether a scaler was named, which a copy of the optimizer may have lost.
+    """
+
+    def __init__(self, named: GradScaler | None) -> None:
+        self.was_named = named is not None
+        self._named: Callable[[], GradScaler | None] = lambda: named
+
+    @property
+    def named(self) -> GradScaler | None:
+        """Return the scaler that was named, if it still exists."""
+        return self._named()
+
+    def hold_weakly(self, *, was_named: bool) -> None:
+        """Keep the scaler only while others do: in a copy, nobody else would update its scale."""
+        self.was_named = was_named
+        if (scaler := self._named()) is not None and scaler.is_enabled():
+            self._named = weakref.ref(scaler)
+
+    def find(self) -> GradScaler | None:
+        """Return the scaler of the running step; None if there is none that is enabled.
+
+        Raises:
+            RuntimeError: the optimizer is a copy that was made without the scaler that the user had named.
+        """
+        scaler = _calling_scaler() or self._named()
+        if scaler is None and self.was_named:
+            raise RuntimeError(
+                "kfac_optim: this optimizer was copied without the GradScaler that it was built with, and does not "
+                "know the scale of the loss. Copy it as well: "
+                "model, optimizer, scaler = copy.deepcopy((model, optimizer, scaler)); or build one with "
+                "grad_scaler=scaler and load this one's state_dict(); or step by scaler.step(optimizer)."
+            )
+        return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def _calling_scaler() -> GradScaler | None:
+    """Find the `GradScaler` whose `step` has called the running step; return None if no scaler did.
+
+    The scaler is looked for on the call stack: one that unscales gradients itself tells the optimizer nothing, trainers
     make it after the optimizer, and clipping in between leaves its trace in the gradients.
     """
     frame = cast(FrameType | None, sys._getframe())

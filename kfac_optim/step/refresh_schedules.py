@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.validation import (
     check_flag,
     check_integer,
@@ -93,6 +95,27 @@ class Background:
         check_kind("schedule of Background", self.schedule, Schedule)
         check_integer("max_staleness of Background", self.max_staleness, at_least=0)
         check_flag("deterministic of Background", self.deterministic, optional=False)
+
+
+class Phases:
+    """Lays the refreshes of all blocks out over their period.
+
+    Args:
+        schedule: says how.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._laid_out: list[tuple[KFACBlock, LayerSpec]] = []
+
+    def lay_out(self, blocks: Sequence[KFACBlock]) -> None:
+        """Give each block its phase; do so again if a forward has shown more of the layers."""
+        specs = [(block, block.spec) for block in blocks]
+        if specs != self._laid_out:
+            phases = self._schedule.phases([block.cost.refresh for block in blocks])
+            for block, phase in zip(blocks, phases, strict=True):
+                block.phase = phase
+            self._laid_out = specs
 
 
 Refresh = Schedule | Background

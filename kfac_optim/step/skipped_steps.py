@@ -22,11 +22,15 @@ class SkippedSteps:
         deferred: steps that the device was left with since the last look.
     """
 
-    def __init__(self, total: int = 0, in_a_row: int = 0) -> None:
-        self.total = total
-        self.in_a_row = in_a_row
+    def __init__(self) -> None:
+        self.total = 0
+        self.in_a_row = 0
         self.deferred = 0
         self._counts: Tensor | None = None
+
+    def restore(self, total: int, in_a_row: int) -> None:
+        """Go on from the counts of another optimizer, of which this one is a copy."""
+        self.total, self.in_a_row = total, in_a_row
 
     def skip(self) -> None:
         """A step was not taken."""

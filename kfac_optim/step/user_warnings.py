@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.scale_probe import Factor
 from kfac_optim.specs import LossTerms
@@ -23,24 +24,25 @@ class UserWarnings:
     def __init__(self, *, finds_model: bool = False) -> None:
         self.given = False
         self._remedy = _PASS_MODEL if finds_model else ""
-        self.told_of_short_steps = False
+        self.has_told_of_short_steps = False
         self._assumed = False
         self._uneven = False
         self._edited = False
         self._doubted = False
 
-    def no_model(self) -> None:
-        warn(
-            "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
-            "module that holds the parameters was seen since the optimizer was built, as when a model has already "
-            "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
-        )
-
-    def nothing_preconditioned(self) -> None:
-        warn(
-            "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
-            "optimizer.summary() lists the reasons.",
-        )
+    def coverage(self, binding: ModelBinding) -> None:
+        """Warn if nothing is preconditioned, against the user's wish."""
+        if binding.model is None:
+            warn(
+                "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
+                "module that holds the parameters was seen since the optimizer was built, as when a model has already "
+                "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
+            )
+        elif binding.does_nothing():
+            warn(
+                "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
+                "optimizer.summary() lists the reasons.",
+            )
 
     def unmeasured(self, reason: str) -> None:
         """Warn of parameters that were to be preconditioned until now."""
@@ -140,7 +142,7 @@ class UserWarnings:
 
     def short_steps(self, step_size: object, advice: str) -> None:
         """Warn of a trust region that made nearly all steps too short."""
-        self.told_of_short_steps = True
+        self.has_told_of_short_steps = True
         warn(
             f"kfac_optim: {step_size} made nearly all of the last hundred steps shorter than the learning rate does, "
             f"so that neither the rate nor a schedule of it has an effect. {advice}",

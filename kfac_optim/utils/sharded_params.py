@@ -140,3 +140,14 @@ def refuse_flat(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str
                 "instead, torch.distributed.fsdp.fully_shard(module) in the place of the wrapper, before the optimizer "
                 "is built; or wrap it by DistributedDataParallel."
             )
+
+
+def any_sharded(params: object) -> bool:
+    """Return whether any parameter is sharded, as far as that can be seen without using up iterators."""
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    if isinstance(params, dict):
+        params = params.get("params")
+    if isinstance(params, list | tuple):
+        return any(map(any_sharded, params))
+    return isinstance(params, Tensor) and is_sharded(params)

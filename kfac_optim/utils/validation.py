@@ -1,12 +1,12 @@
 """Checks of the numbers a user passes. Each error names the argument, what it got and what it should be."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _FACTOR_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -108,3 +108,23 @@ def check_dtype(name: str, value: object) -> None:
 def check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"kfac_optim: {name} must be a {kind.__name__}, got {value!r}.")
+
+
+def given_model(params: object, model: nn.Module | None) -> nn.Module | None:
+    """Return the module that the optimizer was given as `params` or as `model`; None if it was given parameters alone.
+
+    Raises:
+        TypeError: the two are different modules, or of a wrong kind.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"kfac_optim: model must be an nn.Module, got {type(model).__name__}.")
+    if isinstance(params, nn.Module):
+        if model is not None and model is not params:
+            raise TypeError("kfac_optim: params is a module and model is another; pass one of them.")
+        return params
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"kfac_optim: params must be the model, or parameters as for any torch.optim optimizer, got {params!r}. "
+            "Pass the model itself: KFACOptimizer(model, ...)."
+        )
+    return model

@@ -316,9 +316,9 @@ def test_a_region_that_noise_has_shrunk_or_the_loss_has_grown_tells_nothing_of_t
         """Take a step from the same weights with a region of this size, and give its scale and the share."""
         twin, ours = copy.deepcopy((model, optimizer))
         ours.param_groups[0]["lr"] = lr
-        ours._memory = torch.tensor([math.log(size), 0.0, 0.0, 0.0], dtype=torch.float64)
+        ours._memory.put(torch.tensor([math.log(size), 0.0, 0.0, 0.0], dtype=torch.float64))
         train(twin, ours, 1, start=3)
-        return ours.metrics()["trust_region_scale"], float(ours._memory[3])
+        return ours.metrics()["trust_region_scale"], float(ours._memory.get([], [])[3])
 
     train(model, optimizer, 3)
     first = 1e9

@@ -14,7 +14,8 @@ EVENTS = [("device", True), ("device", False), ("host", True), ("host", False), 
 @pytest.mark.parametrize("before", [0, 2])
 def test_the_counts_are_those_of_a_host_that_saw_every_step(before: int) -> None:
     for events in itertools.product(EVENTS, repeat=4):
-        skipped = SkippedSteps(before, before)
+        skipped = SkippedSteps()
+        skipped.restore(before, before)
         total = in_a_row = before
         for who, finite in events:
             if who == "device":

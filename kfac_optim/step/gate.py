@@ -1,0 +1,196 @@
+"""The gate before a step: refuse bad input, unscale gradients, let all workers agree, and decide if a step is taken."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kfac_optim.blocks import checkpoint
+from kfac_optim.blocks.model_binding import ModelBinding
+from kfac_optim.capture import gradient_check
+from kfac_optim.capture.scale_probe import Factor
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.fisher.gauss_newton import Objective
+from kfac_optim.step import engine
+from kfac_optim.step.choices import Choices
+from kfac_optim.step.execution import Agreement, Executor
+from kfac_optim.step.loss_scale import (
+    LossScale,
+    ScalerSource,
+    read_loss_scale,
+    spread_overflow,
+    unscale,
+)
+from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
+from kfac_optim.step.user_warnings import UserWarnings
+from kfac_optim.utils.precision import all_finite, finite_on_device
+from kfac_optim.utils.sharded_params import local
+
+Gradients = Mapping[nn.Parameter, Tensor]
+"""`.grad` of each parameter that has one."""
+
+
+def params_of(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    """Return the parameters of all param groups, in their order."""
+    return [param for group in groups for param in group["params"]]
+
+
+def names_of(binding: ModelBinding, groups: Iterable[Mapping[str, Any]]) -> dict[nn.Parameter, str]:
+    """Return the fully qualified names of parameters: those of the model, and else those that the groups were given."""
+    names = binding.names()
+    for group in groups:  # torch keeps the names of named parameters there
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            names.setdefault(param, name)
+    return names
+
+
+class Admission(NamedTuple):
+    """A step that is to be taken."""
+
+    agreement: Agreement
+    loss_scale: float
+    """The number that the loss was multiplied by before backward."""
+    finite: Tensor | None
+    """`[]` bool, whether the gradients are finite, if only the device knows; None if the host knows that they are."""
+
+
+class Gate:
+    """Decides whether a step is taken. A step that is refused by an error leaves everything as it was.
+
+    Args:
+        choices: the user's choices.
+        window: holds what was captured since the last step.
+        binding: knows the blocks and the model.
+        executor: lets all workers agree.
+        objective: the loss of the step, if a choice evaluates its curvature.
+        skipped: counts the steps that are not taken.
+        scaler: knows the `GradScaler` that the user has named.
+        warnings: tells the user what was noticed.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        window: CaptureWindow,
+        binding: ModelBinding,
+        executor: Executor,
+        objective: Objective | None,
+        skipped: SkippedSteps,
+        scaler: ScalerSource,
+        warnings: UserWarnings,
+    ) -> None:
+        self._choices = choices
+        self._window = window
+        self._binding = binding
+        self._executor = executor
+        self._objective = objective
+        self._skipped = skipped
+        self._scaler = scaler
+        self._warnings = warnings
+
+    def admit(self, optimizer: Optimizer, *, judged: bool, is_first: bool) -> Admission | None:
+        """Prepare the step of an optimizer.
+
+        Args:
+            optimizer: the optimizer, with its groups and state, and where `GradScaler` leaves its findings.
+            judged: whether the step is judged after it was taken.
+            is_first: whether no step was taken before.
+
+        Returns:
+            None if a gradient is not finite: then the step is skipped, and only counts have changed.
+
+        Raises:
+            RuntimeError: the step cannot be taken, or too many steps in a row were skipped.
+            ValueError: a number of a param group is out of range.
+        """
+        groups = optimizer.param_groups
+        params = params_of(groups)
+        gradients = {param: param.grad for param in params if param.grad is not None}
+        self._settle_model(params)
+        self._refuse(gradients, judged=judged, is_first=is_first)
+        self._window.drop_stale()
+        gradient_check.conclude(block.check for block in self._binding.coverage.blocks)
+        handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
+        if scale.in_gradients:
+            engine.check(groups, self._binding.coverage.blocks, self._choices.step_size)
+            unscale(gradients.values(), scale.factor)
+        self._window.scaled |= scale.factor != 1
+        finite = None
+        if not handed and scale.factor == 1 and self._may_defer(groups, gradients, optimizer.state):
+            finite = finite_on_device(list(gradients.values()))
+        else:
+            self._skipped.look()
+        names = partial(names_of, self._binding, groups)
+        agreement = self._executor.agree(
+            self._binding.coverage.blocks,
+            params,
+            names,
+            finite=finite is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
+            summed=self._window.summed(),
+            rescaled=scale.in_gradients,
+            counted=None if self._window.estimate is not None else self._window.counted(),
+        )
+        checkpoint.warn_of_missed(agreement.restarted)
+        if not agreement.finite:
+            if handed and (scaler := self._scaler.find()) is not None:
+                spread_overflow(scaler, optimizer)
+            self._window.abandon()
+            self._skipped.skip()
+            self._skipped.check_limit(self._choices.nonfinite_limit, gradients, names)
+            return None
+        if finite is None:
+            self._skipped.take()
+        else:
+            self._skipped.defer(finite)
+        return Admission(agreement, scale.factor, finite)
+
+    def _settle_model(self, params: Sequence[nn.Parameter]) -> None:
+        """Take in what the forwards have shown of the model, and leave to SGD what is not measured."""
+        if self._binding.settle():
+            self._executor.attach(self._binding.model)
+            self._warnings.coverage(self._binding)
+        for reason in self._binding.exclude_unmeasured():
+            self._warnings.unmeasured(reason)
+        self._executor.check(self._binding.coverage.blocks, params)
+
+    def _refuse(self, gradients: Gradients, *, judged: bool, is_first: bool) -> None:
+        """Raise RuntimeError if the model was replaced, or if the curvature of the loss is needed and is not there."""
+        if is_first or not gradients:
+            self._binding.refuse_replaced()
+        if self._executor.several and self._binding.model is None and not gradients:
+            self._warnings.no_gradients()
+        if self._objective is not None and gradients and (judged or self._choices.step_size.needs_objective):
+            self._objective.check(gradients)
+
+    def _loss_scale(self, handed: Mapping[str, Any]) -> LossScale:
+        """Return the scale of this step's loss, and with it of the output gradients behind `G`.
+
+        Args:
+            handed: attributes of the optimizer, where `GradScaler` leaves what it found.
+        """
+        pending = any(block.has_pending() for block in self._binding.coverage.blocks)
+        scale = read_loss_scale(handed, self._scaler.find, measured=pending)
+        if scale is None:
+            found = self._window.probe.measure() if pending else Factor()
+            self._warnings.unknown_scale(found)
+            scale = LossScale(1 / found.scale)
+        self._window.probe.end()
+        return scale
+
+    def _may_defer(self, groups: Sequence[Mapping[str, Any]], gradients: Gradients, state: Mapping[Any, Any]) -> bool:
+        """Return whether this step need not wait for an accelerator to say that the gradients are finite.
+
+        That is so if the step changes nothing but parameters and momentum, and torch's fused kernels change them, as
+        these kernels look at the gradients themselves. Too many such steps in a row would put off the error that
+        `nonfinite_limit` asks for.
+        """
+        limit = self._choices.nonfinite_limit
+        return (
+            not self._executor.several
+            and self._objective is None
+            and (limit is None or self._skipped.deferred < limit)
+            and fused_kernels_look(groups, gradients, state)
+            and not any(block.has_pending() for block in self._binding.coverage.blocks)
+        )
