@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import (
-    Clock,
     KFACBlock,
     Missing,
     RefreshUnderWay,
 )
+from kfac_optim.blocks.clock import Clock
+from kfac_optim.blocks.shadow import make_shadow
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.warning import warn
 
@@ -120,23 +121,17 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
         several: whether there are other processes.
     """
     if state is None:
-        block.clock = Clock()
         block.spec = replace(block.spec, opposed=_opposed_by_modules(block))
-        block.restart()
+        block.restart(step=0)
     elif "inverse" in state:
         block.revise(revised(block, state))
         if several:
             block.restart()  # for the place of what this process did not need
-        block.clock = Clock(**state["clock"])
-        block.follow()
-        block.discard()
-        block.inverse.load(block.state, state["inverse"])
-        block.under_way = None
+        block.load(Clock(**state["clock"]), state["inverse"])
         if "under_way" in state:
-            block.under_way = _finished(block, state["under_way"])
+            block.begin_refresh(_finished(block, state["under_way"]))
     else:
-        block.clock.step = state["clock"]["step"]
-        block.restart()
+        block.restart(step=state["clock"]["step"])
 
 
 def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None]) -> dict[KFACBlock, Missing]:
@@ -197,9 +192,8 @@ def _bytes(text: str) -> Tensor:
 
 def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
     """What was under way, to be taken over when it would have been."""
-    shadow = block.shadow()
-    shadow.clock = Clock(**state["clock"])
-    shadow.inverse.load(shadow.state, state["inverse"])
+    shadow = make_shadow(block)
+    shadow.load(Clock(**state["clock"]), state["inverse"])
     done: Future[None] = Future()
     done.set_result(None)
     return RefreshUnderWay(shadow, done)

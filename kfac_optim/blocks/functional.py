@@ -15,7 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.block import KFACBlock, deliver
+from kfac_optim.blocks.attachment import deliver, verify
+from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.calls import ForwardCall, LayerWatch
 from kfac_optim.capture.function_modes import (
     Product,
@@ -268,7 +269,7 @@ class FunctionalUses:
         return deliver(_statistics(block, opposed, call), block, opposed=opposed, emitted=self._emitted)
 
     def _verify(self, block: KFACBlock, opposed: bool, call: LayerCall | None) -> None:
-        block.verify(call, partial(_statistics, block, opposed), opposed=opposed)
+        verify(block, call, partial(_statistics, block, opposed), opposed=opposed)
 
 
 # `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from kfac_optim.blocks import checkpoint
-from kfac_optim.blocks.block import (
+from kfac_optim.blocks.attachment import (
     Attachment,
-    KFACBlock,
     attach,
     by_module,
 )
+from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Coverage
 from kfac_optim.blocks.checkpoint_check import check_layers
 from kfac_optim.blocks.discovery import build_blocks, claim
@@ -428,11 +428,20 @@ class ModelBinding:
         if state is not None:
             check_layers([block], [state], [], any_prefix=not self.given, several=self._several)
             checkpoint.restore(block, state, several=self._several)
-            block.let_pass(self._steps - self._waiting_since)
+            _let_pass(block, self._steps - self._waiting_since)
             for other in self.coverage.blocks:  # the unit is one for all
                 if other.params[0] not in self.waiting:
-                    block.clock.loss_unit = other.clock.loss_unit
+                    block.clock.use_unit(other.clock.loss_unit)
             del self.waiting[block.params[0]]
+
+
+def _let_pass(block: KFACBlock, steps: int) -> None:
+    """Let steps pass in which the layer was out of sight; a refresh that fell due then is due now."""
+    for _ in range(seen := min(steps, block.group["inverse_update_period"])):
+        if block.refresh_due():
+            block.clock.call_for_refresh()
+        block.clock.advance()
+    block.clock.advance(steps - seen)
 
 
 def _in_wrapper(model: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.checkpoint import KEY
+from kfac_optim.blocks.preconditioning import has_gradient
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import (
     Ballot,
@@ -525,7 +526,7 @@ class DistributedExecutor(SingleDevice):
                 known = [block for block in self._blocks if self._specs.get(block) == block.spec]
                 states, momentum = self.holdings.handed_over(known, holdings)
                 for block in self._blocks:
-                    block.under_way = None  # begun by those that owned it
+                    block.drop_refresh()  # begun by those that owned it
         self.plan, self._agreed = plan, self._number
         self._exchange, self._holdings = exchange, holdings
         sharded = ShardedGradients(plan, main, self._params) if isinstance(plan.strategy, Sharded) else None
@@ -675,7 +676,7 @@ def _mark(block: KFACBlock) -> int:
         return _UNACCOUNTED
     if block.has_pending():
         return _HAS_STATISTICS
-    return _HAS_GRADIENT if block.has_gradient else _UNUSED
+    return _HAS_GRADIENT if has_gradient(block) else _UNUSED
 
 
 def _may_shard(strategy: Strategy | Auto) -> bool:

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.block import regularised
+from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.step_size import (
     Direction,
     Group,

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kfac_optim.blocks.block import KFACBlock, RefreshUnderWay
+from kfac_optim.blocks.shadow import adopt, make_shadow
 from kfac_optim.step.execution import AtOnce, Executor
 from kfac_optim.step.refresh_schedules import Background
 
@@ -59,25 +60,25 @@ class BackgroundRefresher:
         return found or age >= self._choice.max_staleness
 
     def _begin(self, blocks: Sequence[KFACBlock]) -> None:
-        shadows = [block.shadow(self._spares.pop(block, None)) for block in blocks]
+        shadows = [make_shadow(block, self._spares.pop(block, None)) for block in blocks]
         done = self._worker.submit(
             _refresh, self._executor.solve, shadows, self._lanes(shadows), torch.get_num_threads()
         )
         for block, shadow in zip(blocks, shadows, strict=True):
-            block.under_way = RefreshUnderWay(shadow, done)
+            block.begin_refresh(RefreshUnderWay(shadow, done))
 
     def _take_over(self, block: KFACBlock, under_way: RefreshUnderWay, blocks: Sequence[KFACBlock]) -> None:
         error = under_way.done.exception()  # waits
         if error is not None:
             failed = [each for each in blocks if each.under_way is not None and each.under_way.done is under_way.done]
             for each in failed:
-                each.under_way = None
+                each.drop_refresh()
             raise RuntimeError(
                 f"kfac_optim: the background refresh of {', '.join(repr(each.name) for each in failed)}, begun at step "
                 f"{under_way.shadow.clock.step}, raised {type(error).__name__}: {error}. They keep their inverses and "
                 f"are refreshed again when they are next due."
             ) from error
-        block.adopt(under_way.shadow)
+        adopt(block, under_way.shadow)
         self._spares[block] = under_way.shadow
 
     def _lanes(self, shadows: Sequence[KFACBlock]) -> list[_Lane]:

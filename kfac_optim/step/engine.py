@@ -106,15 +106,15 @@ def step(
         if agreement.sampled and kl_clip is not None and damps_by_unit:
             unit = step_size.loss_unit(memory)
             for block in blocks:
-                block.clock.loss_unit = unit
+                block.clock.use_unit(unit)
     with record_function("kfac.refresh"):
         collected = refresher.collect(blocks)
         refreshed = refresher.refresh([block for block in blocks if block.refresh_due()])
         for block in refreshed:
-            block.under_way = None  # by now that would be older
+            block.drop_refresh()  # by now what is under way would be older
             # Until a sample was accepted there is nothing behind a refresh, and it does not count.
             if block.is_ready or executor.has_statistics(block):
-                block.mark_refreshed()
+                block.clock.note_refresh(block.damping)
         if nonfinite_limit is not None:
             _check_setbacks([*collected, *refreshed], executor, nonfinite_limit)
     proposal, measures, unpreconditioned = _precondition(
@@ -133,7 +133,7 @@ def step(
             _sgd(group, params, sized, state, finite)
         executor.publish(trained)
     for block in blocks:
-        block.clock.step += 1
+        block.clock.advance()
     return StepRecord({**measures, **sized.measures}, memory, count, tuple(unpreconditioned))
 
 
@@ -243,7 +243,7 @@ def _precondition(
         for block in blocks:
             if block not in agreement.graded:
                 continue
-            refused = block.is_refused() or block in agreement.unaccounted
+            refused = any(use.is_refused() for use in block.uses) or block in agreement.unaccounted
             if block.is_ready and not refused:
                 covered.append(block)
             # Without statistics because the loss did not use it: nothing to precondition, nothing to report.

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import (
     KFACBlock,
     Missing,
+)
+from kfac_optim.blocks.preconditioning import (
+    gradients,
+    has_gradient,
     laid_out,
+    precondition,
+    to_params,
 )
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.utils.sharded_params import Shards, is_part
@@ -290,7 +296,7 @@ class SingleDevice:
             finite,
             summed,
             sampled={block for block in blocks if block.has_pending()},
-            graded={block for block in blocks if block.has_gradient},
+            graded={block for block in blocks if has_gradient(block)},
             unaccounted={block for block in blocks if block.check.differs},
         )
 
@@ -330,11 +336,11 @@ class SingleDevice:
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        return [(block, block.gradients()) for block in blocks]
+        return [(block, gradients(block)) for block in blocks]
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         # One after the other, so that the matrices of one are gone before those of the next are made.
-        return [block.split(block.precondition(parts), parts) for block, parts in zip(blocks, grads, strict=True)]
+        return [to_params(block, precondition(block, parts), parts) for block, parts in zip(blocks, grads, strict=True)]
 
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         return {

@@ -112,7 +112,7 @@ class Phases:
         """Give each block its phase; do so again if a forward has shown more of the layers."""
         specs = [(block, block.spec) for block in blocks]
         if specs != self._laid_out:
-            phases = self._schedule.phases([block.cost.refresh for block in blocks])
+            phases = self._schedule.phases([block.inverse.flops(block.spec.by_blocks()).refresh for block in blocks])
             for block, phase in zip(blocks, phases, strict=True):
                 block.phase = phase
             self._laid_out = specs

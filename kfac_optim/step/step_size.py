@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import (
     KFACBlock,
     l2,
-    regularised,
 )
+from kfac_optim.blocks.preconditioning import regularised, to_matrix
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.linalg.products import sandwich
@@ -231,9 +231,9 @@ class TrustRegion(StepSize):
         steps, curved, grads = [], [], []
         for block, grad, parts in zip(proposal.blocks, proposal.grads, proposal.parts, strict=True):
             if executor.keeps(block):  # each block counts once
-                steps.append(block.matrix(_whole_step(proposal, block, parts)))
+                steps.append(to_matrix(block, _whole_step(proposal, block, parts)))
                 curved.append(_times_factors(block, steps[-1]))
-                grads.append(block.matrix(grad))
+                grads.append(to_matrix(block, grad))
         sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, grads, one.device)])
         quadratic, decrease = executor.add_up(sums).unbind()
         summed = summed_terms(proposal)

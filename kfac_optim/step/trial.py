@@ -206,7 +206,8 @@ class Judge:
             trial.undo()
             self.rejected += 1
             for block in blocks:
-                block.clock.outdated = block.is_ready
+                if block.is_ready:
+                    block.clock.call_for_refresh()
         elif self.rule.adapts_at(step):
             predicted = record.measures.get("predicted_change")
             change = None if predicted is None else float(predicted)

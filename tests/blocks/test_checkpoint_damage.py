@@ -38,8 +38,8 @@ from kfac_optim import (
     OnlineEigen,
     Structure,
 )
-from kfac_optim.blocks.block import Clock
 from kfac_optim.blocks.checkpoint_check import _CLOCK
+from kfac_optim.blocks.clock import Clock
 
 Path = tuple[Any, ...]
 

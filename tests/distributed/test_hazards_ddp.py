@@ -42,6 +42,7 @@ from kfac_optim import (
     QuadraticModel,
     Together,
 )
+from kfac_optim.blocks.shadow import make_shadow
 from kfac_optim.distributed import (
     DistributedConfig,
     Placement,
@@ -610,7 +611,7 @@ def marks(rank: int) -> list[bool]:
     training.run(plain, range(2))
     exchange = training.optimizer._executor.exchange
     (block,) = (each for each in training.optimizer._binding.coverage.blocks if each.name == "first")
-    copy_ = block.shadow()
+    copy_ = make_shadow(block)
     exchange.mark_elsewhere([copy_])
     before = [factor.elsewhere is not None for _, factor in exchange.slots(copy_, copy_.state)]
     exchange._told.clear()

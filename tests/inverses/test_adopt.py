@@ -27,6 +27,7 @@ from kfac_optim import (
     Structure,
 )
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.shadow import adopt, make_shadow
 from kfac_optim.step.execution import SingleDevice
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -94,18 +95,18 @@ class Run:
     def refresh(self) -> None:
         SingleDevice().solve(self.blocks)
         for block in self.blocks:
-            block.mark_refreshed()
+            block.clock.note_refresh(block.damping)
 
     @torch.no_grad()
     def refresh_shadows(self) -> list[KFACBlock]:
-        shadows = [block.shadow() for block in self.blocks]
+        shadows = [make_shadow(block) for block in self.blocks]
         SingleDevice().solve(shadows)
         return shadows
 
     @torch.no_grad()
     def adopt(self, shadows: list[KFACBlock]) -> None:
         for block, shadow in zip(self.blocks, shadows, strict=True):
-            block.adopt(shadow)
+            adopt(block, shadow)
 
     def tensors(self) -> list[dict[str, Any]]:
         return [block.inverse.tensors(block.state) for block in self.blocks]

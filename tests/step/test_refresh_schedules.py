@@ -159,7 +159,7 @@ def test_after_the_young_phase_each_block_is_refreshed_once_in_each_period(perio
     young = 4 * period
     train(model, optimizer, young)
     found = refreshed_at(model, optimizer, range(young, young + 5 * period))
-    costs = {each.name: each.cost.refresh for each in blocks(optimizer)}
+    costs = {each.name: each.inverse.flops(each.spec.by_blocks()).refresh for each in blocks(optimizer)}
     loads = dict.fromkeys(range(period), 0.0)
     for name, steps in found.items():
         assert [step - steps[0] for step in steps] == [i * period for i in range(5)], name

@@ -1,5 +1,6 @@
 """Sums of statistics that are sent while backward goes on."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class EarlyReports:
                 return
             self._reported[block] = terms
             reducer = self._exchange.reducer(blocks)
-            for name, factor in self._exchange.slots(block, block.folded_ahead(*terms)):
+            for name, factor in self._exchange.slots(block, _folded_ahead(block, *terms)):
                 reducer.ready(name, factor.packed, factor.mass)
 
     def review(self, reducer: Reducer) -> None:
@@ -73,3 +74,12 @@ def _equal(one: Terms, other: Terms) -> bool:
 def _same(one: Any, other: Any) -> bool:
     """Tensors are not looked at, which would synchronise."""
     return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
+
+
+def _folded_ahead(block: KFACBlock, count: LossCount, gradient_scale: float | Tensor) -> Any:
+    """Return a copy of a block's state, as `fold` would leave it; what `refresh` computed is not copied."""
+    parts = block.inverse.parts(block.spec.by_blocks())
+    results = (result.tensor for part in parts for result in block.inverse.results(block.state, part.name))
+    ahead = copy.deepcopy(block.state, {id(tensor): tensor for tensor in results})
+    block.fold_into(ahead, count, gradient_scale)
+    return ahead

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.preconditioning import precondition, to_params
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.layouts import Contributions
 from kfac_optim.distributed.planning.buckets import Payload
@@ -82,7 +83,7 @@ class ReplicatedGradients:
         if len(here) == len(blocks) and all(len(workers) == self._plan.ranks for workers in self._workers.values()):
             return _ALONE.precondition(blocks, grads)
         grad_of = dict(zip(blocks, grads, strict=True))
-        matrices = {block: block.precondition(grad_of[block]) for block in here}
+        matrices = {block: precondition(block, grad_of[block]) for block in here}
         by_name = {block.name: block for block in blocks}
         values = {
             preconditioned_name(block.name, rank - self._workers[block.name].start): matrix_of_layer(matrix, block.spec)
@@ -97,7 +98,7 @@ class ReplicatedGradients:
                     spec = block.spec
                     matrix = found.view(spec.groups, spec.out_dim, spec.in_dim)
                     matrices[block] = matrix_by_blocks(matrix, spec)
-        return [block.split(matrices[block], grad_of[block]) for block in blocks]
+        return [to_params(block, matrices[block], grad_of[block]) for block in blocks]
 
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         return _ALONE.direction(blocks, covered)

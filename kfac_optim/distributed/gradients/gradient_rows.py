@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kfac_optim.blocks.block import KFACBlock, regularised
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.layouts import ShareBucket
 from kfac_optim.distributed.gradients.flow import sum_scalars, total_norm

@@ -1,0 +1,98 @@
+"""The hooks that carry the statistics of a module's calls to its blocks."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from kfac_optim.blocks.block import KFACBlock, LayerUse
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.utils.hooks import Handle
+from kfac_optim.utils.sharded_params import Shards
+
+Attachment = tuple[KFACBlock, LayerUse]
+"""A block, and how one module uses it."""
+
+
+def by_module(blocks: Iterable[KFACBlock]) -> dict[nn.Module, tuple[Attachment, ...]]:
+    """The blocks that each module's calls give statistics to."""
+    found: defaultdict[nn.Module, tuple[Attachment, ...]] = defaultdict(tuple)
+    for block in blocks:
+        for use in block.uses:
+            found[use.module] += ((block, use),)
+    return dict(found)
+
+
+def attach(
+    module: nn.Module,
+    attachments: Sequence[Attachment],
+    window: CaptureWindow,
+    emitted: Callable[[KFACBlock], None],
+) -> Handle:
+    """Hook `module` into `window` for all its blocks; `emitted` is told of each that took statistics."""
+    _, use = attachments[0]
+    specs = [use.spec for _, use in attachments]
+    return use.adapter.capture(module, specs, window, Sink(attachments, emitted))
+
+
+def deliver(stats: LayerStatistics, block: KFACBlock, *, opposed: bool, emitted: Callable[[KFACBlock], None]) -> bool:
+    """Take the statistics of one call into `block`; whether further backwards through it need its input again."""
+    stats.opposed = opposed
+    block.accumulate(stats)
+    emitted(block)
+    return stats.keeps_input
+
+
+def verify(
+    block: KFACBlock,
+    call: LayerCall | None,
+    statistics: Callable[[LayerCall], LayerStatistics],
+    *,
+    opposed: bool,
+) -> None:
+    """Take one call into the check of a block, as `StatisticsSink.verify` describes it."""
+    if call is None:
+        block.check.spoil()
+    else:
+        stats = statistics(call)
+        stats.opposed = opposed
+        block.check.capture(stats, call)
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Takes the statistics of one module into its blocks, in the order of the adapter's specs."""
+
+    attachments: Sequence[Attachment]
+    emitted: Callable[[KFACBlock], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.attachments[0][0].dtype
+
+    def wanted(self) -> bool:
+        return any(block.takes_statistics() for block, _ in self.attachments)
+
+    def emit(self, index: int, stats: LayerStatistics) -> bool:
+        block, use = self.attachments[index]
+        return deliver(stats, block, opposed=use.opposed, emitted=self.emitted)
+
+    def awaits_gradient(self, index: int, shards: Shards) -> bool:
+        block, _ = self.attachments[index]
+        return block.awaits_gradient(shards)
+
+    def verify(self, index: int, call: LayerCall | None, statistics: Callable[[LayerCall], LayerStatistics]) -> None:
+        block, use = self.attachments[index]
+        verify(block, call, statistics, opposed=use.opposed)
+
+    def discard(self) -> None:
+        for block, _ in self.attachments:
+            block.discard()
+
+    def separate_inputs(self, index: int) -> None:
+        block, _ = self.attachments[index]
+        block.revise(replace(block.spec, shared_input=False))
