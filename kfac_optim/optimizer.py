@@ -620,7 +620,7 @@ class KFACOptimizer(Optimizer):
             "distributed": self._distributed,
             "grad_scaler": self._scaler.named,
         }
-        blocks = checkpoint.dump_all(self._binding.coverage.blocks) | self._binding.beside_blocks()
+        blocks = checkpoint.dump_all(self._binding.coverage.blocks) | self._binding.pending.states()
         keep_while_spawning(blocks)
         state = checkpoint.without_blocks(self.state)
         model = self._binding.model if self._binding.given else None
@@ -722,7 +722,7 @@ class KFACOptimizer(Optimizer):
         published_state.publish(
             self.state,
             self._binding.coverage.blocks,
-            self._binding.beside_blocks(),
+            self._binding.pending.states(),
             self._executor,
             include_factors=self._choices.include_factors,
             keeps_directions=keeps_directions,

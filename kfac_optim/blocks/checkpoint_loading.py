@@ -94,7 +94,7 @@ def _incoming(
         return Incoming(warm=bool(blocks))
     firsts = {block.params[0] for block in blocks}
     # Layers that are yet to be shown wait for it.
-    strays = [state for param, state in states.items() if not (param in firsts or binding.awaits(param))]
+    strays = [state for param, state in states.items() if not (param in firsts or _awaits(binding, param))]
     leaving = [block for block in binding.coverage.blocks if block.params[0] in marks]
     checkpoint_check.check_layers(
         [*blocks, *leaving],
@@ -107,6 +107,13 @@ def _incoming(
         for block in blocks:
             checkpoint_groups.check_momenta(block, held)
     return Incoming(states, marks)
+
+
+def _awaits(binding: ModelBinding, param: nn.Parameter) -> bool:
+    """Return whether there may be a block later whose first parameter this is."""
+    coverage = binding.coverage
+    without = (coverage.candidates, coverage.lazy, coverage.frozen, binding.pending.marks)
+    return binding.model is None or any(param in each for each in without)
 
 
 def _detached(state: Any) -> Any:

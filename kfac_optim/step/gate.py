@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.model_binding import ModelBinding
+from kfac_optim.blocks.replaced_params import refuse_replaced
 from kfac_optim.capture import gradient_check
 from kfac_optim.capture.scale_probe import Factor
 from kfac_optim.capture.window import CaptureWindow
@@ -109,7 +110,12 @@ class Gate:
         params = params_of(groups)
         gradients = {param: param.grad for param in params if param.grad is not None}
         self._settle_model(params)
-        self._refuse(gradients, judged=judged, is_first=is_first)
+        if is_first or not gradients:
+            refuse_replaced(self._binding.model, params, self._binding.coverage)
+        if self._executor.several and self._binding.model is None and not gradients:
+            self._warnings.no_gradients()
+        if self._objective is not None and gradients and (judged or self._choices.step_size.needs_objective):
+            self._objective.check(gradients)
         self._window.drop_stale()
         gradient_check.conclude(block.check for block in self._binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
@@ -154,15 +160,6 @@ class Gate:
         for reason in self._binding.exclude_unmeasured():
             self._warnings.unmeasured(reason)
         self._executor.check(self._binding.coverage.blocks, params)
-
-    def _refuse(self, gradients: Gradients, *, judged: bool, is_first: bool) -> None:
-        """Raise RuntimeError if the model was replaced, or if the curvature of the loss is needed and is not there."""
-        if is_first or not gradients:
-            self._binding.refuse_replaced()
-        if self._executor.several and self._binding.model is None and not gradients:
-            self._warnings.no_gradients()
-        if self._objective is not None and gradients and (judged or self._choices.step_size.needs_objective):
-            self._objective.check(gradients)
 
     def _loss_scale(self, handed: Mapping[str, Any]) -> LossScale:
         """Return the scale of this step's loss, and with it of the output gradients behind `G`.
