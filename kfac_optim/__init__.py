@@ -52,14 +52,15 @@ from kfac_optim.specs import (
     WeightSharing,
 )
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
+from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.step.quadratic_model import QuadraticModel
 from kfac_optim.step.refresh_schedules import (
     Background,
     Schedule,
     Staggered,
     Together,
 )
-from kfac_optim.step.step_size import QuadraticModel, TrustRegion
 from kfac_optim.utils.tested_versions import warn_of_untested_torch
 
 __version__ = "0.1.0"

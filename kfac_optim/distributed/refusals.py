@@ -7,9 +7,10 @@ from kfac_optim.distributed.planning.strategies import (
     Placement,
     Sharded,
 )
+from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.refresh_schedules import Background, Refresh
-from kfac_optim.step.step_size import StepSize, TrustRegion
+from kfac_optim.step.step_size import StepSize
 
 
 def check_choices(

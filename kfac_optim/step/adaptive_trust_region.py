@@ -10,27 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.preconditioning import regularised
-from kfac_optim.step.step_size import (
-    Direction,
-    Group,
-    Proposal,
-    Sized,
-    StepSize,
-    by_group,
-    covered_here,
-    lengths,
-    scalar,
-    scale_all,
-    scale_momentum,
-    shortened,
-    summed_terms,
-)
-from kfac_optim.step.trust_region import (
-    follow,
-    inner_product,
-    slope_ratio,
-    trust_region_scale,
-)
+from kfac_optim.step.scaling import by_group, covered_here, lengths, scalar, scale_all, scale_momentum, summed_terms
+from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
+from kfac_optim.step.trust_region import follow, inner_product, shortened, slope_ratio, trust_region_scale
 from kfac_optim.utils.sharded_params import local
 
 _SHARE = 0.25  # of what the new step promises, that momentum which goes uphill may take back

@@ -21,12 +21,12 @@ from kfac_optim.step.execution import (
     Parts,
     Refresher,
 )
+from kfac_optim.step.scaling import by_group
 from kfac_optim.step.step_size import (
     Group,
     Proposal,
     Sized,
     StepSize,
-    by_group,
 )
 from kfac_optim.step.trust_region import inner_product, square_sum
 from kfac_optim.utils.sharded_params import is_sharded, local

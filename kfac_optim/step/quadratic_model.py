@@ -1,0 +1,126 @@
+"""Learning rate and momentum that minimise the quadratic model of the loss (Martens & Grosse 2015, §7)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_optim.blocks.block import l2
+from kfac_optim.blocks.preconditioning import regularised
+from kfac_optim.step.quadratic import change, minimum
+from kfac_optim.step.scaling import scalar, scale_all
+from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
+from kfac_optim.step.trust_region import inner_product
+
+
+@dataclass(frozen=True)
+class QuadraticModel(StepSize):
+    """Learning rate and momentum that minimise the exact quadratic model of the loss (Martens & Grosse 2015, §7).
+
+    The step is `δ = -α Δ + β δ₋₁`, with `Δ` the preconditioned gradient and `δ₋₁` the step before; `α` and `β` minimise
+    `∇hᵀδ + ½ δᵀ (C + (λ + η) I) δ`. `C` is the Gauss-Newton matrix of this step's examples, not its Kronecker
+    approximation: `α` thus mends what the factors get wrong of its scale. It costs two Jacobian-vector products (about
+    four forwards) a step, and the examples are held until the step.
+
+    For full or very large batches. On small ones `α` fits the batch, not the data: it comes out too large.
+
+    Of the param groups, `lr` multiplies `Δ`, so that a common one has no effect and groups may differ; `momentum` above
+    0 says that `β` is wanted; `damping` is `λ`, and `l2_in_curvature` makes `weight_decay` `η`. The model takes the
+    place of the trust region: `kl_clip` is not looked at. Parameters that no layer covers go along their gradient, by
+    `α`.
+
+    It needs `step(closure)`, or a step after an ordinary backward; and `estimate=` an estimate that names the loss, as
+    `MonteCarlo(criterion)` does. Forwards run again with the random numbers they drew, so that dropout is allowed.
+    """
+
+    needs_objective = True
+
+    @property
+    def takes_shards(self) -> bool:
+        return False
+
+    def check(self, groups: Sequence[Group]) -> None:
+        for i, group in enumerate(groups):
+            for name, wanted in (("dampening", 0), ("nesterov", False), ("maximize", False)):
+                if group[name] != wanted:
+                    raise ValueError(
+                        f"kfac_optim: QuadraticModel decides on momentum itself and descends: {name} of param group "
+                        f"{i} must be {wanted}, got {group[name]!r}."
+                    )
+            for param in group["params"]:
+                if param.grad is not None and param.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"kfac_optim: a parameter {list(param.shape)} of param group {i} has a {param.grad.layout} "
+                        "gradient; QuadraticModel needs dense ones. Pass sparse=False to the layer."
+                    )
+            if bool(group["weight_decay"] != 0) and not group["l2_in_curvature"]:
+                raise ValueError(
+                    f"kfac_optim: weight_decay={group['weight_decay']!r} of param group {i} is no part of the loss "
+                    "that QuadraticModel minimises; pass l2_in_curvature=True, or weight_decay=0."
+                )
+
+    def size(self, proposal: Proposal) -> Sized:
+        objective = proposal.objective
+        assert objective is not None
+        gradient = {
+            param: regularised(param, group)
+            for group in proposal.groups
+            for param in group["params"]
+            if param.grad is not None
+        }
+        direction = {param: grad.clone() for param, grad in gradient.items()} | proposal.direction()
+        before: Direction = {}
+        for group in proposal.groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                direction[param].mul_(scalar(group["lr"], param.device))
+                buffer = proposal.momentum(param)
+                if buffer is not None and group["momentum"] > 0:
+                    before[param] = buffer
+        device = next(iter(gradient)).device
+        # With v₀ = -Δ and v₁ = -buffer: torch's buffer after a step of rate 1 and momentum 1 is -δ.
+        ways = [direction, before] if before else [direction]
+        slope = -torch.stack([_dot(way, gradient, device) for way in ways])
+        curved = objective.curvature({param: param.detach() for param in gradient}, ways, proposal.count)
+        curved = proposal.executor.average(curved)
+        curved = curved.to(slope.dtype) + _ridge(proposal.groups, ways, slope, l2)
+        damped = curved + _ridge(proposal.groups, ways, slope, lambda group: group["damping"])
+        weights = minimum(damped, slope)
+        scale_all(list(direction.values()), weights[0])
+        if before:
+            scale_all(list(before.values()), weights[1])
+        return Sized(
+            direction,
+            lambda group: {
+                "lr": 1.0,
+                "momentum": 1.0 if group["momentum"] > 0 else 0.0,
+                "weight_decay": 0.0,
+            },
+            {
+                "learning_rate": weights[0],
+                "momentum": weights[1] if before else torch.zeros_like(weights[0]),
+                "predicted_change": change(curved, slope, weights),
+            },
+        )
+
+
+def _ridge(
+    groups: Iterable[Group], ways: Sequence[Direction], like: Tensor, weight: Callable[[Group], float]
+) -> Tensor:
+    """`VᵀDV` with `D` the weight of each param group on its diagonal, `[k, k]`, of the dtype and device of `like`."""
+    total = torch.zeros(len(ways), len(ways), device=like.device, dtype=like.dtype)
+    for group in groups:
+        if (factor := weight(group)) == 0:
+            continue
+        parts = [{param: way[param] for param in group["params"] if param in way} for way in ways]
+        gram = [[_dot(left, right, like.device) for right in parts] for left in parts]
+        total = total + factor * torch.stack([torch.stack(row) for row in gram]).to(like.dtype)
+    return total
+
+
+def _dot(left: Direction, right: Direction, device: torch.device) -> Tensor:
+    """Over the parameters that both have."""
+    shared = [param for param in left if param in right]
+    return inner_product([left[param] for param in shared], [right[param] for param in shared], device)

@@ -1,0 +1,63 @@
+"""Sums over a proposed step, and the scaling of its directions and of the momentum."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.step.step_size import Group, Proposal
+
+
+def summed_terms(proposal: Proposal) -> float:
+    """The terms of the step's summed loss; of the last statistics where none were seen in this step."""
+    return proposal.count.summed or max(block.clock.summed_terms for block in proposal.covered)
+
+
+def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
+    """The covered parameters that are updated here, in whole or in part, with their param groups."""
+    here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
+    pairs = [pair for block in proposal.covered for pair in zip(block.params, block.groups, strict=True)]
+    return [(param, group) for param, group in pairs if param in here]
+
+
+def lengths(products: Sequence[tuple[Group, Tensor]]) -> tuple[Tensor, Tensor]:
+    """`Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`, of the products of a proposal."""
+    rates = [(scalar(group["lr"], product.device), product) for group, product in products]
+    decrease = torch.stack([rate * product for rate, product in rates]).sum()
+    return decrease, torch.stack([rate**2 * product for rate, product in rates]).sum()
+
+
+def by_group(
+    pairs: Iterable[tuple[Group, Tensor, Tensor]],
+) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
+    """Each param group, whose numbers multiply all its products, and the two sides of its pairs."""
+    found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}
+    for group, left, right in pairs:
+        _, lefts, rights = found.setdefault(id(group), (group, [], []))
+        lefts.append(left)
+        rights.append(right)
+    return found.values()
+
+
+def scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor]], factor: Tensor) -> None:
+    """Scale momentum for good, and so not where the step will not be taken."""
+    if proposal.finite is not None:
+        factor = torch.where(proposal.finite, factor, 1.0)
+    scale_all([buffer for group, buffer in buffers if group["momentum"] != 0], factor)
+
+
+def scale_all(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all by one number, wherever they are."""
+    if factor.device.type == "cpu" and float(factor) == 1.0:  # which the host knows without waiting
+        return
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_device[tensor.device].append(tensor)
+    for device, alike in by_device.items():
+        torch._foreach_mul_(alike, factor.to(device, non_blocking=True))
+
+
+def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number as it is, a tensor of one element as one of none on the device."""
+    return value.reshape(()).to(device) if isinstance(value, Tensor) else value
