@@ -146,7 +146,7 @@ class KFACOptimizer(Optimizer):
         grad_scaler: the `torch.amp.GradScaler` that scales the loss, needed only where steps are taken by
             `optimizer.step()`. A scaler that steps, `scaler.step(optimizer)`, is found, whatever was unscaled or
             clipped before and whichever was made first.
-        include_factors: whether `state_dict()` holds factors and inverses; without them statistics start anew
+        include_factors: whether `state_dict()` holds factors and inverses; without them statistics start from zero
             on loading.
         distributed: how the ranks of a process group train the model together, a `DistributedConfig(...)`; None is the
             default one where there is a process group of several ranks. False lets every rank precondition by its own
@@ -166,7 +166,7 @@ class KFACOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `GradScaler` leaves it to the step to unscale the gradients and to skip them where they overflow.
+        """Return whether `GradScaler` leaves it to the step to unscale the gradients and to skip an overflow.
 
         That is where a rank sees a part of the gradients alone, as all ranks must skip alike. Elsewhere the scaler does
         both itself, so that trainers may clip in between. A scaler asks for this as it begins a step, which does not
@@ -383,7 +383,7 @@ class KFACOptimizer(Optimizer):
         """Drop the gradients as in `torch.optim`, and their statistics with them.
 
         `model.zero_grad()` does the same, as the model's next forward finds the gradients gone; with
-        `set_to_none=False` it cannot be told, so use this after a backward whose gradients are to be thrown away.
+        `set_to_none=False` nothing shows it, so use this after a backward whose gradients are to be thrown away.
         """
         super().zero_grad(set_to_none)
         self._window.mark_stale()
@@ -458,11 +458,11 @@ class KFACOptimizer(Optimizer):
     # -- reports -----------------------------------------------------------------------------------------------
 
     def summary(self) -> Summary:
-        """Each parameter, its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
+        """Return each parameter with its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
         return diagnostics.summary(self._binding.coverage, self._names(), self._params(), self._executor.owners)
 
     def plan(self) -> Plan | None:
-        """Who does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.
+        """Return who does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.
 
         None on one process, and before the first step.
         """
@@ -518,9 +518,10 @@ class KFACOptimizer(Optimizer):
 
         Refreshes under way are waited for, and held beside the inverses that they are to replace.
 
-        On several processes no collective: it may be called on one rank, and holds what that rank has, with a warning
-        where others know more. It loads on any number of processes, and layers whose statistics it lacks start anew
-        there, with another. To have all of it call `consolidate_state_dict` on all ranks before, under Accelerate by
+        On several processes this is no collective: it may be called on one rank, and returns what that rank has, with a
+        warning if others know more. The result loads on any number of processes; layers whose statistics it lacks start
+        from zero there, with a warning. For a complete state call `consolidate_state_dict` on all ranks before, under
+        Accelerate by
 
             accelerator.register_save_state_pre_hook(lambda *_: optimizer.consolidate_state_dict())
 
@@ -578,9 +579,9 @@ class KFACOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint as `torch.optim` does; factors keep their own dtype.
 
-        On several processes no collective, but to be called on all ranks; with the same checkpoint, or each with a part
-        of one. The next step brings what some rank has to those that own it now, and each lets go of the rest. What no
-        rank has starts anew on all alike, with a warning.
+        On several processes this is no collective, but every rank calls it, with the same checkpoint or with a part of
+        it each. The next step brings what some rank has to the ranks that own it now, and each rank drops the rest. What
+        no rank has starts from zero on all of them, with a warning.
 
         Raises:
             ValueError: the checkpoint belongs to other layers, which are named, or to another optimizer, or is damaged;
@@ -732,7 +733,7 @@ class KFACOptimizer(Optimizer):
 
 
 def _as_given(group: dict[str, Any]) -> dict[str, Any]:
-    """The param group as it can be handed to an optimizer: torch keeps the names of named parameters apart."""
+    """Return the param group as it can be handed to an optimizer: torch keeps the names of named parameters apart."""
     given = {key: value for key, value in group.items() if key != "param_names"}
     if "param_names" in group:
         given["params"] = list(zip(group["param_names"], group["params"], strict=True))
@@ -752,7 +753,7 @@ def _rebuild(
     had_scaler: bool,
     memory: list[float] | None,
 ) -> KFACOptimizer:
-    """The optimizer that `KFACOptimizer.__reduce__` took apart."""
+    """Build the optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
     KFACOptimizer.__init__(optimizer, groups, model=model, **numbers, **choices)
     optimizer.state.update(state)

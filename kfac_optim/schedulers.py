@@ -111,7 +111,7 @@ class HyperparameterScheduler:
             group[self.key] = max(1, round(value)) if self.key in _PERIODS else value
 
     def get_last_value(self) -> list[float]:
-        """The present value in each group."""
+        """Return the present value in each group."""
         return [group[self.key] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class BlockDiagonal:
     A factor of width d is cut into `⌈d / size⌉` blocks of consecutive rows and columns, all of one width `b ≤ size` but
     the last, which may be narrower. Nothing wider is ever formed: statistics, storage and the inverse take `d · b`
     numbers in place of `d²`, refreshing `d · b²` operations in place of `d³`. A factor no wider than `size` stays
-    dense. In `structure=` it stands in the place of a `Structure`, for one of the two factors of a layer:
+    dense. In `structure=` it stands where a `Structure` may, for one of the two factors of a layer:
 
         structure={"head": (Structure.DENSE, BlockDiagonal(1000)), "*": (Structure.DENSE, Structure.DENSE)}
 

@@ -19,7 +19,7 @@ Attachment = tuple[KFACBlock, LayerUse]
 
 
 def by_module(blocks: Iterable[KFACBlock]) -> dict[nn.Module, tuple[Attachment, ...]]:
-    """The blocks that each module's calls give statistics to."""
+    """Return the blocks that each module's calls give statistics to, with the module's use of each."""
     found: defaultdict[nn.Module, tuple[Attachment, ...]] = defaultdict(tuple)
     for block in blocks:
         for use in block.uses:
@@ -33,7 +33,7 @@ def attach(
     window: CaptureWindow,
     emitted: Callable[[KFACBlock], None],
 ) -> Handle:
-    """Hook `module` into `window` for all its blocks; `emitted` is told of each that took statistics."""
+    """Hook `module` into `window` for all its blocks; `emitted` is called with each that took statistics."""
     _, use = attachments[0]
     specs = [use.spec for _, use in attachments]
     return use.adapter.capture(module, specs, window, Sink(attachments, emitted))

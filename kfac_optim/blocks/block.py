@@ -82,7 +82,7 @@ class KFACBlock:
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         under_way: the refresh that is, if any; a new state has none.
-        check: whether the captured calls account for the gradient; begins anew with the state.
+        check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which they did not, on any process.
     """
 
@@ -133,15 +133,15 @@ class KFACBlock:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is an inverse to precondition with."""
+        """Return whether there is an inverse to precondition with."""
         return self.clock.refreshed_at >= 0
 
     def wants_statistics(self) -> bool:
-        """Whether the current step is one of statistics: by period, or because nothing is known yet."""
+        """Return whether the current step is one of statistics: by period, or because nothing is known yet."""
         return not self.is_ready or self.clock.step % period_of(self.group, "factor_update_period") == 0
 
     def takes_statistics(self) -> bool:
-        """Whether this process takes them at the current step."""
+        """Return whether this process takes statistics at the current step."""
         return self.measured_here and self.wants_statistics()
 
     def awaits_gradient(self, shards: Shards) -> bool:
@@ -195,7 +195,7 @@ class KFACBlock:
             self.inverse.load(self.state, tensors)
 
     def revise(self, spec: LayerSpec) -> None:
-        """Take on what a forward has shown of the layer; where that is new, statistics start anew."""
+        """Take on what a forward has shown of the layer; where that is new, statistics start from zero."""
         if spec != self.spec:
             check = self.check
             self.spec = spec
@@ -203,7 +203,7 @@ class KFACBlock:
             self.check = check  # which may be listening, to the same matrix
 
     def has_pending(self) -> bool:
-        """Whether this step gave statistics."""
+        """Return whether this step gave statistics."""
         return self.inverse.has_pending(self.state)
 
     def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
@@ -259,7 +259,7 @@ class KFACBlock:
         return torch.promote_types(self.dtype, torch.float32)
 
     def blank_state(self) -> Any:
-        """A state that has seen nothing."""
+        """Return a state that has seen nothing."""
         return self.inverse.init(self.spec.by_blocks(), dtype=self.dtype, device=self.params[0].device)
 
     def _new_state(self) -> Any:

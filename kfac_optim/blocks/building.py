@@ -48,7 +48,7 @@ class Coverage:
         return [module for module in modules if any(param in shown for _, param in names.held_by(module))]
 
     def has_grown(self) -> bool:
-        """Whether a parameter got its shape, or was unfrozen, since."""
+        """Return whether a parameter got its shape, or was unfrozen, since the blocks were built."""
         return any(not is_lazy(param) for param in self.lazy) or any(param.requires_grad for param in self.frozen)
 
 
@@ -85,7 +85,7 @@ class Assembly:
 
 
 def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[KFACBlock]:
-    """The blocks of one weight and all modules that use it; none where they do not fit together."""
+    """Return the blocks of one weight and all modules that use it; none if these do not fit together."""
     if all(use.adapter is None for use in uses):
         return []
     first = uses[0]
@@ -136,7 +136,7 @@ def _describe(use: Use, trained: set[str]) -> tuple[LayerSpec, ...]:
 
 
 def _opposed(first: Use, use: Use) -> bool:
-    """Whether `use` multiplies by the transpose of what `first` multiplies by."""
+    """Return whether `use` multiplies by the transpose of what `first` multiplies by."""
     assert first.adapter is not None
     assert use.adapter is not None
     ways = first.adapter.transposes, use.adapter.transposes
@@ -154,7 +154,7 @@ def _shape(spec: LayerSpec) -> tuple[Any, ...]:
 def build(
     assembly: Assembly, uses: Sequence[Use], specs: Sequence[LayerSpec], opposed: Sequence[bool]
 ) -> KFACBlock | None:
-    """The block of one matrix, or None where the structure leaves nothing to precondition with.
+    """Return the block of one matrix, or None if the structure leaves nothing to precondition with.
 
     Args:
         assembly: as for every block.

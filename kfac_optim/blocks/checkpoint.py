@@ -41,7 +41,7 @@ def dump(
     momenta: int = 0,
     remembered: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The state of `block`. Texts are UTF-8 bytes, as tensors and numbers are all there is.
+    """Return the state of `block`. Texts are UTF-8 bytes, as tensors and numbers are all that a checkpoint may hold.
 
     Args:
         block: whose.
@@ -92,7 +92,7 @@ def remembered(states: States) -> Tensor | None:
 
 
 def mark(name: str, reason: str) -> dict[str, Any]:
-    """What stands in the place of a block's state where the layer was left to SGD in mid-training."""
+    """Return what replaces a block's state if the layer was left to SGD in mid-training."""
     return {"version": FORMAT, "name": _bytes(name), "left_out": _bytes(reason)}
 
 
@@ -113,7 +113,7 @@ def part(states: States) -> tuple[States, States]:
 
 @torch.no_grad()
 def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool = False) -> None:
-    """Copy into `block`; without factors its statistics start anew at the next step, without a state all does.
+    """Copy into `block`; without factors its statistics start from zero at the next step, without a state all does.
 
     Args:
         block: to copy into.
@@ -135,7 +135,7 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
 
 
 def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | None]) -> dict[KFACBlock, Missing]:
-    """The blocks that a checkpoint holds no statistics for."""
+    """Return the blocks that a checkpoint holds no statistics for."""
     found = {}
     for block, state in zip(blocks, states, strict=True):
         if state is None:
@@ -150,13 +150,13 @@ def warn_of_missed(names: Sequence[str]) -> None:
         shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         warn(
             f"kfac_optim: the checkpoint lacks what other ranks than the one that saved it had: the statistics of "
-            f"{shown}, which start anew, and under Sharded() their momentum. To save a whole one call "
+            f"{shown}, which start from zero, and under Sharded() their momentum. To save a whole one call "
             "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict().",
         )
 
 
 def without_blocks(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The optimizer's state, of each parameter or its number, without that of blocks."""
+    """Return the optimizer's state, of each parameter or its number, without that of blocks."""
     return {
         key: {name: value for name, value in state.items() if name != KEY} if isinstance(state, dict) else state
         for key, state in states.items()
@@ -191,7 +191,7 @@ def _bytes(text: str) -> Tensor:
 
 
 def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
-    """What was under way, to be taken over when it would have been."""
+    """Return a refresh that was under way, to be taken over at the step at which it would have been."""
     shadow = make_shadow(block)
     shadow.load(Clock(**state["clock"]), state["inverse"])
     done: Future[None] = Future()
@@ -207,5 +207,5 @@ def revised(block: KFACBlock, state: Mapping[str, Any]) -> LayerSpec:
 
 
 def _opposed_by_modules(block: KFACBlock) -> bool:
-    """Whether modules use the matrix from both sides, whatever functions do."""
+    """Return whether modules use the matrix from both sides, whatever functions do."""
     return any(use.opposed for use in block.uses)

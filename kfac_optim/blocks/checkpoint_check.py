@@ -90,7 +90,7 @@ def check_forms(states: Mapping[str, object]) -> None:
     """Raise ValueError unless all that is no tensor of an inverse is what it should be.
 
     Args:
-        states: what the checkpoint holds for each block, or in the place of one, by what to call it.
+        states: what the checkpoint holds for each block, or for what stands where a block should, by what to call it.
     """
     _raise_damaged([problem for at, state in states.items() for problem in _form(state, at)])
 
@@ -120,7 +120,7 @@ def check_layers(
             if not isinstance(block.adapter, ProductAdapter):
                 problems.append(f"it has none for {block.name!r}")
         elif not _same_name(layer_name(state), block.name, any_prefix):
-            problems.append(f"it has {layer_name(state)!r} in the place of {block.name!r}")
+            problems.append(f"it has {layer_name(state)!r} where {block.name!r} should stand")
         elif "left_out" not in state:
             found = list(_misfits(block, state))
             problems += found
@@ -242,9 +242,11 @@ def _damages(block: KFACBlock, state: Mapping[str, Any], *, several: bool) -> It
         rule = rules.get(key.removeprefix("under_way."), value_checks.finite)
         if like is not None and (wrong := tensor_problem(value, like, rule, virtual=virtual)) is not None:
             yield f"{key!r} of {block.name!r} is {wrong}"
-    told = state.get(STEP_SIZE)
-    if told is not None:
-        wrong = tensor_problem(told, torch.empty(told.shape, dtype=told.dtype), value_checks.finite, virtual=virtual)
+    memory = state.get(STEP_SIZE)
+    if memory is not None:
+        wrong = tensor_problem(
+            memory, torch.empty(memory.shape, dtype=memory.dtype), value_checks.finite, virtual=virtual
+        )
         if wrong is not None:
             yield f"{STEP_SIZE!r} of {block.name!r} is {wrong}"
     if several:
@@ -277,7 +279,7 @@ def _leaves(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _state_like(block: KFACBlock, state: Mapping[str, Any]) -> Any:
-    """The block's state; where the checkpoint would revise the block, the like of what it will have."""
+    """Return the block's state; if the checkpoint would revise the block, a state such as it will have."""
     spec = revised(block, state)
     if spec == block.spec:
         return block.state
@@ -298,7 +300,7 @@ def _raise_damaged(problems: Iterable[str]) -> None:
     if found:
         raise ValueError(
             f"kfac_optim: the checkpoint cannot be loaded: {_shown(found)}. Load another one; or go on without the "
-            "statistics of a layer, which then start anew: in its entry 'kfac' of the checkpoint's 'state' set "
+            "statistics of a layer, which then start from zero: in its entry 'kfac' of the checkpoint's 'state' set "
             "'factors' to False and delete 'inverse'. Nothing has been changed."
         )
 

@@ -22,7 +22,7 @@ class Incoming:
     Attributes:
         states: what it holds for blocks.
         marks: of the layers that were left to SGD.
-        warm: whether it is of SGD, and blocks begin anew.
+        warm: whether it is of SGD, and blocks begin from zero.
         missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """
 

@@ -160,7 +160,7 @@ def _owned(
     options: BlockOptions,
     coverage: Coverage,
 ) -> dict[str, nn.Parameter]:
-    """The parameters of the optimizer that `module` answers for, by their names within it."""
+    """Return the parameters of the optimizer that `module` answers for, by their names within it."""
     owns_children = adapter is not None and adapter.owns_children
     owned: dict[str, nn.Parameter] = {}
     for local, param in names.held_by(module, recurse=owns_children):
@@ -174,7 +174,7 @@ def _owned(
 
 
 def _skipped(names: ModuleNames, path: str, options: BlockOptions) -> str | None:
-    """The reason, where an entry of `skip_layers` names the module at `path` or one that contains it."""
+    """Return the reason, if an entry of `skip_layers` names the module at `path` or one that contains it."""
     ancestry = names.lineage(path)
     for pattern in options.skip_layers:
         if any(matches(pattern, ancestor, parent) for ancestor, parent in ancestry):
@@ -191,7 +191,7 @@ def _adapter_for(
     owned: Mapping[str, nn.Parameter],
     options: BlockOptions,
 ) -> tuple[LayerAdapter[Any] | None, str]:
-    """The adapter of `module` where it can be used, or None and the reason."""
+    """Return the adapter of `module` if it can be used, else None and the reason."""
     if (skipped := _skipped(names, path, options)) is not None:
         return None, skipped
     scripted = [around for around, parent in names.lineage(path) if isinstance(parent, torch.jit.ScriptModule)]

@@ -46,7 +46,7 @@ class FunctionalUses:
     Args:
         window: takes the statistics.
         claim: asked at the first product with a candidate; a bound method, held weakly.
-        emitted: told of each block that took statistics.
+        emitted: is called with each block that took statistics.
 
     Attributes:
         expected: parameters that a checkpoint has statistics of; these candidates are looked for until they are found.
@@ -105,7 +105,7 @@ class FunctionalUses:
         self._in_graphs, self._in_shards = [], []
 
     def begin(self) -> bool:
-        """A forward of the model begins; whether it is to run in the mode.
+        """Note that a forward of the model begins; return whether it is to run in the mode.
 
         That is on statistics steps, and in the first step to find candidates.
         """
@@ -115,12 +115,12 @@ class FunctionalUses:
         return wanted
 
     def look(self) -> None:
-        """A forward of the model runs in the mode, perhaps in a graph."""
+        """Note that a forward of the model runs in the mode, perhaps in a graph."""
         self._looking = True
         self._last.clear()
 
     def is_wanted(self) -> bool:
-        """Whether the next forward of the model has something to show."""
+        """Return whether the next forward of the model has something to show."""
         looks = bool(self._candidates) and not (self._looked and self._candidates.isdisjoint(self.expected))
         return looks or any(block.takes_statistics() for block in self._listening)
 
@@ -137,7 +137,7 @@ class FunctionalUses:
         return window is not None and not window.roots.is_under_way() and self.begin()
 
     def end_step(self) -> None:
-        """A step was taken: what its forwards did not show is not looked for any more."""
+        """Note that a step was taken: what its forwards did not show is not looked for any more."""
         self._others.clear()
         self._looked |= self._looking
 
@@ -153,7 +153,7 @@ class FunctionalUses:
             _count_out_in_graph(self.number, index)
 
     def count_out(self, weight: nn.Parameter) -> None:
-        """The last use of `weight` by a function was that of its own module."""
+        """Note that the last use of `weight` by a function was that of its own module."""
         if names := self._others.get(weight):
             names.pop()
 
@@ -165,7 +165,7 @@ class FunctionalUses:
             _count_in_in_graph(self.number, index, function)
 
     def count_in(self, param: nn.Parameter, function: str) -> None:
-        """A function has used `param`."""
+        """Note that a function has used `param`."""
         self._others.setdefault(param, []).append(function)
 
     def _index(self, param: Tensor | None) -> int:
@@ -214,7 +214,7 @@ class FunctionalUses:
         return output
 
     def _block_of(self, product: Product) -> KFACBlock | None:
-        """The block of the product's weight, made now where that was a candidate."""
+        """Return the block of the product's weight, made now if the weight was a candidate."""
         weight = product.weight
         if weight in self._candidates:
             self._candidates.discard(weight)
@@ -308,13 +308,13 @@ def _statistics(block: KFACBlock, opposed: bool, call: LayerCall) -> ProductStat
 
 
 def _of_optimizer(product: Product, shards: Shards) -> Product:
-    """The product in terms of the optimizer's parameters, where it was asked for with what stands for them."""
+    """Return the product in terms of the optimizer's parameters, if it was computed with what stands for them."""
     bias = shards.known(product.bias) if isinstance(product.bias, nn.Parameter) else product.bias
     return product._replace(weight=shards.known(product.weight), bias=bias)
 
 
 def _opposes(block: KFACBlock, transposed: bool) -> bool:
-    """Whether a product, with the weight's transpose or not, is with the transpose of the block's matrix.
+    """Return whether a product, with the weight's transpose or not, is with the transpose of the block's matrix.
 
     The first that is makes the block keep two pairs of factors from now on.
     """
@@ -325,5 +325,5 @@ def _opposes(block: KFACBlock, transposed: bool) -> bool:
 
 
 def _is_plain(block: KFACBlock) -> bool:
-    """Whether products with the weight are all there is to measure: somebody's own adapter may measure otherwise."""
+    """Return whether products with the weight are all that there is to measure, as it is for our own adapters."""
     return all(type(use.adapter) in (LinearAdapter, EmbeddingAdapter, ProductAdapter) for use in block.uses)

@@ -257,7 +257,7 @@ class ModelBinding:
     # -- finding and building ----------------------------------------------------------------------------------
 
     def _adopt(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> None:
-        """Take `model` as (one of) the optimizer's, in the place of any that it contains.
+        """Take `model` as (one of) the optimizer's; models that it contains are no longer separate ones.
 
         Args:
             model: the model.
@@ -269,7 +269,9 @@ class ModelBinding:
         inside = set(root.modules())
         for known in [known for known in self._roots if known in inside]:
             self._roots.pop(known).remove()
-        self._roots[root] = Handles()  # its layers are hooked first: a forward under way is told to their hooks
+        self._roots[root] = (
+            Handles()
+        )  # its layers are hooked first: a forward that is under way then reaches their hooks
         self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
         self._roots[root] = self._window.watch_root(root, args_under_way if root is model else None)

@@ -16,7 +16,7 @@ class ModelFinder:
 
     Args:
         params: to look for.
-        found: told of such a module and its arguments, at each of its calls; a bound method, held weakly.
+        found: is called with such a module and its arguments, at each of its calls; a bound method, held weakly.
         under_way: whether a forward of a known model is running, whose inner modules are of no interest.
     """
 

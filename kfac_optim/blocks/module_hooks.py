@@ -1,4 +1,4 @@
-"""The hooks on the modules of a model: those that measure layers, and those that wait for a lazy module's shapes."""
+"""The hooks on the modules of a model, which measure layers or wait for the shapes of a lazy module."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence

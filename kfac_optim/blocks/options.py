@@ -64,7 +64,7 @@ def block_options(
     max_factor_dim: int,
     factor_dtype: torch.dtype | None,
 ) -> BlockOptions:
-    """The choices about layers, each checked for itself."""
+    """Return the choices about layers, each checked for itself."""
     if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
         raise TypeError(
             f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "

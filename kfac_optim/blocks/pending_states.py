@@ -15,7 +15,7 @@ class PendingStates:
     Attributes:
         waiting: the states that wait, by the first parameter of their block.
         steps_waited: optimizer steps since the checkpoint was loaded.
-        marks: the marks of the layers that were left to SGD in mid-training, likewise.
+        marks: the marks of the layers that were left to SGD in mid-training, in the same way.
     """
 
     def __init__(self) -> None:

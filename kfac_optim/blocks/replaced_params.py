@@ -1,4 +1,4 @@
-"""Refusal of parameters that FSDP2 has put other parameters in the place of."""
+"""Refuse parameters that FSDP2 has replaced by others."""
 
 from collections.abc import Iterable
 
@@ -35,7 +35,7 @@ def refuse_replaced(model: nn.Module | None, params: Iterable[nn.Parameter], cov
         coverage: the blocks that the optimizer has built.
 
     Raises:
-        RuntimeError: the model has sharded parameters now in the place of the optimizer's.
+        RuntimeError: the model has sharded parameters now that are not the optimizer's.
         NotImplementedError: FSDP1 keeps the parameters (see `refuse_flat`).
     """
     if model is None:
@@ -50,6 +50,7 @@ def refuse_replaced(model: nn.Module | None, params: Iterable[nn.Parameter], cov
     for param in (*was_held, *coverage.uncovered):
         if param not in held:
             raise RuntimeError(
-                f"kfac_optim: the optimizer was built before fully_shard put another parameter in the place of "
-                f"{was_held.get(param, list(param.shape))!r}, and would go on without it. Build it afterwards."
+                f"kfac_optim: the optimizer was built before fully_shard replaced "
+                f"{was_held.get(param, list(param.shape))!r} by another parameter, and would go on without it. Build "
+                "the optimizer after fully_shard."
             )

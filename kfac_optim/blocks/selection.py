@@ -58,7 +58,7 @@ class ModuleNames:
             yield local, self.shards.known(param)
 
     def parameters(self) -> dict[nn.Parameter, str]:
-        """The shown name of every parameter, of the first module that has it."""
+        """Return the name that users see of every parameter, that of the first module that has it."""
         names: dict[nn.Parameter, str] = {}
         for path, module in self._modules.items():
             for local, param in self.held_by(module):
@@ -67,7 +67,7 @@ class ModuleNames:
 
 
 def matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
-    """Whether `pattern` names this very module. `"*"` matches all, the nameless model too; `""` matches nothing."""
+    """Return whether `pattern` names this very module. `"*"` matches every module, even a nameless one; `""` none."""
     if pattern == "":
         return False
     if isinstance(pattern, str):
@@ -105,7 +105,7 @@ class Choice(Generic[V]):
                 )
 
     def of(self, names: ModuleNames, path: str) -> V:
-        """The value for the module at `path`."""
+        """Return the value for the module at `path`."""
         ancestry = names.lineage(path)
         for pattern, value in self.by_pattern.items():
             if any(matches(pattern, ancestor, module) for ancestor, module in ancestry):

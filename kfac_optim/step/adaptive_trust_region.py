@@ -91,7 +91,7 @@ class AdaptiveTrustRegion(StepSize):
 
 
 def _directions_before(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
-    """What the last step went along, momentum or else its direction, with its param group and the gradient."""
+    """Return what the last step went along, momentum or else its direction, with its param group and the gradient."""
     return [
         (group, local(buffer), local(regularised(param, group)))
         for param, group in covered_here(proposal)

@@ -110,6 +110,6 @@ def _refresh(
             stream.wait_event(copied)
         solve(shadows)
     # Done is done on the device too: the step that takes the results over need not wait for this stream, and memory of
-    # a shadow that is let go may be used anew.
+    # a shadow that is let go may be used again.
     for stream, _ in lanes:
         stream.synchronize()

@@ -114,7 +114,7 @@ def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
 
 
 def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
-    """The decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
+    """Return the decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
     decrease = torch.zeros((), device=device)
     for group, lefts, rights in by_group(buffers):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
@@ -124,7 +124,7 @@ def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.dev
 
 
 def _whole_step(proposal: Proposal, block: KFACBlock, parts: Parts) -> Parts:
-    """What torch's SGD is about to take from the parameters, but for weight decay."""
+    """Return what torch's SGD is about to take from the parameters, but for weight decay."""
     steps = []
     for param, group, part in zip(block.params, block.groups, parts, strict=True):
         mu, buffer = group["momentum"], proposal.momentum(param)

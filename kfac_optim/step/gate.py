@@ -39,7 +39,7 @@ def params_of(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
 
 
 def names_of(binding: ModelBinding, groups: Iterable[Mapping[str, Any]]) -> dict[nn.Parameter, str]:
-    """Return the fully qualified names of parameters: those of the model, and else those that the groups were given."""
+    """Return the fully qualified names of parameters: as the model has them, or else as the groups were given them."""
     names = binding.names()
     for group in groups:  # torch keeps the names of named parameters there
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False):

@@ -43,9 +43,9 @@ class LevenbergMarquardt:
         decay: of `λ` for each of these steps, in (0, 1]; 1 leaves `λ` as it is.
         minimum: below which `λ` does not fall.
         maximum: above which it does not rise.
-        reject: whether every step is tried, and taken back where the loss rose: parameters are then as before, momentum
-            starts anew, `λ` rises as after a failure, whatever the interval, and the inverses are refreshed with it at
-            the next step. `metrics()` counts `rejected_steps`.
+        reject: whether every step is tried, and taken back if the loss rose: parameters are then as before, momentum
+            starts from zero, `λ` rises as after a failure, whatever the interval, and the inverses are refreshed with it
+            at the next step. `metrics()` counts `rejected_steps`.
     """
 
     interval: int = 5
@@ -72,15 +72,15 @@ class LevenbergMarquardt:
                 )
 
     def adapts_at(self, step: int) -> bool:
-        """Whether `λ` is adapted after step number `step`, the first being 0."""
+        """Return whether `λ` is adapted after step number `step`, the first being 0."""
         return (step + 1) % self.interval == 0
 
     def tries(self, step: int) -> bool:
-        """Whether that step is judged at all."""
+        """Return whether step number `step` is judged at all."""
         return self.reject or self.adapts_at(step)
 
     def adapted(self, damping: float, ratio: float | None) -> float:
-        """The new `λ` by the reduction ratio, -∞ for a failure and None where there is nothing to learn from it."""
+        """Return the new `λ` by the reduction ratio: -∞ for a failure, None if there is nothing to learn."""
         factor = self.decay**self.interval
         if ratio is None:
             return damping

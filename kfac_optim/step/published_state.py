@@ -23,7 +23,7 @@ def publish(
     keeps_directions: bool,
     remembered: Tensor,
 ) -> None:
-    """Put what a checkpoint holds into the state of the parameters, in the place of what was put there before.
+    """Put what a checkpoint holds into the state of the parameters, and remove what was put there before.
 
     Args:
         state: of the optimizer, by parameter.

@@ -13,7 +13,7 @@ _ROUNDING = 1e-6
 
 
 def minimum(curvature: Tensor, slope: Tensor) -> Tensor:
-    """The `w` that minimises `slopeᵀw + ½ wᵀ curvature w`, on the device (Martens & Grosse 2015, §7).
+    """Return the `w` that minimises `slopeᵀw + ½ wᵀ curvature w`, on the device (Martens & Grosse 2015, §7).
 
     Where the second direction is zero, or the same as the first but for rounding, it gets 0 and the first is minimised
     along alone; so is one along which the model is not curved, and one whose numbers are not finite.

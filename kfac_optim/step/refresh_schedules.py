@@ -19,7 +19,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def phases(self, costs: Sequence[float]) -> list[Fraction]:
-        """When each block is due, as a part of its period, in [0, 1).
+        """Return when each block is due, as a part of its period, in [0, 1).
 
         A block of phase `f` is due where `step % period == int(f * period)`.
 
@@ -47,7 +47,7 @@ class Staggered(Schedule):
 
     Refreshes that come by no period are for all blocks at once: the first, at the first statistics; those while the
     averages are young, so in the first two or three periods of a run; and those that a damping which has doubled or
-    halved brings. Where a forward shows further blocks all are laid out anew.
+    halved brings. Where a forward shows further blocks all are laid out again.
     """
 
     def phases(self, costs: Sequence[float]) -> list[Fraction]:

@@ -10,12 +10,12 @@ from kfac_optim.step.step_size import Group, Proposal
 
 
 def summed_terms(proposal: Proposal) -> float:
-    """The terms of the step's summed loss; of the last statistics where none were seen in this step."""
+    """Return the terms of the step's summed loss; those of the last statistics if none were seen in this step."""
     return proposal.count.summed or max(block.clock.summed_terms for block in proposal.covered)
 
 
 def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
-    """The covered parameters that are updated here, in whole or in part, with their param groups."""
+    """Return the covered parameters that are updated here, in whole or in part, with their param groups."""
     here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
     pairs = [pair for block in proposal.covered for pair in zip(block.params, block.groups, strict=True)]
     return [(param, group) for param, group in pairs if param in here]
@@ -31,7 +31,7 @@ def lengths(products: Sequence[tuple[Group, Tensor]]) -> tuple[Tensor, Tensor]:
 def by_group(
     pairs: Iterable[tuple[Group, Tensor, Tensor]],
 ) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
-    """Each param group, whose numbers multiply all its products, and the two sides of its pairs."""
+    """Return each param group, whose numbers multiply all its products, and the two sides of its pairs."""
     found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}
     for group, left, right in pairs:
         _, lefts, rights = found.setdefault(id(group), (group, [], []))
@@ -59,5 +59,5 @@ def scale_all(tensors: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number as it is, a tensor of one element as one of none on the device."""
+    """Return a number as it is, and a tensor of one element as a tensor `[]` on the device."""
     return value.reshape(()).to(device) if isinstance(value, Tensor) else value

@@ -18,7 +18,7 @@ class SkippedSteps:
 
     Attributes:
         total: ever, as of the last look.
-        in_a_row: up to now, likewise.
+        in_a_row: skipped steps in a row up to now, as of the last look.
         deferred: steps that the device was left with since the last look.
     """
 
@@ -33,16 +33,16 @@ class SkippedSteps:
         self.total, self.in_a_row = total, in_a_row
 
     def skip(self) -> None:
-        """A step was not taken."""
+        """Count a step that was not taken."""
         self.total += 1
         self.in_a_row += 1
 
     def take(self) -> None:
-        """A step was taken."""
+        """Count a step that was taken."""
         self.in_a_row = 0
 
     def defer(self, finite: Tensor) -> None:
-        """A step is taken where `finite` `[]` bool is True, and nobody waits to know."""
+        """Count a step that is taken if `finite` `[]` bool is True, which nobody waits to know."""
         if self._counts is None or self._counts.device != finite.device:
             self.look()
             self._counts = torch.zeros(2, dtype=torch.int64, device=finite.device)
@@ -83,7 +83,7 @@ class SkippedSteps:
 def fused_kernels_look(
     groups: Sequence[Mapping[str, Any]], gradients: Mapping[nn.Parameter, Tensor], state: Mapping[Any, Any]
 ) -> bool:
-    """Whether torch's fused kernels change all parameters and momentum, on one accelerator.
+    """Return whether torch's fused kernels change all parameters and momentum, on one accelerator.
 
     They look for themselves: where a gradient is not finite, nothing is changed.
     """

@@ -59,7 +59,7 @@ class Proposal:
     finite: Tensor | None = None
 
     def direction(self) -> Direction:
-        """What preconditioning made of each gradient of the parameters that are updated here."""
+        """Return the preconditioned gradient of each parameter that is updated here."""
         return self.executor.direction(dict(zip(self.blocks, self.parts, strict=True)), self.covered)
 
     def momentum(self, param: nn.Parameter) -> Tensor | None:
@@ -73,8 +73,8 @@ class Sized:
     """The step that is to be taken.
 
     Attributes:
-        direction: in the place of the gradient; parameters that have none keep theirs.
-        sgd: numbers of torch's SGD in the place of those of each param group.
+        direction: replaces the gradient; parameters without a direction keep theirs.
+        sgd: returns the numbers of torch's SGD that replace those of a param group.
         measures: for `metrics()`, each `[]`.
         memory: what is remembered from now on, `[4]`; None is what was.
     """
@@ -98,14 +98,14 @@ class StepSize(ABC):
 
     @property
     def takes_shards(self) -> bool:
-        """Whether it can do with the part of momentum and parameters that one process has of those in shards."""
+        """Return whether the part of momentum and sharded parameters that one process has is enough."""
         return True
 
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """How many numbers `size` has `Executor.all_reduce_scalars` sum, at each time that it does so in one step.
+        """Return how many numbers `size` has the executor sum over workers, each time that it does so in one step.
 
         Args:
             groups: the param groups that have covered parameters.
@@ -117,7 +117,7 @@ class StepSize(ABC):
         return ()
 
     def keeps_direction(self, groups: Sequence[Group]) -> bool:
-        """Whether the direction of a step is kept where there is no momentum.
+        """Return whether the direction of a step is kept if there is no momentum.
 
         Args:
             groups: as of `scalars`.
@@ -125,7 +125,7 @@ class StepSize(ABC):
         return False
 
     def loss_unit(self, memory: Tensor) -> float:
-        """What the damping is to be multiplied by. The host may wait for it: asked at steps with statistics.
+        """Return what the damping is multiplied by. The host may wait for it: it is asked at steps with statistics.
 
         Args:
             memory: what is remembered, `[4]`.
@@ -142,4 +142,4 @@ class StepSize(ABC):
 
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:
-        """The step; tensors of the proposal, momentum included, may be changed in place."""
+        """Return the step; tensors of the proposal, momentum included, may be changed in place."""

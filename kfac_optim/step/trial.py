@@ -49,7 +49,7 @@ class Trial:
         return list(self._before)
 
     def rose(self, loss: float) -> bool:
-        """Whether the step made the loss what it is now by raising it, or made it a number that is not finite."""
+        """Return whether the step raised the loss to what it is now, or made it a number that is not finite."""
         return not self._after(loss) <= self.loss + self._penalty_before
 
     def ratio(
@@ -70,7 +70,7 @@ class Trial:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Take the step back; momentum, which led into it, starts anew."""
+        """Take the step back; momentum, which led into it, starts from zero."""
         for param, value in self._before.items():
             param.copy_(value)
             if param in self._state:
@@ -154,7 +154,7 @@ class Judge:
     def evaluate_again(
         self, trial: Trial, closure: Callable[[], Any], random: RandomState, model: nn.Module | None
     ) -> float:
-        """The loss where the parameters stand now, on the examples of the last evaluation; nothing else is changed.
+        """Return the loss at the parameters of now, on the examples of the last evaluation; nothing else is changed.
 
         Raises:
             RuntimeError: the closure saw other examples than before. The step is taken back.

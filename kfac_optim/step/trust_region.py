@@ -25,7 +25,7 @@ def trust_region_scale(
 
     Args:
         quadratic: `lr² Δᵀ∇` summed over every covered parameter, `[]`.
-        decrease: `sᵀ∇ = lr Δᵀ∇` summed likewise, `[]`.
+        decrease: `sᵀ∇ = lr Δᵀ∇` summed in the same way, `[]`.
         summed_terms: N for a summed loss, 1 for a mean.
         kl_clip: `κ`, positive, in nats.
         longest: what the scale may be at most.

@@ -58,7 +58,7 @@ class UserWarnings:
     def warm_start(self) -> None:
         warn(
             "kfac_optim: the checkpoint is of torch.optim.SGD: its momentum and the numbers of its param groups are "
-            "taken over; statistics and inverses, which it has none of, begin anew at the next step.",
+            "taken over; statistics and inverses, which it has none of, begin from zero at the next step.",
         )
 
     def no_gradients(self) -> None:

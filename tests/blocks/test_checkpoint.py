@@ -380,7 +380,7 @@ def test_a_load_pre_hook_may_rewrite_the_checkpoint() -> None:
     saved = KFACOptimizer(old, lr=0.1)
     optimizer = KFACOptimizer(new, lr=0.1)
     state = saved.state_dict()
-    with pytest.raises(ValueError, match="'enc' in the place of 'encoder'"):
+    with pytest.raises(ValueError, match="'enc' where 'encoder' should stand"):
         optimizer.load_state_dict(state)
 
     def rename(_: Any, state: dict[str, Any]) -> dict[str, Any]:

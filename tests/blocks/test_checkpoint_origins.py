@@ -35,7 +35,7 @@ def test_a_checkpoint_of_sgd_is_a_warm_start() -> None:
     model, twin = mlp(seed=1), mlp(seed=1)
     optimizer = KFACOptimizer([{"params": model.parameters(), "damping": 0.07}], model=model, factor_update_period=1)
     train(model, optimizer, 3)  # what was measured is gone
-    with pytest.warns(UserWarning, match=r"is of torch\.optim\.SGD: its momentum .* begin anew") as caught:
+    with pytest.warns(UserWarning, match=r"is of torch\.optim\.SGD: its momentum .* begin from zero") as caught:
         optimizer.load_state_dict(copy.deepcopy(saved))
     assert [each.filename for each in caught] == [__file__]
     twin.load_state_dict(model.state_dict())

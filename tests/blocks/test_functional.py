@@ -1353,7 +1353,7 @@ def test_a_layer_left_to_sgd_may_be_skipped_in_the_run_that_resumes_and_is_told_
     other = Filters()
     other.table, other.head = other.embedding, other.out
     del other.embedding, other.out
-    with pytest.raises(ValueError, match="it has 'out' in the place of 'head'; it has 'embedding' in the place"):
+    with pytest.raises(ValueError, match="it has 'out' where 'head' should stand; it has 'embedding' where"):
         KFACOptimizer(other).load_state_dict(saved)
 
 

@@ -649,18 +649,18 @@ def test_a_prefix_is_accepted_only_where_the_model_is_left_out_and_only_up_to_a_
     model = mlp()
     train(wrapper := Wrapper(model), optimizer := KFACOptimizer(wrapper, lr=0.1), 1)
     saved = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"it has 'model.0' in the place of '0'"):
+    with pytest.raises(ValueError, match=r"it has 'model.0' where '0' should stand"):
         KFACOptimizer(mlp(), lr=0.1).load_state_dict(saved)
     second = mlp()
     resumed = KFACOptimizer(second.parameters(), lr=0.1)
     other = Other(second)
     if when == "after a forward":
         other(batch())
-        with pytest.raises(ValueError, match=r"it has 'model.0' in the place of 'xmodel.0'"):
+        with pytest.raises(ValueError, match=r"it has 'model.0' where 'xmodel.0' should stand"):
             resumed.load_state_dict(saved)
     else:
         resumed.load_state_dict(saved)
-        with pytest.raises(ValueError, match=r"it has 'model.0' in the place of 'xmodel.0'"):
+        with pytest.raises(ValueError, match=r"it has 'model.0' where 'xmodel.0' should stand"):
             other(batch())
     resumed.remove_hooks()
 
