@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -128,8 +129,8 @@ def batches(split: Split, batch_size: int, epochs: int, seed: int) -> Iterator[t
 def draw(split: Split, sizes: Iterable[int], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each of ``sizes``, at most the length of ``split``, so many examples of the shuffled split.
 
-    It is shuffled anew when fewer are left of a pass than are asked for; those are left out of it, so that no batch
-    holds an example twice. One seed always gives the same batches in the same order.
+    The split is shuffled again when fewer examples are left of a pass than are asked for; these are left out, so that
+    no batch holds an example twice. One seed always gives the same batches in the same order.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.empty(0, dtype=torch.int64)
@@ -172,6 +173,10 @@ def _decoded(key: str, data_dir: Path | None) -> tuple[tuple[Tensor, Tensor], ..
 
 
 def _from_hub(name: str, files: str, revision: str | None = None) -> Any:
+    try:  # once: `datasets` would ask again and again for half a minute
+        huggingface_hub.HfApi().dataset_info(name, timeout=10)
+    except Exception:  # each version of the hub's client has errors of its own
+        datasets.config.HF_HUB_OFFLINE = True  # then only what was downloaded before is looked for
     try:
         return datasets.load_dataset(name, revision=revision)
     except (OSError, datasets.exceptions.DatasetNotFoundError) as error:  # no network, or no such name

@@ -81,96 +81,97 @@ Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tupl
 
 
 class KFACOptimizer(Optimizer):
-    """SGD on gradients preconditioned by a Kronecker-factored Fisher matrix (K-FAC; Martens & Grosse 2015).
+    """Takes SGD steps along gradients preconditioned by a Kronecker-factored Fisher matrix (Martens & Grosse 2015).
 
-    Takes the place of `torch.optim.SGD` by changing one line:
+    It replaces `torch.optim.SGD` by a change of one line:
 
         optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9)
 
-    Each layer's gradient matrix `∇W` `[out, in]` becomes `Δ = (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹`, with `A` and `G` the
-    second moments of the layer's inputs and output gradients; the trust region scales all `Δ` by one number; then
-    torch's own SGD takes the step, momentum and weight decay included. Parameters that no layer of a known kind
-    owns take the plain SGD step; `summary()` lists them with the reason. `.grad` is left as it was, so gradient
+    Each layer's gradient matrix `∇W` `[out, in]` becomes `Δ = (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹`, where `A` and `G` are
+    the second moments of the layer's inputs and of its output gradients. The trust region multiplies all `Δ` by one
+    number. Then torch's own SGD takes the step, with momentum and weight decay. A parameter that belongs to no layer of
+    a known kind takes the plain SGD step; `summary()` lists it with the reason. `.grad` is left as it was, so gradient
     clipping between `backward()` and `step()` acts on the raw gradient, before preconditioning.
 
-    The first six parameters are those of `optim.SGD`. Those marked (group) are numbers of the param groups: they
-    may differ per group, be edited, and be scheduled.
+    The first six parameters are those of `optim.SGD`. Arguments marked (group) are numbers of the param groups: they
+    may differ between groups, be edited, and be scheduled.
 
     Args:
         params: the model; or parameters, named parameters or group dicts as for any `torch.optim` optimizer.
-        lr: learning rate (group), a number or a 1-element tensor.
-        momentum: momentum (group), applied to the preconditioned gradient.
-        dampening: dampening of the momentum (group).
-        weight_decay: added to the *preconditioned* gradient (group), times the parameter.
-        nesterov: Nesterov momentum (group).
-        model: the module whose layers are preconditioned, when `params` is not a module. Where it is left out, it is
-            what is called and holds the parameters, found at its first forward; until then `summary()` shows no block.
-        damping: `λ` (group), in units of the loss's curvature. As `G` has the same scale at every batch size, so
-            has `λ`. A block takes its weight's group's, by default times the unit that is found of a large loss (see
+        lr: the learning rate (group), a number or a 1-element tensor.
+        momentum: the momentum (group), applied to the preconditioned gradient.
+        dampening: the dampening of the momentum (group).
+        weight_decay: is multiplied by the parameter and added to the *preconditioned* gradient (group).
+        nesterov: whether the momentum is Nesterov's (group).
+        model: the module whose layers are preconditioned, if `params` is not a module. If it is left out, it is the
+            module that is called and holds the parameters, found at its first forward; until then `summary()` shows no
+            block.
+        damping: `λ` (group), in units of the curvature of the loss. `G`, and so `λ`, has the same scale at every batch
+            size. A block uses the `λ` of its weight's group, by default times a unit that is found of a large loss (see
             `AdaptiveTrustRegion`).
-        factor_decay: decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
-        factor_update_period: optimizer steps between statistics (group), at least 1.
-        inverse_update_period: optimizer steps between refreshes of the inverses (group), at least 1. The first
-            refresh comes at the first step with statistics, more of them while the averages are young (at the 2nd,
-            3rd, 5th, 8th, … statistics), and wherever `λ` has doubled or halved since the last, if the
-            inverse does not take it as it is at each step.
+        factor_decay: the decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
+        factor_update_period: the optimizer steps between two statistics (group), at least 1.
+        inverse_update_period: the optimizer steps between two refreshes of the inverses (group), at least 1. The first
+            refresh comes at the first step with statistics. More come while the averages are young (at the 2nd, 3rd,
+            5th, 8th, … statistics), and whenever `λ` has doubled or halved since the last refresh, unless the inverse
+            takes `λ` as it is at each step.
         refresh: when the inverses are refreshed: `Together()`, all blocks at the same steps; `Staggered()`, spread over
-            the period; or `Background(...)`, beside the training on a thread of their own.
-        preconditioner_damping: `λ` of the inverses (group), where it is to be another than `damping`, which is then
-            that of `QuadraticModel` alone, and what `adapt_damping` adapts. None is the same.
-        l2_in_curvature: whether weight decay is part of the loss and its curvature (group): its gradient is
-            preconditioned as well, and `λ + weight_decay` damps the inverses (Martens & Grosse 2015). Parameters that
-            no layer covers are treated alike either way.
-        kl_clip: `κ` of the trust region (group; the same in all), in nats: bounds the squared length of a step in the
-            Fisher metric (Ba, Grosse & Martens 2017, §5; `trust_region.py`). By default it is where `κ` starts.
-            None turns it off.
-        step_size: `AdaptiveTrustRegion()`, of your learning rate and momentum, whose `κ` follows what steps do to the
-            loss; `TrustRegion()`, whose `κ` stays `kl_clip`; or `QuadraticModel()`, which finds rate and momentum.
-        adapt_damping: `LevenbergMarquardt()` adapts `damping` by what steps do to the loss, and may take them back.
-        inverse: representation of the inverse curvature; one, `AutoInverse()` for what suits each layer, or a mapping
-            from name globs or module classes.
-        estimate: which output gradients make `G`: those of the training loss, or of a named one
+            the period; or `Background(...)`, beside the training in a thread.
+        preconditioner_damping: the `λ` of the inverses (group), if it differs from `damping`, which is then used by
+            `QuadraticModel` alone and adapted by `adapt_damping`. None is the same `λ`.
+        l2_in_curvature: whether weight decay is part of the loss and its curvature (group): its gradient is then
+            preconditioned as well, and `λ + weight_decay` damps the inverses (Martens & Grosse 2015). Parameters
+            that no layer covers are treated alike either way.
+        kl_clip: `κ` of the trust region (group; the same in all), in nats: the bound on the squared length of a step in
+            the Fisher metric (Ba, Grosse & Martens 2017, §5). By default it is the value from which `κ` is adapted.
+            None turns the trust region off.
+        step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
+            stays `kl_clip`; or `QuadraticModel()`, which finds learning rate and momentum at each step.
+        adapt_damping: `LevenbergMarquardt()` adapts `damping` to what steps do to the loss, and may take steps back.
+        inverse: the representation of the inverse curvature; one for all layers, `AutoInverse()` for what suits each
+            layer, or a mapping from name globs or module classes.
+        estimate: which output gradients make `G`: those of the training loss, or of a loss that the estimate names
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
-        weight_sharing: expand or reduce over shared positions; one, or a mapping as for `inverse`.
-        structure: kept structure of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a mapping as for
-            `inverse`; None is dense.
+        weight_sharing: whether shared positions are expanded or reduced; one choice, or a mapping as for `inverse`.
+        structure: the structure that is kept of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a
+            mapping as for `inverse`; None is dense.
         subsample: how many examples, and positions of each, make a layer's statistics; one `Subsample`, or a mapping as
             for `inverse`; None is all of them.
         skip_layers: name globs or module classes to leave to plain SGD, with everything inside them.
         adapters: module class → adapter, `{**DEFAULT_ADAPTERS, MyLayer: MyAdapter()}` to add one's own.
-        max_factor_dim: a factor of which the inverse would make a matrix wider than this is kept diagonal.
-        factor_dtype: dtype of the factors; None is the parameter's, but at least float32.
-        nonfinite_limit: how often in a row a step may be skipped because a gradient is not finite, a layer's statistics
-            refused, or its refresh fail, before `step()` raises; None is without end.
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss, needed only where steps are taken by
-            `optimizer.step()`. A scaler that steps, `scaler.step(optimizer)`, is found, whatever was unscaled or
+        max_factor_dim: a factor is kept diagonal if its inverse would be a matrix wider than this.
+        factor_dtype: the dtype of the factors; None is the parameter's, but at least float32.
+        nonfinite_limit: how many times in a row a step may be skipped because a gradient is not finite, a layer's
+            statistics be refused, or its refresh fail, before `step()` raises; None is no limit.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss. It is needed only if steps are taken by
+            `optimizer.step()`: a scaler that steps, `scaler.step(optimizer)`, is found, whatever was unscaled or
             clipped before and whichever was made first.
         include_factors: whether `state_dict()` holds factors and inverses; without them statistics start from zero
             on loading.
-        distributed: how the ranks of a process group train the model together, a `DistributedConfig(...)`; None is the
-            default one where there is a process group of several ranks. False lets every rank precondition by its own
-            batch alone, as where each trains a model of its own.
-        maximize: ascend instead of descend (group).
+        distributed: how the ranks of a process group train the model together, a `DistributedConfig(...)`. None is the
+            default one if there is a process group of several ranks. False has every rank precondition by its own
+            batch alone, for ranks that train a model of their own each.
+        maximize: whether to ascend instead of descend (group).
         foreach: as in `optim.SGD` (group).
-        fused: as in `optim.SGD` (group). With True the host waits for nothing in a step on an accelerator that neither
-            takes statistics nor refreshes: whether the gradients are finite is then left to the fused kernels, and such
-            a step that is not taken counts as one for the periods; `nonfinite_limit` is asked at the next step that
-            waits. That is on one process, without a `GradScaler`.
+        fused: as in `optim.SGD` (group). If it is True, on an accelerator, on one process and without a `GradScaler`,
+            the host waits for nothing in a step that neither takes statistics nor refreshes. The fused kernels then
+            decide whether the gradients are finite; a step that they do not take counts as one for the periods, and
+            `nonfinite_limit` is looked at when the host waits next.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: a number out of range, a pattern that matches no module, or choices that do not go together.
-        RuntimeError: a `DistributedConfig` without a process group, or of a group that this process is not in.
+        TypeError: an argument is of the wrong kind.
+        ValueError: a number is out of range, a pattern matches no module, or choices do not go together.
+        RuntimeError: a `DistributedConfig` comes without a process group, or with a group that lacks this process.
     """
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether `GradScaler` leaves it to the step to unscale the gradients and to skip an overflow.
 
-        That is where a rank sees a part of the gradients alone, as all ranks must skip alike. Elsewhere the scaler does
-        both itself, so that trainers may clip in between. A scaler asks for this as it begins a step, which does not
-        come where it finds an overflow.
+        It does so if a rank sees only a part of the gradients, as all ranks must skip a step together. Otherwise the
+        scaler does both, so that trainers may clip in between. A scaler asks for this as it begins a step; the step
+        does not follow if the scaler finds an overflow.
         """
         self._window.offered = True
         if not self._executor.several:
@@ -580,8 +581,8 @@ class KFACOptimizer(Optimizer):
         """Load a checkpoint as `torch.optim` does; factors keep their own dtype.
 
         On several processes this is no collective, but every rank calls it, with the same checkpoint or with a part of
-        it each. The next step brings what some rank has to the ranks that own it now, and each rank drops the rest. What
-        no rank has starts from zero on all of them, with a warning.
+        it each. The next step brings what some rank has to the ranks that own it now, and each rank drops the rest.
+        What no rank has starts from zero on all of them, with a warning.
 
         Raises:
             ValueError: the checkpoint belongs to other layers, which are named, or to another optimizer, or is damaged;

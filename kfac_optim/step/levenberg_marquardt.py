@@ -44,8 +44,8 @@ class LevenbergMarquardt:
         minimum: below which `λ` does not fall.
         maximum: above which it does not rise.
         reject: whether every step is tried, and taken back if the loss rose: parameters are then as before, momentum
-            starts from zero, `λ` rises as after a failure, whatever the interval, and the inverses are refreshed with it
-            at the next step. `metrics()` counts `rejected_steps`.
+            starts from zero, `λ` rises as after a failure, whatever the interval, and the inverses are refreshed with
+            it at the next step. `metrics()` counts `rejected_steps`.
     """
 
     interval: int = 5

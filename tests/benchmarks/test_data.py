@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,3 +143,18 @@ def test_batches_of_growing_size_hold_no_example_twice() -> None:
     assert [len(batch) for batch in drawn] == sizes
     assert all(len(set(batch)) == len(batch) for batch in drawn)
     assert not set(drawn[0]) & set(drawn[1]), "of one pass"
+
+
+def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def unreachable(self: huggingface_hub.HfApi, name: str, **options: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match="cannot download ylecun/mnist .* pass --data-dir"):
+        data.mnist()
+    assert asked == ["ylecun/mnist"]
