@@ -148,13 +148,13 @@ def test_batches_of_growing_size_hold_no_example_twice() -> None:
 def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def unreachable(self: huggingface_hub.HfApi, name: str, **options: object) -> None:
+    def unreachable(_: huggingface_hub.HfApi, name: str, **_options: object) -> None:
         asked.append(name)
         raise ConnectionError("no network")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match="cannot download ylecun/mnist .* pass --data-dir"):
+    with pytest.raises(DataError, match=r"cannot download ylecun/mnist .* pass --data-dir"):
         data.mnist()
     assert asked == ["ylecun/mnist"]
