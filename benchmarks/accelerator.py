@@ -42,17 +42,7 @@ from benchmarks.harness import Contender, median_ratio, synchronize, time_interl
 from benchmarks.memory import peak_growth
 from benchmarks.models import ResNet50, Transformer
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
-from kfac_optim import (
-    EKFAC,
-    Background,
-    Cholesky,
-    Eigen,
-    Inverse,
-    KFACOptimizer,
-    LossTerms,
-    LowRank,
-    NewtonSchulz,
-)
+from kfac_optim import EKFAC, Background, Cholesky, Eigen, Inverse, KFACOptimizer, LossTerms, LowRank, NewtonSchulz
 from kfac_optim.step.execution import SingleDevice
 
 _BASELINE = "SGD, fused"

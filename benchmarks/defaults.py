@@ -34,11 +34,7 @@ from benchmarks.problem import Aim, FixedBatch, Problem
 from benchmarks.problems import PROBLEMS as COMPARED
 from benchmarks.problems import error_rate
 from benchmarks.training import LossFunction, mean_over, train
-from kfac_optim import (
-    KFACOptimizer,
-    LossTerms,
-    MonteCarlo,
-)
+from kfac_optim import KFACOptimizer, LossTerms, MonteCarlo
 
 _EXAMPLES, _INPUTS, _CLASSES = 4096, 16, 10
 _ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)

@@ -35,14 +35,7 @@ from benchmarks.harness import Contender, median_ratio, pin_threads, time_interl
 from benchmarks.variants import LR, MOMENTUM, NEVER
 from benchmarks.workloads import WORKLOADS, Workload
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Launch,
-    Placement,
-    Replicated,
-    Sharded,
-    Strategy,
-)
+from kfac_optim.distributed import DistributedConfig, Launch, Placement, Replicated, Sharded, Strategy
 
 _CPU = torch.device("cpu")
 # Periods of each kind of step. A few that refresh come first: from then on no average is young enough to ask for it.

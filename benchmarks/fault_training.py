@@ -17,12 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import arguments
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Replicated,
-    Sharded,
-    Strategy,
-)
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded, Strategy
 from kfac_optim.distributed.launch import initialize
 
 EXAMPLES = 64  # of all ranks together, and a multiple of their number

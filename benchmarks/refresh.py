@@ -33,15 +33,7 @@ from benchmarks import arguments, data, plots
 from benchmarks.harness import pin_threads, synchronize, write_json
 from benchmarks.models import Autoencoder
 from benchmarks.workloads import reconstruction_loss
-from kfac_optim import (
-    Background,
-    KFACOptimizer,
-    LossTerms,
-    MonteCarlo,
-    Staggered,
-    Together,
-    TrustRegion,
-)
+from kfac_optim import Background, KFACOptimizer, LossTerms, MonteCarlo, Staggered, Together, TrustRegion
 
 _TARGET = 1.3  # longest step over median step
 _YOUNG = 3  # periods

@@ -29,11 +29,7 @@ from rich.table import Table
 
 from benchmarks import arguments, shapes
 from benchmarks.harness import write_json
-from kfac_optim import (
-    BlockDiagonal,
-    NewtonSchulz,
-    Structure,
-)
+from kfac_optim import BlockDiagonal, NewtonSchulz, Structure
 from kfac_optim.distributed import (
     CostModel,
     Placement,

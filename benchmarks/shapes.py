@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kfac_optim import (
-    Cholesky,
-    Inverse,
-    LayerSpec,
-    Structure,
-)
+from kfac_optim import Cholesky, Inverse, LayerSpec, Structure
 from kfac_optim.distributed import Covered, Uncovered
 from kfac_optim.specs import BlockDiagonal, Kept
 

@@ -15,13 +15,7 @@ one row do not import each other; `tests/test_architecture.py` holds them to it.
 
 from kfac_optim.diagnostics import Summary
 from kfac_optim.factors.subsampling import Subsample
-from kfac_optim.fisher.estimates import (
-    CurvaturePropagation,
-    Empirical,
-    Estimate,
-    ExactGGN,
-    MonteCarlo,
-)
+from kfac_optim.fisher.estimates import CurvaturePropagation, Empirical, Estimate, ExactGGN, MonteCarlo
 from kfac_optim.fisher.likelihoods import Likelihood
 from kfac_optim.inverses import (
     EKFAC,
@@ -35,32 +29,15 @@ from kfac_optim.inverses import (
     OnlineEigen,
 )
 from kfac_optim.inverses.auto import AutoInverse
-from kfac_optim.layers import (
-    DEFAULT_ADAPTERS,
-    LayerAdapter,
-    LayerStatistics,
-    RowStatistics,
-    WeightBiasAdapter,
-)
+from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
-from kfac_optim.specs import (
-    BlockDiagonal,
-    LayerSpec,
-    LossTerms,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim.specs import BlockDiagonal, LayerSpec, LossTerms, Structure, WeightSharing
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.quadratic_model import QuadraticModel
-from kfac_optim.step.refresh_schedules import (
-    Background,
-    Schedule,
-    Staggered,
-    Together,
-)
+from kfac_optim.step.refresh_schedules import Background, Schedule, Staggered, Together
 from kfac_optim.utils.tested_versions import warn_of_untested_torch
 
 __version__ = "0.1.0"

@@ -12,14 +12,7 @@ from torch.nn.parameter import is_lazy
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Coverage
 from kfac_optim.factors.block_diagonal import clear_padding
-from kfac_optim.specs import (
-    BlockDiagonal,
-    BlockRecord,
-    Kept,
-    ParameterRecord,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Structure, WeightSharing
 from kfac_optim.step.engine import StepRecord
 from kfac_optim.utils.text import describe_bytes, table
 

@@ -24,58 +24,32 @@ from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.factors.subsampling import Subsample
-from kfac_optim.fisher.estimates import (
-    Empirical,
-    Estimate,
-    NamedLoss,
-)
+from kfac_optim.fisher.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.fisher.gauss_newton import ForwardRecorder, Objective
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
-from kfac_optim.specs import (
-    Kept,
-    LossTerms,
-    WeightSharing,
-)
+from kfac_optim.specs import Kept, LossTerms, WeightSharing
 from kfac_optim.step import engine, published_state
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.execution import (
-    AtOnce,
-    Executor,
-    Refresher,
-    SingleDevice,
-)
+from kfac_optim.step.execution import AtOnce, Executor, Refresher, SingleDevice
 from kfac_optim.step.gate import Gate, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
-from kfac_optim.step.refresh_schedules import (
-    Background,
-    Phases,
-    Refresh,
-    Together,
-)
+from kfac_optim.step.refresh_schedules import Background, Phases, Refresh, Together
 from kfac_optim.step.skipped_steps import SkippedSteps
 from kfac_optim.step.step_memory import StepMemory
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.step.trial import Judge, Trial
 from kfac_optim.step.user_warnings import UserWarnings
-from kfac_optim.utils.precision import (
-    without_autocast,
-)
+from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.random_state import random_state
 from kfac_optim.utils.sharded_params import any_sharded, is_sharded
 from kfac_optim.utils.tensor_storage import keep_while_spawning
-from kfac_optim.utils.validation import (
-    check_group,
-    check_kind,
-    check_number,
-    given_model,
-    plain_number,
-)
+from kfac_optim.utils.validation import check_group, check_kind, check_number, given_model, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 

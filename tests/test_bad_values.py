@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    batch,
-    clones,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, clones, mlp, square_loss, train
 from torch import nn
 
 import kfac_optim

@@ -38,21 +38,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    FREQUENT,
-    assert_identical,
-    clones,
-    snapshot,
-)
+from helpers.plain import FREQUENT, assert_identical, clones, snapshot
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.testing._internal.common_optimizers import (
-    ErrorOptimizerInput,
-    OptimizerErrorEnum,
-    optim_db,
-)
+from torch.testing._internal.common_optimizers import ErrorOptimizerInput, OptimizerErrorEnum, optim_db
 
 from kfac_optim import KFACOptimizer, LossTerms
 

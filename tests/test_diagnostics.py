@@ -27,13 +27,7 @@ from helpers.plain import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from kfac_optim import (
-    EKFAC,
-    KFACOptimizer,
-    Structure,
-    TrustRegion,
-    WeightSharing,
-)
+from kfac_optim import EKFAC, KFACOptimizer, Structure, TrustRegion, WeightSharing
 
 README = Path(__file__).parents[1] / "kfac_optim" / "README.md"
 

@@ -7,19 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import (
-    PROBLEMS,
-    Problem,
-    problem_ids,
-)
+from helpers.cases import PROBLEMS, Problem, problem_ids
 from helpers.oracles import assert_same
 from torch import Tensor, nn
 
-from kfac_optim import (
-    KFACOptimizer,
-    LossTerms,
-    WeightSharing,
-)
+from kfac_optim import KFACOptimizer, LossTerms, WeightSharing
 
 pytestmark = pytest.mark.usefixtures("float64")
 

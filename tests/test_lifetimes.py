@@ -11,12 +11,7 @@ import torch
 from helpers.plain import FREQUENT, mlp
 from torch import Tensor, nn
 
-from kfac_optim import (
-    Background,
-    KFACOptimizer,
-    MonteCarlo,
-    QuadraticModel,
-)
+from kfac_optim import Background, KFACOptimizer, MonteCarlo, QuadraticModel
 
 pytestmark = pytest.mark.usefixtures("float64")
 

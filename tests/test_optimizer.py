@@ -37,13 +37,7 @@ from helpers.plain import (
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import (
-    Cholesky,
-    DoublyFactored,
-    KFACOptimizer,
-    Structure,
-    TrustRegion,
-)
+from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, Structure, TrustRegion
 from kfac_optim.distributed import DistributedConfig
 
 MakeParams = Callable[[nn.Module], Any]

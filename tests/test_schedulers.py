@@ -5,18 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    clones,
-    mlp,
-    train,
-)
+from helpers.plain import assert_identical, clones, mlp, train
 
-from kfac_optim import (
-    ExponentialDecay,
-    HyperparameterScheduler,
-    KFACOptimizer,
-)
+from kfac_optim import ExponentialDecay, HyperparameterScheduler, KFACOptimizer
 
 
 def optimizer(**options: Any) -> KFACOptimizer:

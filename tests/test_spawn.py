@@ -7,11 +7,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from kfac_optim import (
-    EKFAC,
-    Cholesky,
-    KFACOptimizer,
-)
+from kfac_optim import EKFAC, Cholesky, KFACOptimizer
 from kfac_optim.inverses.base import Inverse
 
 

@@ -11,11 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import (
-    KFACOptimizer,
-    LossTerms,
-    Summary,
-)
+from kfac_optim import KFACOptimizer, LossTerms, Summary
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,14 +15,7 @@ from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.layers.feature_maps import flattened_channels
 from kfac_optim.layers.product import ProductAdapter
-from kfac_optim.specs import (
-    BlockDiagonal,
-    Kept,
-    LayerSpec,
-    Structure,
-    WeightSharing,
-    narrower,
-)
+from kfac_optim.specs import BlockDiagonal, Kept, LayerSpec, Structure, WeightSharing, narrower
 
 
 @dataclass

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.block import (
-    KFACBlock,
-    Missing,
-    RefreshUnderWay,
-)
+from kfac_optim.blocks.block import KFACBlock, Missing, RefreshUnderWay
 from kfac_optim.blocks.clock import Clock
 from kfac_optim.blocks.shadow import make_shadow
 from kfac_optim.specs import LayerSpec

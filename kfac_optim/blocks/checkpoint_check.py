@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.checkpoint import (
-    FORMAT,
-    STEP_SIZE,
-    layer_name,
-    member_names,
-    revised,
-    text_of,
-)
+from kfac_optim.blocks.checkpoint import FORMAT, STEP_SIZE, layer_name, member_names, revised, text_of
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.utils import value_checks
 

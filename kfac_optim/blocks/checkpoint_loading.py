@@ -6,11 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kfac_optim.blocks import (
-    checkpoint,
-    checkpoint_check,
-    checkpoint_groups,
-)
+from kfac_optim.blocks import checkpoint, checkpoint_check, checkpoint_groups
 from kfac_optim.blocks.checkpoint_groups import MOMENTUM, Origin
 from kfac_optim.blocks.model_binding import ModelBinding
 

@@ -11,15 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.building import (
-    Assembly,
-    Coverage,
-    Use,
-    build,
-    cover,
-    merge,
-    rename,
-)
+from kfac_optim.blocks.building import Assembly, Coverage, Use, build, cover, merge, rename
 from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.selection import ModuleNames, matches
 from kfac_optim.capture.function_modes import Product

@@ -18,21 +18,13 @@ from torch import Tensor, nn
 from kfac_optim.blocks.attachment import deliver, verify
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.calls import ForwardCall, LayerWatch
-from kfac_optim.capture.function_modes import (
-    Product,
-    ProductMode,
-    run_in,
-)
+from kfac_optim.capture.function_modes import Product, ProductMode, run_in
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
-from kfac_optim.layers.product import (
-    ADDS_BIAS,
-    ProductAdapter,
-    ProductStatistics,
-)
+from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 

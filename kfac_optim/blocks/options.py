@@ -7,27 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_optim.blocks.selection import (
-    Choice,
-    ModuleNames,
-    Pattern,
-    check_pattern,
-    check_patterns_match,
-)
+from kfac_optim.blocks.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
 from kfac_optim.factors.subsampling import Subsample
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers.base import Adapters, LayerAdapter
-from kfac_optim.specs import (
-    Kept,
-    Structure,
-    WeightSharing,
-)
-from kfac_optim.utils.validation import (
-    check_dtype,
-    check_integer,
-    check_kind,
-)
+from kfac_optim.specs import Kept, Structure, WeightSharing
+from kfac_optim.utils.validation import check_dtype, check_integer, check_kind
 
 _DENSE = (Structure.DENSE, Structure.DENSE)
 

@@ -23,23 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.capture.loss_terms import (
-    LossCount,
-    LossTally,
-    RootCall,
-)
+from kfac_optim.capture.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.second_moments import without_ragged
 from kfac_optim.specs import LossTerms
-from kfac_optim.utils.autograd import (
-    Node,
-    accumulator,
-    graph_is_kept,
-    in_backward,
-    reaches,
-    running_backward,
-    version,
-)
+from kfac_optim.utils.autograd import Node, accumulator, graph_is_kept, in_backward, reaches, running_backward, version
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards

@@ -12,16 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.autograd import no_view
-from kfac_optim.utils.dynamo import (
-    as_one_node,
-    call_as_it_is,
-    inline_only,
-)
-from kfac_optim.utils.hooks import (
-    Handle,
-    is_any_on,
-    is_on,
-)
+from kfac_optim.utils.dynamo import as_one_node, call_as_it_is, inline_only
+from kfac_optim.utils.hooks import Handle, is_any_on, is_on
 
 Function = Callable[..., Any]
 

@@ -17,11 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.loss_terms import RootCall
-from kfac_optim.utils.autograd import (
-    GradientEdge,
-    in_backward,
-    on_gradient,
-)
+from kfac_optim.utils.autograd import GradientEdge, in_backward, on_gradient
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 

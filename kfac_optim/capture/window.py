@@ -20,43 +20,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from kfac_optim.capture.calls import (
-    ForwardCall,
-    LayerWatch,
-    Ledger,
-)
+from kfac_optim.capture.calls import ForwardCall, LayerWatch, Ledger
 from kfac_optim.capture.graph_ops import Tape
-from kfac_optim.capture.loss_terms import (
-    LossCount,
-    RootCall,
-    examples_of,
-    first_tensor,
-    read_terms,
-)
-from kfac_optim.capture.model_calls import (
-    OutputPass,
-    Roots,
-    on_output_gradients,
-    outputs_with_gradient,
-)
+from kfac_optim.capture.loss_terms import LossCount, RootCall, examples_of, first_tensor, read_terms
+from kfac_optim.capture.model_calls import OutputPass, Roots, on_output_gradients, outputs_with_gradient
 from kfac_optim.capture.scale_probe import ScaleProbe
 from kfac_optim.specs import LossTerms
-from kfac_optim.utils.autograd import (
-    GradientEdge,
-    accumulator,
-    edge,
-    in_function_transform,
-    no_view,
-    on_gradient,
-)
-from kfac_optim.utils.hooks import (
-    Handle,
-    Handles,
-    LayerHooks,
-    ModeStack,
-    PicklableHook,
-    is_on,
-)
+from kfac_optim.utils.autograd import GradientEdge, accumulator, edge, in_function_transform, no_view, on_gradient
+from kfac_optim.utils.hooks import Handle, Handles, LayerHooks, ModeStack, PicklableHook, is_on
 
 # Of calls in graphs that are kept between two steps; some hundred forwards of a large model.
 _MOST_CALLS = 20_000

@@ -9,18 +9,8 @@ import torch.distributed as dist
 
 from kfac_optim.distributed.communication.collectives import Launch
 from kfac_optim.distributed.planning.costs import CostModel
-from kfac_optim.distributed.planning.strategies import (
-    Auto,
-    Replicated,
-    Strategy,
-    check_strategy,
-)
-from kfac_optim.utils.validation import (
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_kind,
-)
+from kfac_optim.distributed.planning.strategies import Auto, Replicated, Strategy, check_strategy
+from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind
 
 # What plans reckon with where nobody says otherwise: a recent accelerator, in a node or on a fast network. Of two
 # strategies it is mostly the ratio of the rates that decides.

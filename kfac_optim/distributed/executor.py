@@ -16,11 +16,7 @@ from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.checkpoint import KEY
 from kfac_optim.blocks.preconditioning import has_gradient
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.consensus import (
-    Ballot,
-    largest,
-    vote,
-)
+from kfac_optim.distributed.communication.consensus import Ballot, largest, vote
 from kfac_optim.distributed.communication.process_groups import (
     GroupLoan,
     OwnGroups,
@@ -35,44 +31,17 @@ from kfac_optim.distributed.factors.overlap import EarlyReports, Terms
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
 from kfac_optim.distributed.gradients.ddp import Wrappers
 from kfac_optim.distributed.gradients.edits import EditWatch
-from kfac_optim.distributed.gradients.flow import (
-    GradientFlow,
-    ReplicatedGradients,
-    ShardedGradients,
-    sum_scalars,
-)
+from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.gradients.fsdp import rows_of
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.planning.buckets import Payload
-from kfac_optim.distributed.planning.plan import (
-    TOLD_COUNTERS,
-    Plan,
-    PlanOptions,
-    differences,
-    remedy,
-    vote_marks,
-)
-from kfac_optim.distributed.planning.planner import (
-    Covered,
-    Uncovered,
-    make_plan,
-)
-from kfac_optim.distributed.planning.strategies import (
-    Auto,
-    FullySharded,
-    Sharded,
-    Strategy,
-)
+from kfac_optim.distributed.planning.plan import TOLD_COUNTERS, Plan, PlanOptions, differences, remedy, vote_marks
+from kfac_optim.distributed.planning.planner import Covered, Uncovered, make_plan
+from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.state_redistribution import Holdings
 from kfac_optim.specs import LayerSpec
-from kfac_optim.step.execution import (
-    Agreement,
-    Names,
-    Parts,
-    SingleDevice,
-    check_rank,
-)
+from kfac_optim.step.execution import Agreement, Names, Parts, SingleDevice, check_rank
 from kfac_optim.utils.text import without_addresses
 
 # What a vote knows of a block on one rank; what a higher number says includes what a lower one does.

@@ -1,12 +1,7 @@
 """Choices that do not go together on several processes, refused where the optimizer is built."""
 
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.planning.strategies import (
-    Auto,
-    FullySharded,
-    Placement,
-    Sharded,
-)
+from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Placement, Sharded
 from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.refresh_schedules import Background, Refresh

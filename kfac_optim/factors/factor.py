@@ -6,12 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim.linalg.triangles import (
-    pack_triangle,
-    packed_diagonal,
-    triangle_size,
-    unpack_triangle,
-)
+from kfac_optim.linalg.triangles import pack_triangle, packed_diagonal, triangle_size, unpack_triangle
 from kfac_optim.specs import Structure
 from kfac_optim.utils import value_checks
 

@@ -23,11 +23,7 @@ from kfac_optim.factors.second_moments import (
     total,
 )
 from kfac_optim.factors.subsampling import Draw, RowSample
-from kfac_optim.specs import (
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 
 class LayerStatistics(ABC):

@@ -25,19 +25,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.calls import ForwardCall
-from kfac_optim.capture.loss_terms import (
-    LossCount,
-    RootCall,
-    read_terms,
-)
+from kfac_optim.capture.loss_terms import LossCount, RootCall, read_terms
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.extra_backward import Estimation
-from kfac_optim.fisher.likelihoods import (
-    Likelihood,
-    Outputs,
-    Vectors,
-    likelihood_of,
-)
+from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors, likelihood_of
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import GradientEdge
 from kfac_optim.utils.validation import check_integer, check_kind

@@ -14,18 +14,8 @@ from torch import Tensor
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.loss_terms import RootCall
-from kfac_optim.fisher.likelihoods import (
-    Likelihood,
-    Outputs,
-    Vectors,
-)
-from kfac_optim.utils.autograd import (
-    GradientEdge,
-    edge,
-    on_gradient,
-    pull_back,
-    running_edge,
-)
+from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors
+from kfac_optim.utils.autograd import GradientEdge, edge, on_gradient, pull_back, running_edge
 from kfac_optim.utils.random_state import normal_like
 
 

@@ -18,17 +18,9 @@ products with each dense factor, at every step.
 """
 
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.inverses.damped import (
-    Cholesky,
-    LowRank,
-    NewtonSchulz,
-)
+from kfac_optim.inverses.damped import Cholesky, LowRank, NewtonSchulz
 from kfac_optim.inverses.doubly_factored import DoublyFactored
-from kfac_optim.inverses.eigenbasis import (
-    EKFAC,
-    Eigen,
-    OnlineEigen,
-)
+from kfac_optim.inverses.eigenbasis import EKFAC, Eigen, OnlineEigen
 
 __all__ = [
     "EKFAC",

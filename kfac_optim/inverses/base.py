@@ -9,11 +9,7 @@ from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.specs import (
-    Cost,
-    LayerSpec,
-    Part,
-)
+from kfac_optim.specs import Cost, LayerSpec, Part
 from kfac_optim.utils.tensor_storage import copy_held
 
 S = TypeVar("S")

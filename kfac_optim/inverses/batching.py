@@ -10,9 +10,7 @@ from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.inverses.pair_inverse import PairState
-from kfac_optim.specs import (
-    Structure,
-)
+from kfac_optim.specs import Structure
 
 # Elements of the matrices that one batched call takes: 256 MiB of float32.
 _AT_ONCE = 2**26

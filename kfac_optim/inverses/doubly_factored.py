@@ -10,23 +10,13 @@ from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
-from kfac_optim.factors.second_moments import (
-    active_rows,
-    on_host,
-    total,
-)
+from kfac_optim.factors.second_moments import active_rows, on_host, total
 from kfac_optim.inverses.base import Inverse, Result
 from kfac_optim.inverses.damping import Damped, factored_tikhonov
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
 from kfac_optim.linalg.eigen import leading_singular_triple
 from kfac_optim.linalg.products import norm1
-from kfac_optim.specs import (
-    Cost,
-    FactorShape,
-    LayerSpec,
-    Part,
-    Structure,
-)
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.tensor_storage import copy_held
 from kfac_optim.utils.validation import check_integer

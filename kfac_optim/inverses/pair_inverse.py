@@ -12,13 +12,7 @@ from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import make_pair
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.inverses.base import Inverse, Result
-from kfac_optim.specs import (
-    Cost,
-    FactorShape,
-    LayerSpec,
-    Part,
-    Structure,
-)
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.tensor_storage import copy_held
 

@@ -6,12 +6,7 @@ from torch import nn
 
 from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
 from kfac_optim.layers.attention import MultiheadAttentionAdapter
-from kfac_optim.layers.base import (
-    Adapters,
-    LayerAdapter,
-    WeightBiasAdapter,
-    find_adapter,
-)
+from kfac_optim.layers.base import Adapters, LayerAdapter, WeightBiasAdapter, find_adapter
 from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter

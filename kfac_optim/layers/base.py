@@ -12,9 +12,7 @@ from kfac_optim.capture.calls import LayerWatch
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.specs import (
-    LayerSpec,
-)
+from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import Shards
 

@@ -15,11 +15,7 @@ from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
 from kfac_optim.factors.second_moments import product_along, turned
 from kfac_optim.factors.subsampling import Draw
 from kfac_optim.layers.base import WeightBiasAdapter, own_forward
-from kfac_optim.specs import (
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 
 class EmbeddingStatistics(RowStatistics):

@@ -21,23 +21,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.factors.second_moments import (
-    batched,
-    channel_moments,
-    channel_rows,
-    examples_at_once,
-)
+from kfac_optim.factors.second_moments import batched, channel_moments, channel_rows, examples_at_once
 from kfac_optim.factors.subsampling import Draw, RowSample
-from kfac_optim.layers.base import (
-    WeightBiasAdapter,
-    own_forward,
-    weight_and_bias,
-)
-from kfac_optim.specs import (
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim.layers.base import WeightBiasAdapter, own_forward, weight_and_bias
+from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
 TrailingNorm = TypeVar("TrailingNorm", nn.LayerNorm, nn.RMSNorm)

@@ -25,12 +25,7 @@ from kfac_optim.capture.calls import LayerWatch
 from kfac_optim.capture.function_modes import substitute
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_statistics import RowStatistics
-from kfac_optim.layers.base import (
-    COMPUTED_WEIGHT,
-    LayerAdapter,
-    StatisticsSink,
-    watch_of,
-)
+from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, StatisticsSink, watch_of
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.hooks import Handle, Handles
 

@@ -15,19 +15,9 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import Objective
-from kfac_optim.step.execution import (
-    Agreement,
-    Executor,
-    Parts,
-    Refresher,
-)
+from kfac_optim.step.execution import Agreement, Executor, Parts, Refresher
 from kfac_optim.step.scaling import by_group
-from kfac_optim.step.step_size import (
-    Group,
-    Proposal,
-    Sized,
-    StepSize,
-)
+from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import inner_product, square_sum
 from kfac_optim.utils.sharded_params import is_sharded, local
 from kfac_optim.utils.validation import check_kfac_numbers

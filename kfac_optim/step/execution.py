@@ -7,17 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.block import (
-    KFACBlock,
-    Missing,
-)
-from kfac_optim.blocks.preconditioning import (
-    gradients,
-    has_gradient,
-    laid_out,
-    precondition,
-    to_params,
-)
+from kfac_optim.blocks.block import KFACBlock, Missing
+from kfac_optim.blocks.preconditioning import gradients, has_gradient, laid_out, precondition, to_params
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.utils.sharded_params import Shards, is_part
 

@@ -17,13 +17,7 @@ from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step import engine
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Agreement, Executor
-from kfac_optim.step.loss_scale import (
-    LossScale,
-    ScalerSource,
-    read_loss_scale,
-    spread_overflow,
-    unscale,
-)
+from kfac_optim.step.loss_scale import LossScale, ScalerSource, read_loss_scale, spread_overflow, unscale
 from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
 from kfac_optim.step.user_warnings import UserWarnings
 from kfac_optim.utils.precision import all_finite, finite_on_device

@@ -4,11 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_optim.utils.validation import (
-    check_flag,
-    check_integer,
-    check_number,
-)
+from kfac_optim.utils.validation import check_flag, check_integer, check_number
 
 # Martens & Grosse 2015, §6.5, after Nocedal & Wright: trust the model more above, less below.
 _TRUSTED = 3 / 4

@@ -7,11 +7,7 @@ from fractions import Fraction
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.specs import LayerSpec
-from kfac_optim.utils.validation import (
-    check_flag,
-    check_integer,
-    check_kind,
-)
+from kfac_optim.utils.validation import check_flag, check_integer, check_kind
 
 
 class Schedule(ABC):

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock, l2
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.fisher.gauss_newton import (
-    ForwardRecorder,
-    KeptForward,
-    Objective,
-)
+from kfac_optim.fisher.gauss_newton import ForwardRecorder, KeptForward, Objective
 from kfac_optim.step.engine import StepRecord
 from kfac_optim.step.execution import Executor
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt

@@ -7,23 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    batch,
-    block,
-    clones,
-    mlp,
-    snapshot,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, block, clones, mlp, snapshot, square_loss, train
 from torch import Tensor, nn
 
-from kfac_optim import (
-    KFACOptimizer,
-    Structure,
-    TrustRegion,
-)
+from kfac_optim import KFACOptimizer, Structure, TrustRegion
 
 Make = Callable[[], nn.Module]
 

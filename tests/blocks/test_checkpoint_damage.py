@@ -16,11 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    batch,
-    square_loss,
-)
+from helpers.plain import assert_identical, batch, square_loss
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

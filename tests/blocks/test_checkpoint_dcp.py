@@ -9,26 +9,11 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from helpers.plain import (
-    assert_identical,
-    clones,
-    mlp,
-    train,
-)
+from helpers.plain import assert_identical, clones, mlp, train
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from kfac_optim import (
-    EKFAC,
-    Inverse,
-    KFACOptimizer,
-    NewtonSchulz,
-    TrustRegion,
-)
+from kfac_optim import EKFAC, Inverse, KFACOptimizer, NewtonSchulz, TrustRegion
 
 Run = tuple[nn.Module, KFACOptimizer]
 

@@ -6,13 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    block,
-    clones,
-    mlp,
-    train,
-)
+from helpers.plain import assert_identical, block, clones, mlp, train
 from test_checkpoint import through_a_file
 from torch import Tensor, nn
 

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    clones,
-    mlp,
-    snapshot,
-    train,
-)
+from helpers.plain import assert_identical, clones, mlp, snapshot, train
 from torch import nn
 
 from kfac_optim import KFACOptimizer

@@ -13,29 +13,14 @@ import torch.nn.functional as F
 from helpers import oracles
 from helpers.cases import any_loss, sizes
 from helpers.oracles import assert_same
-from helpers.plain import (
-    assert_identical,
-    batch,
-    block,
-    clones,
-    direction,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, block, clones, direction, square_loss, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    Eigen,
-    KFACOptimizer,
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.blocks import functional
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.product import ProductStatistics

@@ -10,23 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    batch,
-    clones,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, clones, mlp, square_loss, train
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 
-from kfac_optim import (
-    Eigen,
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-)
+from kfac_optim import Eigen, KFACOptimizer, LossTerms, Structure
 
 pytestmark = pytest.mark.usefixtures("float64")
 

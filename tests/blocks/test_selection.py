@@ -9,13 +9,7 @@ from helpers.plain import batch, square_loss
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from kfac_optim import (
-    Cholesky,
-    KFACOptimizer,
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import Cholesky, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.layers import LinearAdapter
 
 EXPAND, REDUCE = WeightSharing.EXPAND, WeightSharing.REDUCE

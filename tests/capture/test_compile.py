@@ -12,13 +12,7 @@ import torch.nn.functional as F
 from helpers.plain import assert_identical, clones
 from torch import Tensor, nn
 
-from kfac_optim import (
-    BlockDiagonal,
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-    Subsample,
-)
+from kfac_optim import BlockDiagonal, KFACOptimizer, LossTerms, Structure, Subsample
 
 BACKEND = "aot_eager"  # traces and partitions as inductor does, and computes with eager kernels
 BACKENDS = [BACKEND, "eager"]  # which calls torch's functions as the model does, in whatever mode the graph is called

@@ -8,19 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    FREQUENT,
-    assert_same_factors,
-    batch,
-    clones,
-)
+from helpers.plain import FREQUENT, assert_same_factors, batch, clones
 from torch import Tensor, nn
 
-from kfac_optim import (
-    KFACOptimizer,
-    LossTerms,
-    MonteCarlo,
-)
+from kfac_optim import KFACOptimizer, LossTerms, MonteCarlo
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -10,13 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.plain import (
-    batch,
-    block,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import batch, block, mlp, square_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -9,12 +9,7 @@ import torch
 from helpers.plain import mlp
 from torch import Tensor, nn
 
-from kfac_optim import (
-    KFACOptimizer,
-    LossTerms,
-    MonteCarlo,
-    TrustRegion,
-)
+from kfac_optim import KFACOptimizer, LossTerms, MonteCarlo, TrustRegion
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -27,13 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    KFACOptimizer,
-    LossTerms,
-    MonteCarlo,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, MonteCarlo, WeightSharing
 from kfac_optim.layers import LinearAdapter
 from kfac_optim.utils.autograd import reaches
 

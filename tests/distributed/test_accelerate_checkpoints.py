@@ -16,12 +16,7 @@ from helpers.ranks import Ranks
 from test_checkpoints import COMM, EXAMPLES, SAVED, SHARDED, STEPS, Run, Training, assert_close, network
 from torch import Tensor
 
-from kfac_optim import (
-    EKFAC,
-    Cholesky,
-    Inverse,
-    KFACOptimizer,
-)
+from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Strategy
 
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is missing")

@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.collectives import counted_bytes
 from helpers.ranks import Ranks
-from helpers.volumes import (
-    control,
-    replicated,
-    sharded,
-)
+from helpers.volumes import control, replicated, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -10,37 +10,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.collectives import (
-    CPU,
-    PAYLOADS,
-    communicator,
-    counted_bytes,
-)
+from helpers.collectives import CPU, PAYLOADS, communicator, counted_bytes
 from helpers.ranks import RankError, Ranks
 from torch import Tensor
 
 from kfac_optim import Cholesky, LayerSpec
-from kfac_optim.distributed import (
-    CostModel,
-    Covered,
-    Plan,
-    Sharded,
-    differences,
-    make_plan,
-)
-from kfac_optim.distributed.communication.collectives import (
-    Communicator,
-    Event,
-    InFlight,
-    Launch,
-)
-from kfac_optim.distributed.communication.layouts import (
-    Contributions,
-    Parcel,
-    ReduceBucket,
-    ShareBucket,
-    Slot,
-)
+from kfac_optim.distributed import CostModel, Covered, Plan, Sharded, differences, make_plan
+from kfac_optim.distributed.communication.collectives import Communicator, Event, InFlight, Launch
+from kfac_optim.distributed.communication.layouts import Contributions, Parcel, ReduceBucket, ShareBucket, Slot
 from kfac_optim.distributed.planning.plan import remedy
 
 SEEDS = range(24)

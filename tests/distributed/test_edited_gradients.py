@@ -7,23 +7,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import Ranks
-from helpers.training import (
-    Mixed,
-    build,
-    examples,
-    share,
-    squares,
-    wrap,
-)
+from helpers.training import Mixed, build, examples, share, squares, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Replicated,
-    Sharded,
-)
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
 FLAGS: dict[str, dict[str, Any] | None] = {

@@ -16,15 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.layouts import ShareBucket
-from kfac_optim.distributed.gradients.fsdp import (
-    Owned,
-    assemble,
-    cut,
-    from_owners,
-    like,
-    rows_of,
-    to_owners,
-)
+from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, like, rows_of, to_owners
 from kfac_optim.utils.sharded_params import local
 
 SHAPES = [(4, 3), (8, 2, 2), (5, 3), (1, 3), (3,), (0, 2), (4,), (7, 1)]

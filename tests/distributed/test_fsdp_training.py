@@ -36,13 +36,7 @@ from kfac_optim import (
     TrustRegion,
 )
 from kfac_optim.blocks.checkpoint import KEY
-from kfac_optim.distributed import (
-    DistributedConfig,
-    FullySharded,
-    Placement,
-    Replicated,
-    Statistics,
-)
+from kfac_optim.distributed import DistributedConfig, FullySharded, Placement, Replicated, Statistics
 from kfac_optim.distributed.communication.transfer import leaves
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.utils.sharded_params import local

@@ -17,38 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import RankError, Ranks
-from helpers.training import (
-    EXAMPLES,
-    TIMEOUT,
-    Batch,
-    Mixed,
-    build,
-    close,
-    examples,
-    share,
-    squares,
-    wrap,
-)
+from helpers.training import EXAMPLES, TIMEOUT, Batch, Mixed, build, close, examples, share, squares, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import (
-    Background,
-    ExactGGN,
-    KFACOptimizer,
-    LevenbergMarquardt,
-    MonteCarlo,
-    QuadraticModel,
-    Together,
-)
+from kfac_optim import Background, ExactGGN, KFACOptimizer, LevenbergMarquardt, MonteCarlo, QuadraticModel, Together
 from kfac_optim.blocks.shadow import make_shadow
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Placement,
-    Replicated,
-    Sharded,
-)
+from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.gradients.flow import _set_gradient
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.step.refresh_schedules import Refresh

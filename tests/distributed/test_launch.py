@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 
 from kfac_optim.distributed import launch
-from kfac_optim.distributed.launch import (
-    Launcher,
-    ProcessPlace,
-    find_place,
-)
+from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place
 
 TORCHRUN = {
     "RANK": "5",

@@ -7,19 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_optim.distributed.communication.layouts import (
-    Contributions,
-    Merged,
-    Parcel,
-    ReduceBucket,
-    ShareBucket,
-    Slot,
-)
-from kfac_optim.linalg.triangles import (
-    pack_triangle,
-    triangle_size,
-    unpack_triangle,
-)
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, Slot
+from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 
 CPU = torch.device("cpu")
 PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -7,25 +7,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.collectives import communicator, counted_bytes
-from helpers.plans import (
-    COST,
-    equal_layers,
-    models,
-    options_,
-    strategies_,
-)
+from helpers.plans import COST, equal_layers, models, options_, strategies_
 from helpers.ranks import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim import (
-    EKFAC,
-    BlockDiagonal,
-    Cholesky,
-    LayerSpec,
-    Structure,
-)
+from kfac_optim import EKFAC, BlockDiagonal, Cholesky, LayerSpec, Structure
 from kfac_optim.distributed import (
     Covered,
     Placement,
@@ -37,11 +25,7 @@ from kfac_optim.distributed import (
     Uncovered,
     make_plan,
 )
-from kfac_optim.distributed.communication.layouts import (
-    Contributions,
-    ReduceBucket,
-    ShareBucket,
-)
+from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket, ShareBucket
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     gradient_buckets,

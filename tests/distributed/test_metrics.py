@@ -5,27 +5,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import Ranks
-from helpers.training import (
-    Mixed,
-    build,
-    examples,
-    share,
-    squares,
-    wrap,
-)
+from helpers.training import Mixed, build, examples, share, squares, wrap
 from torch import nn
 
-from kfac_optim import (
-    Cholesky,
-    KFACOptimizer,
-    LowRank,
-)
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Placement,
-    Replicated,
-    Sharded,
-)
+from kfac_optim import Cholesky, KFACOptimizer, LowRank
+from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.inverses.base import Inverse
 

@@ -5,24 +5,14 @@ import warnings
 import pytest
 import torch
 from helpers.ranks import Ranks
-from helpers.wrapped import (
-    batch,
-    loss,
-    mlp,
-    seeded,
-)
+from helpers.wrapped import batch, loss, mlp, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Replicated,
-    Sharded,
-    Strategy,
-)
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded, Strategy
 
 # None is FSDP2.
 STRATEGIES: tuple[Strategy | None, ...] = (Replicated(), Sharded(), None)

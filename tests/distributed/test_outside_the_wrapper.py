@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Placement,
-    Replicated,
-    Sharded,
-)
+from kfac_optim.distributed import DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
 OPTIONS: dict[str, Any] = {

@@ -8,22 +8,8 @@ from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import (
-    EKFAC,
-    Cholesky,
-    Inverse,
-    KFACOptimizer,
-)
-from kfac_optim.distributed import (
-    Cause,
-    DistributedConfig,
-    Launch,
-    Placement,
-    Plan,
-    Replicated,
-    Sharded,
-    Strategy,
-)
+from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
+from kfac_optim.distributed import Cause, DistributedConfig, Launch, Placement, Plan, Replicated, Sharded, Strategy
 from kfac_optim.distributed.planning.buckets import Payload
 
 BACKWARD_ENDS = Launch("(backward ends)", Cause.CALLED, 0.0)

@@ -13,24 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plans import (
-    COST,
-    INVERSES,
-    equal_layers,
-    gpt,
-    models,
-    options_,
-    strategies_,
-)
-from helpers.volumes import (
-    control,
-    fully_sharded,
-    kaisa,
-    local_statistics,
-    replicated,
-    sgd,
-    sharded,
-)
+from helpers.plans import COST, INVERSES, equal_layers, gpt, models, options_, strategies_
+from helpers.volumes import control, fully_sharded, kaisa, local_statistics, replicated, sgd, sharded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -65,24 +49,9 @@ from kfac_optim.distributed import (
     make_plan,
     predict_sgd,
 )
-from kfac_optim.distributed.planning.assignment import (
-    LayerLoad,
-    Load,
-    largest_first,
-    place,
-)
-from kfac_optim.distributed.planning.buckets import (
-    Bucket,
-    Item,
-    Payload,
-    fill,
-)
-from kfac_optim.distributed.planning.prediction import (
-    Compute,
-    exposed,
-    finished,
-    in_order_of_backward,
-)
+from kfac_optim.distributed.planning.assignment import LayerLoad, Load, largest_first, place
+from kfac_optim.distributed.planning.buckets import Bucket, Item, Payload, fill
+from kfac_optim.distributed.planning.prediction import Compute, exposed, finished, in_order_of_backward
 
 DENSE, DIAGONAL = Structure.DENSE, Structure.DIAGONAL
 COMM_OPT = Replicated(1.0)

@@ -9,25 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import Ranks
-from helpers.training import (
-    Mixed,
-    build,
-    close,
-    examples,
-    share,
-    squares,
-)
+from helpers.training import Mixed, build, close, examples, share, squares
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Replicated,
-    Sharded,
-)
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
 from kfac_optim.distributed.planning.strategies import Strategy
 

@@ -9,34 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.collectives import (
-    CPU,
-    communicator,
-    counted_bytes,
-)
+from helpers.collectives import CPU, communicator, counted_bytes
 from helpers.ranks import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim.distributed.communication.collectives import (
-    Cause,
-    Event,
-    InFlight,
-    Launch,
-)
-from kfac_optim.distributed.communication.layouts import (
-    Contributions,
-    Merged,
-    ReduceBucket,
-    Slot,
-)
+from kfac_optim.distributed.communication.collectives import Cause, Event, InFlight, Launch
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, Slot
 from kfac_optim.distributed.communication.reducer import Reducer
-from kfac_optim.linalg.triangles import (
-    pack_triangle,
-    triangle_size,
-    unpack_triangle,
-)
+from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 
 # -- without communication ---------------------------------------------------------------------------------------
 

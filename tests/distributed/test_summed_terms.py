@@ -6,11 +6,7 @@ from helpers.wrapped import mlp, seeded
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer, LossTerms
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Replicated,
-    Sharded,
-)
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
 

@@ -5,18 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from helpers.ranks import Ranks
-from helpers.training import (
-    EMPTY,
-    EVEN,
-    NETS,
-    UNEVEN,
-    Case,
-    Split,
-    build,
-    check,
-    on_rank,
-    wrap,
-)
+from helpers.training import EMPTY, EVEN, NETS, UNEVEN, Case, Split, build, check, on_rank, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -39,13 +28,7 @@ from kfac_optim import (
     TrustRegion,
     WeightSharing,
 )
-from kfac_optim.distributed import (
-    Auto,
-    DistributedConfig,
-    Placement,
-    Replicated,
-    Sharded,
-)
+from kfac_optim.distributed import Auto, DistributedConfig, Placement, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
 FACTORS = Placement.FACTORS

@@ -11,16 +11,8 @@ from helpers.training import close
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import (
-    ExactGGN,
-    KFACOptimizer,
-    LossTerms,
-)
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Replicated,
-    Sharded,
-)
+from kfac_optim import ExactGGN, KFACOptimizer, LossTerms
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "factor_update_period": 2, "inverse_update_period": 2}

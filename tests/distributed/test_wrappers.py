@@ -10,31 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import Ranks
-from helpers.training import (
-    Mixed,
-    build,
-    close,
-    examples,
-    share,
-    squares,
-)
-from test_process_groups import (
-    NUMBERS,
-    one_process_of,
-    train,
-)
+from helpers.training import Mixed, build, close, examples, share, squares
+from test_process_groups import NUMBERS, one_process_of, train
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import (
-    Cause,
-    DistributedConfig,
-    Launch,
-    Replicated,
-    Sharded,
-)
+from kfac_optim.distributed import Cause, DistributedConfig, Launch, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
 each_strategy = pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)

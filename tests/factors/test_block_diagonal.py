@@ -10,24 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
-from helpers.cases import (
-    LayerCase,
-    any_loss,
-    conv_cases,
-    displacement,
-    free_optimizer,
-    linear_cases,
-    snapshot,
-)
+from helpers.cases import LayerCase, any_loss, conv_cases, displacement, free_optimizer, linear_cases, snapshot
 from helpers.oracles import assert_same
-from helpers.plain import (
-    assert_identical,
-    batch,
-    block,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, block, mlp, square_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -50,11 +35,8 @@ from kfac_optim import (
     WeightBiasAdapter,
     WeightSharing,
 )
-from kfac_optim.factors.block_diagonal import (
-    cut,
-    joined,
-    level_padding,
-)
+from kfac_optim.blocks.preconditioning import gradients, to_matrix
+from kfac_optim.factors.block_diagonal import cut, joined, level_padding
 from kfac_optim.specs import narrower
 
 pytestmark = [
@@ -234,7 +216,7 @@ def test_what_the_last_block_lacks_stays_empty(inverse: Inverse[Any], structure:
     for seed in range(3):
         optimizer.zero_grad()
         square_loss(model(batch(seed, dim=10))).backward()
-        grad = held.matrix(held.gradients())
+        grad = to_matrix(held, gradients(held))
         assert grad.shape == ((3, 4, 10) if side else (3, 10, 4))
         optimizer.step()
         lacking = (lambda matrix: matrix[-1, 2:, :]) if side else (lambda matrix: matrix[-1, :, 2:])

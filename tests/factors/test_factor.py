@@ -16,11 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_optim import (
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-)
+from kfac_optim import KFACOptimizer, LossTerms, Structure
 from kfac_optim.factors.factor import Elsewhere, Factor
 from kfac_optim.specs import FactorShape
 

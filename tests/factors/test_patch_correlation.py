@@ -9,11 +9,7 @@ from hypothesis import assume, given, settings
 from torch import Tensor
 
 from kfac_optim.factors import patch_correlation
-from kfac_optim.factors.patch_correlation import (
-    can_correlate,
-    correlated_gram,
-    correlation_pays,
-)
+from kfac_optim.factors.patch_correlation import can_correlate, correlated_gram, correlation_pays
 from kfac_optim.factors.patches import Patches
 
 

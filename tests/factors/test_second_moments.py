@@ -6,13 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kfac_optim import Structure
-from kfac_optim.factors.second_moments import (
-    _feature_major,
-    active_rows,
-    channel_moments,
-    examples_at_once,
-    gram,
-)
+from kfac_optim.factors.second_moments import _feature_major, active_rows, channel_moments, examples_at_once, gram
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -10,22 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
-from helpers.cases import (
-    LayerCase,
-    any_loss,
-    conv_cases,
-    linear_cases,
-    measure,
-)
+from helpers.cases import LayerCase, any_loss, conv_cases, linear_cases, measure
 from helpers.oracles import assert_same
-from helpers.plain import (
-    assert_identical,
-    batch,
-    block,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, block, mlp, square_loss, train
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -10,11 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfac_optim import (
-    KFACOptimizer,
-    MonteCarlo,
-    QuadraticModel,
-)
+from kfac_optim import KFACOptimizer, MonteCarlo, QuadraticModel
 from kfac_optim.fisher.estimates import NamedLoss
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.fisher.likelihoods import likelihood_of

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from helpers import oracles
-from kfac_optim import (
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import KFACOptimizer, LossTerms, Structure, WeightSharing
 from kfac_optim.factors.patch_correlation import can_correlate, correlated_gram
 from kfac_optim.factors.patches import Patches
 from kfac_optim.layers.convolution import base

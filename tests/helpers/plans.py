@@ -5,16 +5,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from kfac_optim import (
-    EKFAC,
-    Cholesky,
-    Eigen,
-    Inverse,
-    LayerSpec,
-    LowRank,
-    NewtonSchulz,
-    Structure,
-)
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, LayerSpec, LowRank, NewtonSchulz, Structure
 from kfac_optim.distributed import (
     CostModel,
     Covered,

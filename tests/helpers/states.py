@@ -9,20 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.cases import STRUCTURES
-from helpers.plain import (
-    assert_identical,
-    batch,
-    clones,
-    square_loss,
-    train,
-)
-from kfac_optim import (
-    Inverse,
-    KFACOptimizer,
-    LayerSpec,
-    LayerStatistics,
-    Structure,
-)
+from helpers.plain import assert_identical, batch, clones, square_loss, train
+from kfac_optim import Inverse, KFACOptimizer, LayerSpec, LayerStatistics, Structure
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.second_moments import gram
 

@@ -19,16 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import (
-    Background,
-    KFACOptimizer,
-    LossTerms,
-)
-from kfac_optim.distributed import (
-    DistributedConfig,
-    Replicated,
-    Sharded,
-)
+from kfac_optim import Background, KFACOptimizer, LossTerms
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Auto, Strategy
 
 TIMEOUT = timedelta(seconds=30)

@@ -7,11 +7,7 @@ import pytest
 import torch
 from helpers.cases import look_alikes
 from helpers.oracles import assert_same, kronecker
-from helpers.plain import (
-    assert_identical,
-    mlp,
-    square_loss,
-)
+from helpers.plain import assert_identical, mlp, square_loss
 from torch import Tensor, nn
 
 from kfac_optim import (

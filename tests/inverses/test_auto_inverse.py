@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    block,
-    clones,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, block, clones, mlp, square_loss, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -8,14 +8,7 @@ import torch
 from helpers.plain import assert_identical
 from helpers.states import measured_state
 
-from kfac_optim import (
-    EKFAC,
-    Cholesky,
-    Eigen,
-    Inverse,
-    LowRank,
-    NewtonSchulz,
-)
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, LowRank, NewtonSchulz
 from kfac_optim.inverses import batching
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import damped_jobs

@@ -16,20 +16,12 @@ from helpers.cases import (
 )
 from helpers.oracles import assert_same
 from helpers.plain import edited
-from helpers.states import (
-    CPU,
-    every_structure,
-    spec,
-)
+from helpers.states import CPU, every_structure, spec
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kfac_optim import (
-    Cholesky,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import Cholesky, Structure, WeightSharing
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

@@ -4,36 +4,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import oracles
-from helpers.cases import (
-    any_loss,
-    displacement,
-    free_optimizer,
-    snapshot,
-)
+from helpers.cases import any_loss, displacement, free_optimizer, snapshot
 from helpers.oracles import assert_same
-from helpers.plain import (
-    assert_identical,
-    batch,
-    block,
-    clones,
-    edited,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, block, clones, edited, mlp, square_loss, train
 from helpers.states import CPU, assert_resumes_bitwise
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    Cholesky,
-    DoublyFactored,
-    KFACOptimizer,
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.inverses import doubly_factored
 from kfac_optim.inverses.doubly_factored import DoublyFactoredState
 

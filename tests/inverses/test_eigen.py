@@ -3,40 +3,15 @@ from functools import partial
 import pytest
 import torch
 from helpers import cases, oracles, states
-from helpers.cases import (
-    STRUCTURES,
-    LayerCase,
-    any_loss,
-    conv_cases,
-    displacement,
-    linear_cases,
-    look_alikes,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
 from helpers.oracles import MaybeFactor, assert_same
-from helpers.plain import (
-    assert_identical,
-    edited,
-    mlp,
-)
-from helpers.states import (
-    CPU,
-    assert_resumes_bitwise,
-    every_structure,
-    spec,
-)
+from helpers.plain import assert_identical, edited, mlp
+from helpers.states import CPU, assert_resumes_bitwise, every_structure, spec
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    Cholesky,
-    Eigen,
-    KFACOptimizer,
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import Cholesky, Eigen, KFACOptimizer, LayerSpec, Structure, WeightSharing
 from kfac_optim.inverses.eigenbasis.base import EigenState
 
 pytestmark = [

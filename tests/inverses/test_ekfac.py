@@ -5,31 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import cases, oracles
-from helpers.cases import (
-    LayerCase,
-    any_loss,
-    conv_cases,
-    displacement,
-    linear_cases,
-    look_alikes,
-    snapshot,
-)
+from helpers.cases import LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
 from helpers.oracles import assert_same
-from helpers.plain import (
-    assert_identical,
-    batch,
-    block,
-    clones,
-    edited,
-    mlp,
-    square_loss,
-)
-from helpers.states import (
-    CPU,
-    OwnStatistics,
-    assert_resumes_bitwise,
-    every_structure,
-)
+from helpers.plain import assert_identical, batch, block, clones, edited, mlp, square_loss
+from helpers.states import CPU, OwnStatistics, assert_resumes_bitwise, every_structure
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -3,30 +3,15 @@ from functools import partial
 import pytest
 import torch
 from helpers import oracles, states
-from helpers.cases import (
-    any_loss,
-    displacement,
-    free_optimizer,
-    snapshot,
-)
+from helpers.cases import any_loss, displacement, free_optimizer, snapshot
 from helpers.oracles import assert_same
 from helpers.plain import edited, mlp
-from helpers.states import (
-    CPU,
-    assert_resumes_bitwise,
-    every_structure,
-    spec,
-)
+from helpers.states import CPU, assert_resumes_bitwise, every_structure, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    Cholesky,
-    KFACOptimizer,
-    LowRank,
-    Structure,
-)
+from kfac_optim import Cholesky, KFACOptimizer, LowRank, Structure
 from kfac_optim.inverses.damped.low_rank import Deflation, LowRankState
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis

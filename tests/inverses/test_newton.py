@@ -3,43 +3,15 @@ from functools import partial
 import pytest
 import torch
 from helpers import cases, oracles, states
-from helpers.cases import (
-    STRUCTURES,
-    LayerCase,
-    any_loss,
-    conv_cases,
-    displacement,
-    linear_cases,
-    look_alikes,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
 from helpers.oracles import assert_same
-from helpers.plain import (
-    assert_identical,
-    batch,
-    clones,
-    edited,
-    mlp,
-    square_loss,
-    train,
-)
-from helpers.states import (
-    CPU,
-    assert_resumes_bitwise,
-    every_structure,
-    spec,
-)
+from helpers.plain import assert_identical, batch, clones, edited, mlp, square_loss, train
+from helpers.states import CPU, assert_resumes_bitwise, every_structure, spec
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    Cholesky,
-    KFACOptimizer,
-    NewtonSchulz,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import Cholesky, KFACOptimizer, NewtonSchulz, Structure, WeightSharing
 from kfac_optim.inverses.damped.newton import NewtonSchulzState
 
 pytestmark = [

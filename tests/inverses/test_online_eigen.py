@@ -5,43 +5,15 @@ from functools import partial
 import pytest
 import torch
 from helpers import cases, oracles, states
-from helpers.cases import (
-    STRUCTURES,
-    LayerCase,
-    any_loss,
-    conv_cases,
-    displacement,
-    linear_cases,
-    look_alikes,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, LayerCase, any_loss, conv_cases, displacement, linear_cases, look_alikes, snapshot
 from helpers.oracles import assert_same
-from helpers.plain import (
-    assert_identical,
-    batch,
-    block,
-    clones,
-    edited,
-    mlp,
-    train,
-)
-from helpers.states import (
-    CPU,
-    add_moments,
-    assert_resumes_bitwise,
-    every_structure,
-    spec,
-)
+from helpers.plain import assert_identical, batch, block, clones, edited, mlp, train
+from helpers.states import CPU, add_moments, assert_resumes_bitwise, every_structure, spec
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    Eigen,
-    KFACOptimizer,
-    OnlineEigen,
-    Structure,
-)
+from kfac_optim import Eigen, KFACOptimizer, OnlineEigen, Structure
 from kfac_optim.inverses.eigenbasis.online import OnlineState, orthogonal_iteration
 
 pytestmark = [

@@ -8,12 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.states import (
-    CPU,
-    add_moments,
-    every_structure,
-    spec,
-)
+from helpers.states import CPU, add_moments, every_structure, spec
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,11 +26,7 @@ from kfac_optim import (
 )
 from kfac_optim.inverses.base import Result
 from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
-from kfac_optim.specs import (
-    FactorShape,
-    LayerSpec,
-    Structure,
-)
+from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
 PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), OnlineEigen(), EKFAC()]

@@ -6,16 +6,8 @@ import pytest
 import torch
 from helpers.oracles import assert_same
 from helpers.plain import assert_identical
-from helpers.shares import (
-    Ranks,
-    Sample,
-    sample,
-)
-from helpers.states import (
-    CPU,
-    every_structure,
-    measured_state,
-)
+from helpers.shares import Ranks, Sample, sample
+from helpers.states import CPU, every_structure, measured_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

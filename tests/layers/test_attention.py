@@ -14,11 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    KFACOptimizer,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import KFACOptimizer, Structure, WeightSharing
 
 pytestmark = pytest.mark.usefixtures("float64")
 

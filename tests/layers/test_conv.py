@@ -8,28 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
-from helpers.cases import (
-    STRUCTURES,
-    Bias,
-    ConvCase,
-    any_loss,
-    conv_cases,
-    correlating,
-    measure,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, Bias, ConvCase, any_loss, conv_cases, correlating, measure, snapshot
 from helpers.oracles import assert_same
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.patches import Patches
 

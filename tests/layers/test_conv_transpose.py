@@ -6,25 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
-from helpers.cases import (
-    STRUCTURES,
-    Bias,
-    any_loss,
-    correlating,
-    sizes,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, Bias, any_loss, correlating, sizes, snapshot
 from helpers.oracles import assert_same
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    KFACOptimizer,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, Structure, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -4,25 +4,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from helpers import oracles
-from helpers.cases import (
-    STRUCTURES,
-    any_loss,
-    sizes,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, any_loss, sizes, snapshot
 from helpers.oracles import assert_same
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    EKFAC,
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, EKFAC, KFACOptimizer, LossTerms, Structure, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -1,26 +1,13 @@
 import pytest
 import torch
 from helpers import oracles
-from helpers.cases import (
-    STRUCTURES,
-    Bias,
-    LinearCase,
-    any_loss,
-    linear_cases,
-    measure,
-)
+from helpers.cases import STRUCTURES, Bias, LinearCase, any_loss, linear_cases, measure
 from helpers.oracles import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("float64")

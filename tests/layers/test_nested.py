@@ -8,15 +8,7 @@ import torch
 from helpers.plain import assert_same_factors
 from torch import Tensor, nn
 
-from kfac_optim import (
-    EKFAC,
-    Cholesky,
-    Inverse,
-    KFACOptimizer,
-    LossTerms,
-    MonteCarlo,
-    WeightSharing,
-)
+from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer, LossTerms, MonteCarlo, WeightSharing
 from kfac_optim.fisher.estimates import Empirical, Estimate
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -6,27 +6,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cases import (
-    STRUCTURES,
-    Bias,
-    any_loss,
-    sizes,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, Bias, any_loss, sizes, snapshot
 from helpers.oracles import assert_same
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-    Subsample,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, Subsample, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.subsampling import Draw
 

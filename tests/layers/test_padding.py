@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    KFACOptimizer,
-    LayerStatistics,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LayerStatistics, Structure, WeightSharing
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.recurrent import SequenceStatistics

@@ -13,12 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
-from helpers.cases import (
-    STRUCTURES,
-    any_loss,
-    sizes,
-    snapshot,
-)
+from helpers.cases import STRUCTURES, any_loss, sizes, snapshot
 from helpers.oracles import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,13 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import (
-    DEFAULT_ADAPTERS,
-    KFACOptimizer,
-    LossTerms,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, WeightSharing
 from kfac_optim.layers.recurrent import RecurrentAdapter
 
 pytestmark = [

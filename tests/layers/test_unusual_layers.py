@@ -4,12 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.plain import (
-    FREQUENT,
-    batch,
-    clones,
-    mlp,
-)
+from helpers.plain import FREQUENT, batch, clones, mlp
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer

@@ -10,23 +10,9 @@ from torch import Tensor
 
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse, shift_diagonal
 from kfac_optim.linalg.eigen import eigendecomposition, leading_singular_triple
-from kfac_optim.linalg.newton import (
-    NewtonStart,
-    inverse_residuals,
-    newton_schulz,
-    newton_start,
-)
-from kfac_optim.linalg.products import (
-    norm1,
-    sandwich,
-    symmetric_product,
-)
-from kfac_optim.linalg.triangles import (
-    pack_triangle,
-    packed_diagonal,
-    triangle_size,
-    unpack_triangle,
-)
+from kfac_optim.linalg.newton import NewtonStart, inverse_residuals, newton_schulz, newton_start
+from kfac_optim.linalg.products import norm1, sandwich, symmetric_product
+from kfac_optim.linalg.triangles import pack_triangle, packed_diagonal, triangle_size, unpack_triangle
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -10,27 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    FREQUENT,
-    assert_identical,
-    batch,
-    clones,
-    mlp,
-    snapshot,
-    square_loss,
-    train,
-)
+from helpers.plain import FREQUENT, assert_identical, batch, clones, mlp, snapshot, square_loss, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import (
-    AdaptiveTrustRegion,
-    KFACOptimizer,
-    LossTerms,
-    QuadraticModel,
-    TrustRegion,
-)
+from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LossTerms, QuadraticModel, TrustRegion
 from kfac_optim.step.trust_region import follow, slope_ratio
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)

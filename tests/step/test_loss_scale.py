@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import (
-    Factors,
-    assert_same_factors,
-    batch,
-    factors_after,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import Factors, assert_same_factors, batch, factors_after, mlp, square_loss, train
 from torch import nn
 from torch.amp import GradScaler
 

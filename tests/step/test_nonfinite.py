@@ -5,14 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.plain import (
-    assert_identical,
-    batch,
-    clones,
-    mlp,
-    square_loss,
-    train,
-)
+from helpers.plain import assert_identical, batch, clones, mlp, square_loss, train
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer

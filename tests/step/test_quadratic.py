@@ -8,11 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim.step.quadratic import (
-    change,
-    minimum,
-    reduction_ratio,
-)
+from kfac_optim.step.quadratic import change, minimum, reduction_ratio
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.oracles import assert_same
-from helpers.plain import (
-    FREQUENT,
-    batch,
-    mlp,
-    square_loss,
-)
+from helpers.plain import FREQUENT, batch, mlp, square_loss
 from torch import Tensor, nn
 
 from kfac_optim import (

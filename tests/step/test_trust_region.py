@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer, LossTerms
-from kfac_optim.step.trust_region import (
-    inner_product,
-    square_sum,
-    trust_region_scale,
-)
+from kfac_optim.step.trust_region import inner_product, square_sum, trust_region_scale
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -4,18 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from kfac_optim.distributed.communication.collectives import (
-    Cause,
-    Communicator,
-    InFlight,
-)
-from kfac_optim.distributed.communication.layouts import (
-    Contributions,
-    Merged,
-    ReduceBucket,
-    listed,
-    repeated,
-)
+from kfac_optim.distributed.communication.collectives import Cause, Communicator, InFlight
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, listed, repeated
 
 
 class Reducer:

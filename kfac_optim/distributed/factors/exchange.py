@@ -8,35 +8,16 @@ from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.consensus import (
-    from_ordered,
-    largest,
-    ordered,
-)
+from kfac_optim.distributed.communication.consensus import from_ordered, largest, ordered
 from kfac_optim.distributed.communication.layouts import Merged
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out
-from kfac_optim.distributed.planning.messages import (
-    result_buckets,
-    result_name,
-    slot_name,
-    sum_buckets,
-)
-from kfac_optim.distributed.planning.plan import (
-    STATUS_WORDS,
-    TOLD_COUNTERS,
-    LayerPlan,
-    PartPlan,
-    Plan,
-)
+from kfac_optim.distributed.planning.messages import result_buckets, result_name, slot_name, sum_buckets
+from kfac_optim.distributed.planning.plan import STATUS_WORDS, TOLD_COUNTERS, LayerPlan, PartPlan, Plan
 from kfac_optim.distributed.planning.strategies import Statistics
 from kfac_optim.factors.factor import Elsewhere, Factor
 from kfac_optim.inverses.base import Result
-from kfac_optim.linalg.triangles import (
-    pack_triangle,
-    triangle_size,
-    unpack_triangle,
-)
+from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 from kfac_optim.utils.tensor_storage import drop, hold
 
 

@@ -5,11 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from kfac_optim.utils.autograd import (
-    after_backward,
-    on_accumulation,
-    version,
-)
+from kfac_optim.utils.autograd import after_backward, on_accumulation, version
 from kfac_optim.utils.hooks import Handle, call_if_there
 from kfac_optim.utils.sharded_params import is_part
 

@@ -13,15 +13,7 @@ from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.layouts import ShareBucket
 from kfac_optim.distributed.gradients.flow import sum_scalars, total_norm
-from kfac_optim.distributed.gradients.fsdp import (
-    Owned,
-    assemble,
-    cut,
-    from_owners,
-    like,
-    parcel_name,
-    to_owners,
-)
+from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, to_owners
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.step.execution import Parts, SingleDevice
 from kfac_optim.utils.sharded_params import local

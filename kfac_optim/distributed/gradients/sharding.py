@@ -9,11 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed.communication.layouts import listed
-from kfac_optim.utils.sharded_params import (
-    Shards,
-    is_part,
-    is_sharded,
-)
+from kfac_optim.utils.sharded_params import Shards, is_part, is_sharded
 
 
 def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.ProcessGroup) -> None:

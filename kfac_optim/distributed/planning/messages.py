@@ -8,18 +8,8 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from kfac_optim.distributed.communication.layouts import (
-    Parcel,
-    ReduceBucket,
-    ShareBucket,
-    Slot,
-    listed,
-)
-from kfac_optim.distributed.planning.buckets import (
-    Item,
-    Payload,
-    fill,
-)
+from kfac_optim.distributed.communication.layouts import Parcel, ReduceBucket, ShareBucket, Slot, listed
+from kfac_optim.distributed.planning.buckets import Item, Payload, fill
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
 

@@ -17,12 +17,7 @@ from kfac_optim.distributed.planning.prediction import Seconds, in_order_of_back
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.specs import Part
 from kfac_optim.utils.text import describe_bytes, table
-from kfac_optim.utils.validation import (
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_kind,
-)
+from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind
 
 # Words of a vote: whether a gradient is not finite, and whether one was edited, loss terms, and, each twice,
 # fingerprints of what this rank trains, of its arguments and of its gradients, terms that it has counted, and a

@@ -5,20 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_optim.distributed.planning.assignment import (
-    LayerLoad,
-    Load,
-    Place,
-    largest_first,
-    place,
-)
-from kfac_optim.distributed.planning.buckets import (
-    Bucket,
-    Item,
-    Payload,
-    fill,
-    make_buckets,
-)
+from kfac_optim.distributed.planning.assignment import LayerLoad, Load, Place, largest_first, place
+from kfac_optim.distributed.planning.buckets import Bucket, Item, Payload, fill, make_buckets
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.messages import result_name
 from kfac_optim.distributed.planning.plan import (
@@ -33,11 +21,7 @@ from kfac_optim.distributed.planning.plan import (
     Traffic,
     vote_marks,
 )
-from kfac_optim.distributed.planning.prediction import (
-    Compute,
-    Seconds,
-    predict,
-)
+from kfac_optim.distributed.planning.prediction import Compute, Seconds, predict
 from kfac_optim.distributed.planning.strategies import (
     Auto,
     FullySharded,
@@ -48,11 +32,7 @@ from kfac_optim.distributed.planning.strategies import (
     check_strategy,
 )
 from kfac_optim.inverses.base import Inverse
-from kfac_optim.specs import (
-    LayerSpec,
-    Part,
-    Structure,
-)
+from kfac_optim.specs import LayerSpec, Part, Structure
 from kfac_optim.utils.validation import check_integer, check_kind
 
 

@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from kfac_optim.utils.validation import (
-    check_integer,
-    check_kind,
-    check_number,
-)
+from kfac_optim.utils.validation import check_integer, check_kind, check_number
 
 
 class Placement(Enum):

@@ -9,24 +9,10 @@ from torch import Tensor
 from kfac_optim.factors.kronecker_factors import of_part
 from kfac_optim.inverses.base import Result
 from kfac_optim.inverses.batching import batches
-from kfac_optim.inverses.damped.base import (
-    damped_jobs,
-    identity_like,
-    invert_by_cholesky,
-    take_reciprocals,
-)
-from kfac_optim.inverses.pair_inverse import (
-    PairInverse,
-    PairState,
-    dense_flops,
-)
+from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert_by_cholesky, take_reciprocals
+from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
 from kfac_optim.linalg.products import sandwich
-from kfac_optim.specs import (
-    Cost,
-    FactorShape,
-    LayerSpec,
-    Structure,
-)
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.validation import check_dtype
 

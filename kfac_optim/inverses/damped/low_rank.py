@@ -19,19 +19,10 @@ from kfac_optim.inverses.damped.base import (
     take_reciprocals,
 )
 from kfac_optim.inverses.damping import Damped
-from kfac_optim.inverses.pair_inverse import (
-    EIGH_FLOPS,
-    PairInverse,
-    PairState,
-)
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse, PairState
 from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis
 from kfac_optim.linalg.products import sandwich
-from kfac_optim.specs import (
-    Cost,
-    FactorShape,
-    LayerSpec,
-    Structure,
-)
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.validation import check_integer
 

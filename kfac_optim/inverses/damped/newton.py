@@ -11,37 +11,14 @@ from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import of_part
 from kfac_optim.inverses.base import Result
 from kfac_optim.inverses.batching import batches
-from kfac_optim.inverses.damped.base import (
-    DampedJob,
-    damped_jobs,
-    identity_like,
-    keep_inverses,
-    take_reciprocals,
-)
-from kfac_optim.inverses.pair_inverse import (
-    PairInverse,
-    PairState,
-    dense_flops,
-)
+from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
+from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
-from kfac_optim.linalg.newton import (
-    inverse_residuals,
-    newton_schulz,
-    newton_start,
-)
+from kfac_optim.linalg.newton import inverse_residuals, newton_schulz, newton_start
 from kfac_optim.linalg.products import norm1, sandwich
-from kfac_optim.specs import (
-    Cost,
-    FactorShape,
-    LayerSpec,
-    Structure,
-)
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.utils import value_checks
-from kfac_optim.utils.validation import (
-    check_dtype,
-    check_integer,
-    check_number,
-)
+from kfac_optim.utils.validation import check_dtype, check_integer, check_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,7 @@ from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState
 from kfac_optim.linalg.eigen import eigendecomposition
-from kfac_optim.specs import (
-    FactorShape,
-    LayerSpec,
-    Part,
-    Structure,
-)
+from kfac_optim.specs import FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 
 

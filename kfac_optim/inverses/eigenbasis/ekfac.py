@@ -13,32 +13,13 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import (
-    FactorPair,
-    OpposedPair,
-    of_part,
-)
+from kfac_optim.factors.kronecker_factors import FactorPair, OpposedPair, of_part
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.inverses.base import Result
-from kfac_optim.inverses.eigenbasis.base import (
-    EigenbasisInverse,
-    EigenState,
-    Spectrum,
-    outer,
-)
-from kfac_optim.inverses.pair_inverse import (
-    EIGH_FLOPS,
-    dense_flops,
-    dense_sides,
-)
-from kfac_optim.specs import (
-    Cost,
-    FactorShape,
-    LayerSpec,
-    Part,
-    Structure,
-)
+from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, EigenState, Spectrum, outer
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops, dense_sides
+from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.tensor_storage import copy_held
 from kfac_optim.utils.validation import check_flag

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_optim.inverses.eigenbasis.base import (
-    EigenbasisInverse,
-    EigenJob,
-    EigenState,
-    decompose_fully,
-    hand_back,
-)
+from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, EigenJob, EigenState, decompose_fully, hand_back
 from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops
 from kfac_optim.specs import Cost, LayerSpec
 from kfac_optim.utils import value_checks

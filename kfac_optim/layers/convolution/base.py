@@ -11,40 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.capture.calls import LayerWatch
-from kfac_optim.capture.function_modes import (
-    Function,
-    substitute,
-    traceable,
-)
+from kfac_optim.capture.function_modes import Function, substitute, traceable
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import RowStatistics
 from kfac_optim.factors.patch_correlation import correlated_gram, correlation_pays
 from kfac_optim.factors.patches import Patches
-from kfac_optim.factors.second_moments import (
-    bordered,
-    channel_rows,
-    gram,
-    on_host,
-)
+from kfac_optim.factors.second_moments import bordered, channel_rows, gram, on_host
 from kfac_optim.factors.subsampling import RowSample
-from kfac_optim.layers.base import (
-    M,
-    StatisticsSink,
-    WeightBiasAdapter,
-)
-from kfac_optim.specs import (
-    LayerSpec,
-    Structure,
-    WeightSharing,
-)
+from kfac_optim.layers.base import M, StatisticsSink, WeightBiasAdapter
+from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 from kfac_optim.utils.autograd import is_cast_of
-from kfac_optim.utils.hooks import (
-    Handle,
-    Handles,
-    is_on,
-)
+from kfac_optim.utils.hooks import Handle, Handles, is_on
 
 
 class PatchStatistics(RowStatistics):

@@ -11,11 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import Patches, pad
-from kfac_optim.layers.convolution.base import (
-    PatchAdapter,
-    PatchStatistics,
-    by_axis,
-)
+from kfac_optim.layers.convolution.base import PatchAdapter, PatchStatistics, by_axis
 from kfac_optim.specs import LayerSpec
 
 

@@ -19,11 +19,7 @@ from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import Patches, pad
 from kfac_optim.layers.base import weight_and_bias
-from kfac_optim.layers.convolution.base import (
-    PatchAdapter,
-    PatchStatistics,
-    by_axis,
-)
+from kfac_optim.layers.convolution.base import PatchAdapter, PatchStatistics, by_axis
 from kfac_optim.specs import LayerSpec
 
 

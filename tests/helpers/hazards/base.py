@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers.plain import (
-    batch,
-    clones,
-    gradient_matrix,
-    linear_factors,
-    mlp,
-    square_loss,
-)
+from helpers.plain import batch, clones, gradient_matrix, linear_factors, mlp, square_loss
 from helpers.plain import direction as damped_direction
 from kfac_optim import KFACOptimizer, TrustRegion
 

@@ -6,22 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.hazards.base import (
-    OPTIONS,
-    STEPS,
-    ByHand,
-    Pair,
-    Training,
-    by_hand,
-    hazard,
-    plain_run,
-)
-from helpers.plain import (
-    batch,
-    clones,
-    mlp,
-    square_loss,
-)
+from helpers.hazards.base import OPTIONS, STEPS, ByHand, Pair, Training, by_hand, hazard, plain_run
+from helpers.plain import batch, clones, mlp, square_loss
 from kfac_optim import KFACOptimizer
 
 F64 = torch.float64

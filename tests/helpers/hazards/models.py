@@ -10,22 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from helpers.hazards.base import (
-    OPTIONS,
-    STEPS,
-    ByHand,
-    Pair,
-    Training,
-    by_hand,
-    hazard,
-    plain_run,
-)
-from helpers.plain import (
-    batch,
-    clones,
-    mlp,
-    square_loss,
-)
+from helpers.hazards.base import OPTIONS, STEPS, ByHand, Pair, Training, by_hand, hazard, plain_run
+from helpers.plain import batch, clones, mlp, square_loss
 from kfac_optim import KFACOptimizer
 
 F32, F64 = torch.float32, torch.float64

@@ -7,22 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.hazards.base import (
-    STEPS,
-    Pair,
-    Training,
-    by_hand,
-    hazard,
-    plain_run,
-)
-from helpers.plain import (
-    batch,
-    block,
-    clones,
-    edited,
-    mlp,
-    square_loss,
-)
+from helpers.hazards.base import STEPS, Pair, Training, by_hand, hazard, plain_run
+from helpers.plain import batch, block, clones, edited, mlp, square_loss
 
 NAN, INF = float("nan"), float("inf")
 

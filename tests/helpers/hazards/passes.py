@@ -9,18 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset
 
-from helpers.hazards.base import (
-    STEPS,
-    Pair,
-    Training,
-    by_hand,
-    hazard,
-)
-from helpers.plain import (
-    batch,
-    mlp,
-    square_loss,
-)
+from helpers.hazards.base import STEPS, Pair, Training, by_hand, hazard
+from helpers.plain import batch, mlp, square_loss
 
 # -- passes that are no training -------------------------------------------------------------------------------
 

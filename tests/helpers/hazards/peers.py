@@ -15,28 +15,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from helpers import oracles
-from helpers.hazards.base import (
-    OPTIONS,
-    STEPS,
-    ByHand,
-    Pair,
-    Training,
-    by_hand,
-    hazard,
-    plain_run,
-)
-from helpers.plain import (
-    batch,
-    direction,
-    linear_factors,
-    mlp,
-    square_loss,
-)
-from kfac_optim import (
-    ExponentialDecay,
-    HyperparameterScheduler,
-    KFACOptimizer,
-)
+from helpers.hazards.base import OPTIONS, STEPS, ByHand, Pair, Training, by_hand, hazard, plain_run
+from helpers.plain import batch, direction, linear_factors, mlp, square_loss
+from kfac_optim import ExponentialDecay, HyperparameterScheduler, KFACOptimizer
 
 F64 = torch.float64
 

@@ -8,20 +8,8 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from helpers.hazards.base import (
-    STEPS,
-    ByHand,
-    Pair,
-    Training,
-    by_hand,
-    hazard,
-    plain_run,
-)
-from helpers.plain import (
-    batch,
-    mlp,
-    square_loss,
-)
+from helpers.hazards.base import STEPS, ByHand, Pair, Training, by_hand, hazard, plain_run
+from helpers.plain import batch, mlp, square_loss
 from kfac_optim import Eigen
 
 F32 = torch.float32

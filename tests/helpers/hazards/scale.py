@@ -7,19 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers import oracles
-from helpers.hazards.base import (
-    STEPS,
-    ByHand,
-    Pair,
-    Training,
-    by_hand,
-    hazard,
-)
-from helpers.plain import (
-    batch,
-    mlp,
-    square_loss,
-)
+from helpers.hazards.base import STEPS, ByHand, Pair, Training, by_hand, hazard
+from helpers.plain import batch, mlp, square_loss
 from kfac_optim import KFACOptimizer, LossTerms
 
 F64 = torch.float64
