@@ -35,11 +35,12 @@ from kfac_optim.step import engine, published_state
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.execution import AtOnce, Executor, Refresher, SingleDevice
+from kfac_optim.step.execution import AtOnce, Executor, Refresher, Trained
 from kfac_optim.step.gate import Gate, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.refresh_schedules import Background, Phases, Refresh, Together
+from kfac_optim.step.single_process import SingleProcess
 from kfac_optim.step.skipped_steps import SkippedSteps
 from kfac_optim.step.step_memory import StepMemory
 from kfac_optim.step.step_size import StepSize
@@ -241,7 +242,7 @@ class KFACOptimizer(Optimizer):
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
         config = choice.chosen_config(distributed, sharded=any_sharded(params))
-        self._executor = self._choose_executor(config, estimate)
+        self._executor = executor = self._choose_executor(config, estimate)
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
@@ -252,7 +253,7 @@ class KFACOptimizer(Optimizer):
             given,
             choices.options,
             self._window,
-            self._executor.emitted,
+            lambda block: executor.statistics.emitted(block),  # another object with each plan
             self._executor.begin_forward,
             several=self._executor.several,
         )
@@ -425,16 +426,17 @@ class KFACOptimizer(Optimizer):
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite`.
         """
-        params = self._params()
-        self._executor.check(self._binding.coverage.blocks, params)
-        self._executor.prepare(self._binding.coverage.blocks, params, self._names)
-        return self._executor.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        trained = self._trained()
+        self._executor.check(trained.blocks, trained.params)
+        return self._executor.clip_grad_norm_(trained, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     # -- reports -----------------------------------------------------------------------------------------------
 
     def summary(self) -> Summary:
         """Return each parameter with its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
-        return diagnostics.summary(self._binding.coverage, self._names(), self._params(), self._executor.owners)
+        return diagnostics.summary(
+            self._binding.coverage, self._names(), self._params(), self._executor.statistics.owners
+        )
 
     def plan(self) -> Plan | None:
         """Return who does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.
@@ -473,7 +475,7 @@ class KFACOptimizer(Optimizer):
             skipped_steps=self._skipped.total + self._window.left_out,
             rejected_steps=0 if self._judge is None else self._judge.rejected,
             reduction_ratio=None if self._judge is None else self._judge.ratio,
-            counters=self._executor.counters,
+            counters=self._executor.statistics.counters,
         )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -504,7 +506,7 @@ class KFACOptimizer(Optimizer):
         layers keep their inverses until they are next due.
         """
         fresh = self._record is None and not self.state
-        if (lacking := self._executor.lacks(factors=self._choices.include_factors)) is not None:
+        if (lacking := self._executor.states.lacks(factors=self._choices.include_factors)) is not None:
             self._warnings.partial_checkpoint(lacking)
         self._publish_blocks()
         whole = super().state_dict()
@@ -549,7 +551,7 @@ class KFACOptimizer(Optimizer):
             ValueError: there is no such rank.
             CollectiveError: some rank never came.
         """
-        self._executor.consolidate(self._binding.coverage.blocks, self._params(), self._names, to)
+        self._executor.consolidate(self._trained(), to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint as `torch.optim` does; factors keep their own dtype.
@@ -582,7 +584,7 @@ class KFACOptimizer(Optimizer):
         self._memory.put(checkpoint.remembered(incoming.states))
         known, waiting = self._binding.take_on(incoming.states, incoming.marks)
         missing = checkpoint.missing(self._binding.coverage.blocks, known)
-        self._executor.loading(missing)
+        self._executor.states.loading(missing)
         self._binding.restore(known, waiting)
         incoming.missed.extend(block.name for block, each in missing.items() if each.elsewhere)
         self._binding.rebind(self._group_of())
@@ -657,7 +659,7 @@ class KFACOptimizer(Optimizer):
 
     def _choose_executor(self, config: DistributedConfig | None, estimate: Estimate) -> Executor:
         if config is None:
-            return SingleDevice()
+            return SingleProcess()
         window, optimizer = self._window, weakref.ref(self)
 
         def terms() -> tuple[LossCount, float | Tensor] | None:
@@ -678,13 +680,13 @@ class KFACOptimizer(Optimizer):
             known = optimizer()
             return {} if known is None else choice.tensors(known.param_groups)
 
-        size = self._choices.step_size
-        return DistributedExecutor(
-            config, terms, arguments, tensors, state, size.scalars, size.totals, size.keeps_direction
-        )
+        return DistributedExecutor(config, self._choices.step_size, terms, arguments, tensors, state)
 
     def _params(self) -> list[nn.Parameter]:
         return params_of(self.param_groups)
+
+    def _trained(self) -> Trained:
+        return Trained(self._binding.coverage.blocks, self._params(), self._names)
 
     def _names(self) -> dict[nn.Parameter, str]:
         return names_of(self._binding, self.param_groups)

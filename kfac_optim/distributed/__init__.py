@@ -2,12 +2,14 @@
 
 The folder is laid out in rooms like the package, and by the same rule:
 
-    communication                         what is sent together, collectives on it, process groups, votes
-    launch, planning                      which launcher started the processes; who works on what, and what that costs
-    config                                the user's choices, as one value
-    choice, gradients, factors, refusals  what ranks compare; gradients to owners and back; statistics and inverses
-    state_redistribution                  who holds what of blocks and momentum, and bringing it to another rank
-    executor                              all of this together, as the engine asks for it
+    communication                       what is sent together, collectives on it, process groups, votes
+    launch, planning                    which launcher started the processes; who works on what, and what that costs
+    config                              the user's choices, as one value
+    choice, training_group, refusals    what ranks compare, which ranks train, which choices do not go together
+    gradients, statistics               gradients to owners and back; statistics to owners, and inverses from them
+    state_redistribution                who holds what of blocks and momentum, and bringing it to another rank
+    plan_agreement, state_transfer      one plan on all ranks; states for a new plan and for checkpoints
+    executor                            all of this together, as the engine asks for it
 """
 
 from kfac_optim.distributed.communication.collectives import Cause, Launch

@@ -10,9 +10,9 @@ from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out, leaves, nested
-from kfac_optim.distributed.factors.exchange import StatisticsExchange
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
+from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 
 
 class Holdings:

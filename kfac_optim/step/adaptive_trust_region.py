@@ -64,7 +64,7 @@ class AdaptiveTrustRegion(StepSize):
         if proposal.kl_clip is None:
             return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": one, "momentum_scale": one})
         buffers = _directions_before(proposal)
-        slope, promised = proposal.executor.all_reduce_scalars(_slopes(buffers, one.device)).unbind()
+        slope, promised = proposal.executor.gradients.sum_over_updaters(_slopes(buffers, one.device)).unbind()
         memory = proposal.memory.to(one.device, non_blocking=True)
         multiplier, slope_before, held, share = memory.unbind()
         ratio = slope_ratio(slope.to(memory.dtype), slope_before)

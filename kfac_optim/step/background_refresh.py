@@ -40,7 +40,7 @@ class BackgroundRefresher:
                 self._take_over(block, block.under_way, blocks)
                 collected.append(block)
         if collected:
-            self._executor.share(collected)
+            self._executor.statistics.share(collected)
         return collected
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
@@ -49,7 +49,7 @@ class BackgroundRefresher:
         begun = [block for block in blocks if block not in at_once and block.under_way is None]
         refreshed = AtOnce(self._executor).refresh(at_once) if at_once else ()
         if begun:
-            self._executor.merge(begun)
+            self._executor.statistics.merge(begun)
             self._begin(begun)
         return [*refreshed, *self.collect(begun)] if self._choice.max_staleness == 0 else refreshed
 
@@ -62,7 +62,7 @@ class BackgroundRefresher:
     def _begin(self, blocks: Sequence[KFACBlock]) -> None:
         shadows = [make_shadow(block, self._spares.pop(block, None)) for block in blocks]
         done = self._worker.submit(
-            _refresh, self._executor.solve, shadows, self._lanes(shadows), torch.get_num_threads()
+            _refresh, self._executor.statistics.solve, shadows, self._lanes(shadows), torch.get_num_threads()
         )
         for block, shadow in zip(blocks, shadows, strict=True):
             block.begin_refresh(RefreshUnderWay(shadow, done))

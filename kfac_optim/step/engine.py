@@ -92,7 +92,7 @@ def step(
         for block in blocks:
             if block in agreement.sampled:
                 block.fold(count, scale)
-        executor.settle()
+        executor.statistics.settle()
         if agreement.sampled and kl_clip is not None and damps_by_unit:
             unit = step_size.loss_unit(memory)
             for block in blocks:
@@ -103,7 +103,7 @@ def step(
         for block in refreshed:
             block.drop_refresh()  # by now what is under way would be older
             # Until a sample was accepted there is nothing behind a refresh, and it does not count.
-            if block.is_ready or executor.has_statistics(block):
+            if block.is_ready or executor.statistics.has_statistics(block):
                 block.clock.note_refresh(block.damping)
         if nonfinite_limit is not None:
             _check_setbacks([*collected, *refreshed], executor, nonfinite_limit)
@@ -119,9 +119,9 @@ def step(
             memory = sized.memory if finite is None else torch.where(finite, sized.memory, before)
     with record_function("kfac.update"):
         for group in groups:
-            params = executor.owned([param for param in group["params"] if param.grad is not None])
+            params = executor.gradients.owned([param for param in group["params"] if param.grad is not None])
             _sgd(group, params, sized, state, finite)
-        executor.publish(trained)
+        executor.publish()
     for block in blocks:
         block.clock.advance()
     return StepRecord({**measures, **sized.measures}, memory, count, tuple(unpreconditioned))
@@ -198,7 +198,7 @@ def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock
 
 def _check_setbacks(blocks: Sequence[KFACBlock], executor: Executor, limit: int) -> None:
     """Raise where a layer has had too many in a row."""
-    for block, (refused, failed) in zip(blocks, executor.setbacks(blocks), strict=True):
+    for block, (refused, failed) in zip(blocks, executor.statistics.setbacks(blocks), strict=True):
         if refused >= limit:
             raise RuntimeError(
                 f"kfac_optim: the statistics of layer {block.name!r} were not finite {refused} times in a row "
@@ -240,9 +240,9 @@ def _precondition(
             # Looking synchronises, for blocks that have no inverse yet.
             elif refused or _is_used(block):
                 unpreconditioned.append(block.name)
-        here = executor.gradients(covered)
+        here = executor.gradients.gradients(covered)
         active, grads = [block for block, _ in here], [parts for _, parts in here]
-        parts = executor.precondition(active, grads)
+        parts = executor.gradients.precondition(active, grads)
     products: list[tuple[Group, Tensor]] = []
     measures: dict[str, Tensor] = {}
     if covered:
@@ -276,7 +276,7 @@ def _measure(
     nothing = inner_product([], [], device)
     sums = [found.get(key, nothing) for key in groups]
     sums += [square_sum(directions, device), square_sum(gradients, device)]
-    *by_groups, direction_square, gradient_square = executor.all_reduce_scalars(torch.stack(sums)).unbind()
+    *by_groups, direction_square, gradient_square = executor.gradients.sum_over_updaters(torch.stack(sums)).unbind()
     products = list(zip(groups.values(), by_groups, strict=True))
     measures = {
         "inner": torch.stack(by_groups).sum(),

@@ -1,215 +1,234 @@
-"""Who refreshes, preconditions and updates what, and when refreshes are done. The engine knows only protocols."""
+"""Protocols for those who carry out a step, on one process or many: statistics, gradients, checkpoints, agreement."""
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
-from kfac_optim.blocks.preconditioning import gradients, has_gradient, laid_out, precondition, to_params
-from kfac_optim.inverses.base import Inverse
-from kfac_optim.utils.sharded_params import Shards, is_part
-
-Names = Callable[[], Mapping[nn.Parameter, str]]
-"""Fully qualified names of the optimizer's parameters."""
 
 Parts = Sequence[Tensor]
 """One tensor for each parameter of a block, in its shape."""
 
 
+class Trained(NamedTuple):
+    """What an optimizer trains."""
+
+    blocks: Sequence[KFACBlock]
+    """All blocks, in the order of the model."""
+    params: Sequence[nn.Parameter]
+    """All parameters of the param groups."""
+    names: Callable[[], Mapping[nn.Parameter, str]]
+    """Returns the fully qualified names of the parameters."""
+
+
 class Agreement(NamedTuple):
-    """What all workers know of a step as it begins."""
+    """What all ranks know of a step as it begins."""
 
     finite: bool
-    """Whether every gradient is, on every worker."""
+    """Whether every gradient is finite, on every rank."""
     summed: float
-    """`LossCount.summed`, the largest of all workers."""
+    """`LossCount.summed`, the largest of all ranks."""
     sampled: Collection[KFACBlock]
-    """Blocks that took statistics on some worker."""
+    """Blocks that took statistics on some rank."""
     graded: Collection[KFACBlock]
-    """Blocks that have a gradient on some worker."""
+    """Blocks that have a gradient on some rank."""
     unaccounted: Collection[KFACBlock] = ()
-    """Blocks of which some worker has captured only a part of the gradient."""
+    """Blocks of which some rank has captured only a part of the gradient."""
     terms: tuple[int, int] | None = None
-    """The least and the most that a worker has counted of terms of the loss; None where none has counted."""
+    """The least and the most terms of the loss that a rank has counted; None if none has counted."""
     edited: bool = False
-    """Whether gradients were changed in place on some worker, where each has the mean of some of them alone."""
+    """Whether gradients were changed in place on some rank, where each rank has the mean of some of them alone."""
     restarted: Sequence[str] = ()
-    """Names of blocks of which a checkpoint that was loaded has statistics, but no worker; told once."""
+    """Names of blocks whose statistics a loaded checkpoint has, but no rank; each load names them once."""
+
+
+class Statistics(Protocol):
+    """Brings statistics to those who recompute inverses, and inverses to those who precondition."""
+
+    def emitted(self, block: KFACBlock) -> None:
+        """Take notice, during backward, that `block` took statistics; they may be sent at once."""
+
+    def settle(self) -> None:
+        """Finish what `emitted` has begun, when the statistics of the step are folded."""
+
+    def merge(self, blocks: Sequence[KFACBlock]) -> None:
+        """Do the first part of a refresh: bring the statistics of all ranks to those that recompute inverses."""
+
+    def solve(self, blocks: Sequence[KFACBlock]) -> None:
+        """Do the second part of a refresh: recompute the inverses of `blocks`, and touch nothing else.
+
+        The blocks may be copies, and the caller may be another thread.
+        """
+
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        """Do the third part of a refresh: bring the inverses to the ranks that precondition."""
+
+    def has_statistics(self, block: KFACBlock) -> bool:
+        """Return whether any sample was accepted by the time of the last refresh."""
+
+    def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
+        """Return `Inverse.counters`; on several ranks they are the same on all, as of the last refresh."""
+
+    def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
+        """Return how many samples were refused in a row and how many refreshes failed in a row, for each block."""
+
+    def keeps(self, block: KFACBlock) -> bool:
+        """Return whether this rank holds the running averages of `block` over all ranks; one rank does."""
+
+    def owners(self, block: KFACBlock) -> Sequence[int]:
+        """Return the ranks that recompute the inverse of `block`, or parts of it."""
+
+
+class Gradients(Protocol):
+    """Brings gradients to those who precondition them, and the result to those who update."""
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
+        """Return the blocks whose direction is to be known here, with the whole `∇h` of each of their parameters.
+
+        The tensors may be `.grad` itself, and must not be changed.
+        """
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
+        """Return the preconditioned `grads`: new tensors of the same shapes and layouts, in float32 at least."""
+
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        """Return the direction of each parameter that is updated here.
+
+        Args:
+            blocks: what `precondition` gave here.
+            covered: all blocks that are preconditioned on some rank.
+
+        Returns:
+            Tensors in the shape, dtype and layout of their parameter, as torch's fused kernels read parameter, gradient
+            and momentum side by side. They may share the memory of `blocks`.
+        """
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """Return those of `params` that are updated here, in whole or in part."""
+
+    def sum_over_updaters(self, values: Tensor) -> Tensor:
+        """Sum `values` `[n]` over the ranks that update different parameters."""
+
+
+class WholeStates(Protocol):
+    """Knows for checkpoints what this process holds of the statistics and inverses of all blocks."""
+
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
+        """Take notice that a checkpoint is about to be loaded, which has no statistics for some blocks here."""
+
+    def tensors(self, block: KFACBlock) -> Any | None:
+        """Return the whole state of `block` as `Inverse.tensors` gives it; None where this rank does not hold it."""
+
+    def lacks(self, *, factors: bool) -> str | None:
+        """Say what a checkpoint made now lacks of what other ranks know; None if it lacks nothing.
+
+        Args:
+            factors: whether checkpoints hold statistics and inverses.
+        """
 
 
 class Executor(Protocol):
-    """Carries out the engine's steps on one process or many.
+    """Has all ranks agree on a step, and knows who carries out its parts.
 
     Attributes:
-        several: whether there are other workers.
-        worker: the number of this one, from 0.
-        sees_all_gradients: whether what makes any gradient not finite does so here.
+        several: whether there are other ranks.
+        worker: the number of this rank, from 0.
+        statistics: who brings statistics and inverses where they belong.
+        gradients: who does so with gradients and directions.
+        states: who knows what checkpoints hold.
+        sees_all_gradients: whether a gradient that is not finite anywhere is not finite here.
     """
 
     several: bool
-    worker: int
+
+    @property
+    def worker(self) -> int: ...
+
+    @property
+    def statistics(self) -> Statistics: ...
+
+    @property
+    def gradients(self) -> Gradients: ...
+
+    @property
+    def states(self) -> WholeStates: ...
 
     @property
     def sees_all_gradients(self) -> bool: ...
 
     def attach(self, model: nn.Module | None) -> None:
-        """Told of the model, when that is known; None where it is not yet."""
+        """Take notice of the model; None if it is not known yet."""
 
     def begin_forward(self, model: nn.Module) -> int:
-        """Told that a forward of the model begins, by whatever wrapper; the number of this worker."""
+        """Take notice that a forward of the model begins, in whatever wrapper; returns the number of this rank."""
 
     def close(self) -> None:
-        """Told that the optimizer is gone."""
+        """Launch nothing any more: the optimizer is gone."""
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
-        """Refuse parameters that are laid out over processes as this executor cannot train them; changes nothing.
+        """Refuse parameters that are laid out over processes as this executor cannot train them; change nothing.
 
         Raises:
             NotImplementedError: no executor can.
             RuntimeError: another could.
         """
 
-    def emitted(self, block: KFACBlock) -> None:
-        """Told during backward that `block` took statistics; may begin to share them."""
-
-    def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
-        """Be ready for `clip_grad_norm_`; arguments as of `agree`."""
-
-    def agree(
-        self,
-        blocks: Sequence[KFACBlock],
-        params: Sequence[nn.Parameter],
-        names: Names,
-        *,
-        finite: bool,
-        summed: float,
-        counted: int | None,
-        rescaled: bool,
-    ) -> Agreement:
+    def agree(self, trained: Trained, *, finite: bool, summed: float, counted: int | None, rescaled: bool) -> Agreement:
         """Begin a step.
 
         Args:
-            blocks: all there are.
-            params: of the optimizer.
-            names: of these.
-            finite: whether the gradients are, here.
-            summed: `LossCount.summed`, here.
-            counted: `LossTally.counted`, here.
-            rescaled: whether the step has divided the gradients by the scale, which GradScaler does unseen.
+            trained: what the step is about.
+            finite: whether the gradients here are finite.
+            summed: `LossCount.summed` of this rank.
+            counted: `LossTally.counted` of this rank.
+            rescaled: whether the step has divided the gradients by the loss scale, which GradScaler does unseen.
 
         Raises:
-            RuntimeError: the workers do not train the same model.
+            RuntimeError: the ranks do not train the same model.
         """
 
     def gradients_dropped(self) -> None:
-        """Told by `zero_grad`."""
+        """Take notice of `zero_grad`."""
 
-    def settle(self) -> None:
-        """Finish what `emitted` has begun. Told when the statistics of the step are folded."""
-
-    def merge(self, blocks: Sequence[KFACBlock]) -> None:
-        """The first part of a refresh: bring the statistics of all workers to those that recompute inverses."""
-
-    def solve(self, blocks: Sequence[KFACBlock]) -> None:
-        """The second: recompute.
-
-        Touches nothing but the blocks it is given: they may be copies, on another thread.
-        """
-
-    def share(self, blocks: Sequence[KFACBlock]) -> None:
-        """The third: bring the inverses to those that precondition."""
-
-    def has_statistics(self, block: KFACBlock) -> bool:
-        """Whether any sample was ever accepted, by the time of the last refresh."""
-
-    def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
-        """`Inverse.counters`; with several workers the same on all, as of the last refresh."""
-
-    def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
-        """Samples refused in a row and refreshes failed in a row, of each block."""
-
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        """Give those of `blocks` whose direction is to be known here, and `∇h` of each of their parameters, whole.
-
-        They may be `.grad` itself, and are not to be changed.
-        """
-
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
-        """What preconditioning makes of what `gradients` gave, in shape and layout like it, at least float32, new."""
-
-    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
-        """What `precondition` gave for `blocks`, for each parameter that is updated here, of all that are `covered`.
-
-        As the parameter is, in shape, dtype and layout: torch's fused kernels read parameter, gradient and momentum
-        side by side. It may share the memory of what it is made of.
-        """
-
-    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """Give those of `params` that are updated here, in whole or in part."""
-
-    def publish(self, params: Sequence[nn.Parameter]) -> None:
-        """Share updated parameters with the workers that did not update them."""
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """Sum `values` `[n]` over workers that update different parameters."""
-
-    def average(self, values: Tensor) -> Tensor:
-        """The mean of `values` over workers that see different examples, as it is taken of gradients."""
-
-    def keeps(self, block: KFACBlock) -> bool:
-        """Whether the running averages of `block` are those of all workers here: so they are on one of them."""
-
-    def add_up(self, values: Tensor) -> Tensor:
-        """The sum of `values` over all workers."""
+    def publish(self) -> None:
+        """Share updated parameters with the ranks that did not update them, which ends the step."""
 
     def clip_grad_norm_(
-        self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+        self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
-        """Clip the norm of all gradients together; the norm before, `[]`."""
+        """Clip the norm of all gradients together, and return the norm before, `[]`."""
 
-    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
-        """Told that a checkpoint is about to be loaded, and for which blocks it has no statistics."""
-
-    def tensors(self, block: KFACBlock) -> Any | None:
-        """The whole state of `block` for a checkpoint, as `Inverse.tensors` gives it; None where it is not here."""
-
-    def lacks(self, *, factors: bool) -> str | None:
-        """Tell what checkpoints made now miss of what other workers know; None where they miss nothing.
-
-        Args:
-            factors: whether they are to hold statistics and inverses.
-        """
-
-    def consolidate(
-        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
-    ) -> None:
-        """Have `tensors` and momentum whole on worker `to`, until the next step; None: of each block on one.
-
-        The other arguments are those of `agree`.
+    def consolidate(self, trained: Trained, to: int | None) -> None:
+        """Hold all states and momentum on rank `to` until the next step; None holds each block on one of its owners.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: there is no such rank.
         """
 
-    def owners(self, block: KFACBlock) -> Sequence[int]:
-        """The workers that recompute the inverse of `block`, or its parts."""
+    def mean_over_examples(self, values: Tensor) -> Tensor:
+        """Return the mean of `values` over the ranks, which see different examples, as it is taken of gradients."""
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over all ranks."""
 
 
 class Refresher(Protocol):
-    """Has an executor recompute inverses."""
+    """Decides when inverses that are due are recomputed: at once, or behind the training."""
 
     def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        """Take over refreshes of earlier steps that are finished, or waited for now; the blocks that got an inverse."""
+        """Take over earlier refreshes that are finished, or must be waited for; return the blocks that got an inverse.
+
+        Args:
+            blocks: all blocks.
+        """
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        """Have `blocks`, those that are due, refreshed; the ones that have their inverse now, not at a later step."""
+        """Refresh `blocks`, which are due, or begin to; return those that have their new inverse already."""
 
 
 class AtOnce:
-    """Refresh blocks at the step at which they are due."""
+    """Refreshes blocks at the step at which they are due."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -219,164 +238,8 @@ class AtOnce:
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
         if blocks:
-            self._executor.merge(blocks)
-            self._executor.solve(blocks)
-            self._executor.share(blocks)
+            statistics = self._executor.statistics
+            statistics.merge(blocks)
+            statistics.solve(blocks)
+            statistics.share(blocks)
         return blocks
-
-
-def check_rank(to: int | None, workers: int) -> None:
-    """Raise unless `consolidate` may be asked for it."""
-    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < workers):
-        raise ValueError(f"kfac_optim: to must be a rank from 0 to {workers - 1}, or None, got {to!r}.")
-
-
-class SingleDevice:
-    """Everything here and now, in one process."""
-
-    several = False
-    worker = 0
-
-    def __init__(self) -> None:
-        self._shards = Shards()
-
-    @property
-    def sees_all_gradients(self) -> bool:
-        return True
-
-    def attach(self, model: nn.Module | None) -> None:
-        self._shards = Shards(model)
-
-    def begin_forward(self, model: nn.Module) -> int:
-        return self.worker
-
-    def close(self) -> None:
-        pass
-
-    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
-        if sharded := [block.name for block in blocks if any(map(self._is_stepped_in_parts, block.params))]:
-            raise RuntimeError(
-                f"kfac_optim: the parameters of {sharded[0]!r} are sharded, and no process alone can precondition "
-                "their gradient. Where fully_shard keeps them, leave distributed at None, or pass a "
-                "DistributedConfig(...) with the group that they are sharded over; otherwise leave the layers to SGD: "
-                f"skip_layers={sharded}."
-            )
-
-    def _is_stepped_in_parts(self, param: nn.Parameter) -> bool:
-        """Whether it is, or is to be; statistics alone may be taken of what FSDP2 gathers for forwards."""
-        return is_part(param) and (param.grad is not None or self._shards.of(param) is None)
-
-    def emitted(self, block: KFACBlock) -> None:
-        pass
-
-    def prepare(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names) -> None:
-        pass
-
-    def agree(
-        self,
-        blocks: Sequence[KFACBlock],
-        params: Sequence[nn.Parameter],
-        names: Names,
-        *,
-        finite: bool,
-        summed: float,
-        counted: int | None,
-        rescaled: bool,
-    ) -> Agreement:
-        return Agreement(
-            finite,
-            summed,
-            sampled={block for block in blocks if block.has_pending()},
-            graded={block for block in blocks if has_gradient(block)},
-            unaccounted={block for block in blocks if block.check.differs},
-        )
-
-    def gradients_dropped(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def merge(self, blocks: Sequence[KFACBlock]) -> None:
-        pass
-
-    def solve(self, blocks: Sequence[KFACBlock]) -> None:
-        by_inverse: defaultdict[Inverse[Any], list[KFACBlock]] = defaultdict(list)
-        for block in blocks:
-            by_inverse[block.inverse].append(block)
-        for inverse, alike in by_inverse.items():
-            inverse.refresh([b.state for b in alike], [b.damping for b in alike])
-
-    def share(self, blocks: Sequence[KFACBlock]) -> None:
-        pass
-
-    def has_statistics(self, block: KFACBlock) -> bool:
-        return block.inverse.has_statistics(block.state)
-
-    def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
-        return block.inverse.counters(block.state)
-
-    def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
-        if not blocks:
-            return []
-        device = blocks[0].params[0].device
-        counts = [
-            count.to(device, non_blocking=True) for block in blocks for count in block.inverse.setbacks(block.state)
-        ]
-        numbers = torch.stack(counts).tolist()  # the one host synchronisation of it
-        return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        return [(block, gradients(block)) for block in blocks]
-
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
-        # One after the other, so that the matrices of one are gone before those of the next are made.
-        return [to_params(block, precondition(block, parts), parts) for block, parts in zip(blocks, grads, strict=True)]
-
-    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
-        return {
-            param: laid_out(part, param, param.dtype)
-            for block, parts in blocks.items()
-            for param, part in zip(block.params, parts, strict=True)
-            if param.grad is not None
-        }
-
-    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return params
-
-    def publish(self, params: Sequence[nn.Parameter]) -> None:
-        pass
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return values
-
-    def average(self, values: Tensor) -> Tensor:
-        return values
-
-    def keeps(self, block: KFACBlock) -> bool:
-        return True
-
-    def add_up(self, values: Tensor) -> Tensor:
-        return values
-
-    def clip_grad_norm_(
-        self, params: Sequence[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
-    ) -> Tensor:
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
-        pass
-
-    def tensors(self, block: KFACBlock) -> Any | None:
-        return block.inverse.tensors(block.state)
-
-    def lacks(self, *, factors: bool) -> str | None:
-        return None
-
-    def consolidate(
-        self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], names: Names, to: int | None
-    ) -> None:
-        check_rank(to, 1)
-
-    def owners(self, block: KFACBlock) -> Sequence[int]:
-        return (0,)

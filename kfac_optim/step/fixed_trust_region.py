@@ -75,7 +75,7 @@ class TrustRegion(StepSize):
         summed = summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         buffers = _buffers(proposal)
-        promised = proposal.executor.all_reduce_scalars(_promised(buffers, one.device).reshape(1))[0]
+        promised = proposal.executor.gradients.sum_over_updaters(_promised(buffers, one.device).reshape(1))[0]
         held = momentum_scale(promised, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)
         scale_momentum(proposal, [(group, buffer) for group, buffer, _ in buffers], held)
@@ -88,12 +88,12 @@ class TrustRegion(StepSize):
         executor = proposal.executor
         steps, curved, grads = [], [], []
         for block, grad, parts in zip(proposal.blocks, proposal.grads, proposal.parts, strict=True):
-            if executor.keeps(block):  # each block counts once
+            if executor.statistics.keeps(block):  # each block counts once
                 steps.append(to_matrix(block, _whole_step(proposal, block, parts)))
                 curved.append(_times_factors(block, steps[-1]))
                 grads.append(to_matrix(block, grad))
         sums = torch.stack([inner_product(steps, curved, one.device), inner_product(steps, grads, one.device)])
-        quadratic, decrease = executor.add_up(sums).unbind()
+        quadratic, decrease = executor.sum_over_ranks(sums).unbind()
         summed = summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)

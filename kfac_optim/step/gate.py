@@ -16,7 +16,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step import engine
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.execution import Agreement, Executor
+from kfac_optim.step.execution import Agreement, Executor, Trained
 from kfac_optim.step.loss_scale import LossScale, ScalerSource, read_loss_scale, spread_overflow, unscale
 from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
 from kfac_optim.step.user_warnings import UserWarnings
@@ -124,9 +124,7 @@ class Gate:
             self._skipped.look()
         names = partial(names_of, self._binding, groups)
         agreement = self._executor.agree(
-            self._binding.coverage.blocks,
-            params,
-            names,
+            Trained(self._binding.coverage.blocks, params, names),
             finite=finite is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
             summed=self._window.summed(),
             rescaled=scale.in_gradients,

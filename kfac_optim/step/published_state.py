@@ -37,7 +37,7 @@ def publish(
     for each in state.values():
         if isinstance(each, dict):
             each.pop(checkpoint.KEY, None)
-    held = {block: executor.tensors(block) if include_factors else None for block in blocks}
+    held = {block: executor.states.tensors(block) if include_factors else None for block in blocks}
     partial = executor.several and include_factors and None in held.values()
     if keeps_directions:
         _publish_directions(state, blocks, executor)
@@ -67,6 +67,6 @@ def fill_up(state: MutableMapping[Any, Any], params: Sequence[nn.Parameter]) -> 
 def _publish_directions(state: MutableMapping[Any, Any], blocks: Sequence[KFACBlock], executor: Executor) -> None:
     """Put zeros where directions will be kept, for `torch.distributed.checkpoint` to read into."""
     covered = {param: group for block in blocks for param, group in zip(block.params, block.groups, strict=True)}
-    for param in executor.owned(list(covered)):
+    for param in executor.gradients.owned(list(covered)):
         if covered[param]["momentum"] == 0 and MOMENTUM not in state[param]:
             state[param][MOMENTUM] = torch.zeros_like(param)

@@ -84,7 +84,7 @@ class QuadraticModel(StepSize):
         ways = [direction, before] if before else [direction]
         slope = -torch.stack([_dot(way, gradient, device) for way in ways])
         curved = objective.curvature({param: param.detach() for param in gradient}, ways, proposal.count)
-        curved = proposal.executor.average(curved)
+        curved = proposal.executor.mean_over_examples(curved)
         curved = curved.to(slope.dtype) + _ridge(proposal.groups, ways, slope, l2)
         damped = curved + _ridge(proposal.groups, ways, slope, lambda group: group["damping"])
         weights = minimum(damped, slope)

@@ -16,7 +16,7 @@ def summed_terms(proposal: Proposal) -> float:
 
 def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
     """Return the covered parameters that are updated here, in whole or in part, with their param groups."""
-    here = set(proposal.executor.owned([param for block in proposal.covered for param in block.params]))
+    here = set(proposal.executor.gradients.owned([param for block in proposal.covered for param in block.params]))
     pairs = [pair for block in proposal.covered for pair in zip(block.params, block.groups, strict=True)]
     return [(param, group) for param, group in pairs if param in here]
 

@@ -60,7 +60,7 @@ class Proposal:
 
     def direction(self) -> Direction:
         """Return the preconditioned gradient of each parameter that is updated here."""
-        return self.executor.direction(dict(zip(self.blocks, self.parts, strict=True)), self.covered)
+        return self.executor.gradients.direction(dict(zip(self.blocks, self.parts, strict=True)), self.covered)
 
     def momentum(self, param: nn.Parameter) -> Tensor | None:
         """Give the momentum of earlier steps."""
@@ -113,7 +113,7 @@ class StepSize(ABC):
         return ()
 
     def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """Give what `scalars` gives, for the sums that `Executor.add_up` takes."""
+        """Give what `scalars` gives, for the sums that `Executor.sum_over_ranks` takes."""
         return ()
 
     def keeps_direction(self, groups: Sequence[Group]) -> bool:

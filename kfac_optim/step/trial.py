@@ -79,7 +79,7 @@ class Trial:
         """`∇hᵀδ + ½ δᵀ (C + η) δ`."""
         step = {param: param.detach() - value for param, value in self._before.items()}
         device = next(iter(step)).device
-        total = executor.average(objective.curvature(self._before, [step], count)).reshape(()).to(device) / 2
+        total = executor.mean_over_examples(objective.curvature(self._before, [step], count)).reshape(()).to(device) / 2
         for group in self.groups:
             params = [param for param in group["params"] if param in step]
             moved = [step[param] for param in params]
@@ -169,7 +169,7 @@ class Judge:
             with random.replayed(), self._window.muted(), torch.enable_grad():
                 loss = closure()
             differ = float(not _same_inputs(before, self._recorder.kept))
-            if float(self._executor.average(torch.tensor(differ, device=next(iter(held)).device))) > 0:
+            if float(self._executor.mean_over_examples(torch.tensor(differ, device=next(iter(held)).device))) > 0:
                 raise RuntimeError(
                     "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
                     "the loss, and the model was called with other inputs than the first time. Draw the batch before "
@@ -195,7 +195,7 @@ class Judge:
         """Adapt the damping by what step number `step` did to the loss, which is now `loss`; or take the step back."""
         assert record is not None
         losses = torch.tensor([trial.loss, loss], dtype=torch.float64, device=next(iter(trial.params)).device)
-        trial.loss, loss = self._executor.average(losses).tolist()
+        trial.loss, loss = self._executor.mean_over_examples(losses).tolist()
         rejected = self.rule.reject and trial.rose(loss)
         self.ratio = -math.inf if rejected else None
         if rejected:

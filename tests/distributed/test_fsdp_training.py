@@ -717,7 +717,7 @@ REFUSED = {
     "partly": r"built: kfac_optim: the parameters of 'norm'.* are not sharded.*skip_layers",
     "alone": r"step: kfac_optim: the parameters of 'first' are sharded, and no process alone.*DistributedConfig",
     "not sharded": r"built: kfac_optim: FullySharded\(\) is for parameters that fully_shard has sharded",
-    "before": r"step: kfac_optim: the optimizer was built before fully_shard .*'first.weight'.*Build it afterwards",
+    "before": r"step: kfac_optim: the optimizer was built before fully_shard .*'first.weight'.*Build the optimizer",
     "before a part": r"step: kfac_optim: the optimizer was built before fully_shard .*'first.weight'",
 }
 

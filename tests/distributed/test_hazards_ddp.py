@@ -570,7 +570,7 @@ def grows(rank: int | None, strategy: Strategy, refresh: Refresh) -> list[Tensor
                 block.under_way = None  # those that began it may own it no more
         optimizer.step()
         if rank is not None:
-            for param, owner in optimizer._executor.holdings.updaters.items():
+            for param, owner in optimizer._executor.states.updaters.items():
                 assert owner in (None, rank) or "momentum_buffer" not in optimizer.state[param]
     return training.params
 
@@ -585,7 +585,7 @@ def marks(rank: int) -> list[bool]:
     """Of the factors of a copy that was marked when another rank owned one of them, and now owns neither."""
     training = Training(rank, Mixed, Sharded(Placement.FACTORS), {})
     training.run(plain, range(2))
-    exchange = training.optimizer._executor.exchange
+    exchange = training.optimizer._executor.shared.exchange
     (block,) = (each for each in training.optimizer._binding.coverage.blocks if each.name == "first")
     copy_ = make_shadow(block)
     exchange.mark_elsewhere([copy_])

@@ -340,7 +340,7 @@ def timeouts(rank: int) -> list[timedelta]:
     ):
         optimizer = KFACOptimizer(model, **NUMBERS, distributed=config)
         train(model, optimizer, 0, rank, range(1))
-        found.append(optimizer._executor.main.timeout)
+        found.append(optimizer._executor.ranks.main.timeout)
     return found
 
 

@@ -201,7 +201,9 @@ def test_choices_that_ranks_cannot_follow_alike_are_refused(two_ranks: Ranks, wo
 
 
 def outside(rank: int) -> str:  # noqa: ARG001
-    config = DistributedConfig(group=dist.new_group([0]))
+    # Each rank gets a group, as torch names later groups by how many a rank has, and the names must be equal.
+    first, _ = (dist.new_group([each]) for each in range(2))
+    config = DistributedConfig(group=first)
     try:
         KFACOptimizer(nn.Linear(2, 2), distributed=config)
     except RuntimeError as error:

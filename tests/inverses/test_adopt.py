@@ -24,7 +24,7 @@ from kfac_optim import (
 )
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.shadow import adopt, make_shadow
-from kfac_optim.step.execution import SingleDevice
+from kfac_optim.step.single_process import LocalStatistics
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -89,14 +89,14 @@ class Run:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        SingleDevice().solve(self.blocks)
+        LocalStatistics().solve(self.blocks)
         for block in self.blocks:
             block.clock.note_refresh(block.damping)
 
     @torch.no_grad()
     def refresh_shadows(self) -> list[KFACBlock]:
         shadows = [make_shadow(block) for block in self.blocks]
-        SingleDevice().solve(shadows)
+        LocalStatistics().solve(shadows)
         return shadows
 
     @torch.no_grad()

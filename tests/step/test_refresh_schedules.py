@@ -52,7 +52,7 @@ from kfac_optim import (
 )
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.step.background_refresh import BackgroundRefresher, _refresh
-from kfac_optim.step.execution import SingleDevice
+from kfac_optim.step.single_process import LocalStatistics, SingleProcess
 
 SIZES = (4, 6, 3)
 INVERSES = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(4, 1e-4), OnlineEigen(3), DoublyFactored(2)]
@@ -867,8 +867,8 @@ def test_two_optimizers_refresh_beside_each_other() -> None:
 # -- around another executor -----------------------------------------------------------------------------------------
 
 
-class Several(SingleDevice):
-    """Another executor, which notes what it is asked."""
+class Noted(LocalStatistics):
+    """Notes what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -886,7 +886,8 @@ class Several(SingleDevice):
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_statistics_are_merged_when_a_refresh_begins_and_results_shared_when_it_ends(at_once: bool) -> None:
-    executor = Several()
+    executor = SingleProcess()
+    executor.statistics = noted = Noted()
     model = mlp()
     optimizer = KFACOptimizer(
         model, refresh=Background(max_staleness=0 if at_once else 2, deterministic=True), factor_update_period=1
@@ -895,11 +896,11 @@ def test_statistics_are_merged_when_a_refresh_begins_and_results_shared_when_it_
     optimizer._refresher = BackgroundRefresher(executor, Background(max_staleness=0 if at_once else 2))
     asked = []
     for _ in range(5):
-        executor.asked.clear()
+        noted.asked.clear()
         square_loss(model(torch.randn(8, model[0].in_features, dtype=model[0].weight.dtype))).backward()
         optimizer.step()
         optimizer._refresher._worker.submit(int).result(60)
-        asked.append(list(executor.asked))
+        asked.append(list(noted.asked))
         optimizer.zero_grad()
     together = ["merge", "solve", "share"]
     assert asked[:2] == ([together] * 2 if at_once else [together, ["merge", "solve"]])

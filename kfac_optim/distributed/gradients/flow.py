@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,43 +20,34 @@ from kfac_optim.distributed.planning.messages import (
 )
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
-from kfac_optim.step.execution import Parts, SingleDevice
+from kfac_optim.step.execution import Parts
+from kfac_optim.step.single_process import LocalGradients
 
-_ALONE = SingleDevice()
 
+class GradientFlow(LocalGradients):
+    """Brings gradients to their owners and what becomes of it back; here, where every rank has and updates all of it.
 
-class GradientFlow(Protocol):
-    """The way of gradients under one kind of strategy; methods are those of `Executor`, where not told."""
+    Subclasses override what differs under one kind of strategy.
+    """
 
     def reduce(self) -> None:
-        """Bring the gradients of this step to where they are needed, if they are not there yet."""
+        """Bring the gradients of this step to where they are needed, if they are not there yet; a collective."""
 
     def forget(self) -> None:
-        """Told that the gradients of this step were dropped, or will not be stepped with."""
+        """Take notice that the gradients of this step were dropped, or that no step will use them."""
 
     def restore(self) -> None:
-        """Undo `reduce`: have all gradients that other ranks have, as the owners are about to change."""
-
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]: ...
-
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]: ...
-
-    def direction(
-        self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]
-    ) -> dict[nn.Parameter, Tensor]: ...
-
-    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]: ...
+        """Undo `reduce`: give every rank all gradients that any rank has, as the owners are about to change."""
 
     def publish(self) -> None:
-        """Share updated parameters."""
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor: ...
+        """Share updated parameters with the ranks that did not update them; a collective."""
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        """Give the norm of all gradients together; `grads` are those that are updated here."""
+        """Return the norm of all gradients together, `[]`; `grads` are those of parameters that are updated here."""
+        return nn.utils.get_total_norm(grads, order)
 
 
-class ReplicatedGradients:
+class ReplicatedGradients(GradientFlow):
     """Every rank has the mean of all gradients and updates all parameters; some precondition a layer for all."""
 
     def __init__(self, plan: Plan, communicator: Communicator) -> None:
@@ -65,23 +55,11 @@ class ReplicatedGradients:
         self._plan = plan
         self._workers = {layer.name: layer.workers for layer in plan.layers}
 
-    def reduce(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
-
-    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        return _ALONE.gradients(blocks)
-
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         rank = self._communicator.rank
         here = [block for block in blocks if rank in self._workers[block.name]]
         if len(here) == len(blocks) and all(len(workers) == self._plan.ranks for workers in self._workers.values()):
-            return _ALONE.precondition(blocks, grads)
+            return super().precondition(blocks, grads)
         grad_of = dict(zip(blocks, grads, strict=True))
         matrices = {block: precondition(block, grad_of[block]) for block in here}
         by_name = {block.name: block for block in blocks}
@@ -100,23 +78,8 @@ class ReplicatedGradients:
                     matrices[block] = matrix_by_blocks(matrix, spec)
         return [to_params(block, matrices[block], grad_of[block]) for block in blocks]
 
-    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
-        return _ALONE.direction(blocks, covered)
 
-    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return params
-
-    def publish(self) -> None:
-        pass
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return values
-
-    def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        return nn.utils.get_total_norm(grads, order)
-
-
-class ShardedGradients:
+class ShardedGradients(GradientFlow):
     """Each layer's gradient goes to its owner, who updates; all parameters are gathered after the step.
 
     Args:
@@ -176,13 +139,7 @@ class ShardedGradients:
         )
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        return _ALONE.gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
-
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
-        return _ALONE.precondition(blocks, grads)
-
-    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
-        return _ALONE.direction(blocks, covered)
+        return super().gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         return [param for param in params if self.owner_of.get(param) == self._communicator.rank]
@@ -191,7 +148,7 @@ class ShardedGradients:
         self._gather(self._params, lambda param: param, lambda param, value: param.detach().copy_(value))
         self.forget()
 
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+    def sum_over_updaters(self, values: Tensor) -> Tensor:
         return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:

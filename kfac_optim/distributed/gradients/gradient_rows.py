@@ -12,16 +12,14 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.layouts import ShareBucket
-from kfac_optim.distributed.gradients.flow import sum_scalars, total_norm
+from kfac_optim.distributed.gradients.flow import GradientFlow, sum_scalars, total_norm
 from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, to_owners
 from kfac_optim.distributed.planning.plan import Plan
-from kfac_optim.step.execution import Parts, SingleDevice
+from kfac_optim.step.execution import Parts
 from kfac_optim.utils.sharded_params import local
 
-_ALONE = SingleDevice()
 
-
-class RowGradients:
+class RowGradients(GradientFlow):
     """Every rank holds and updates rows of all parameters; a layer's owner preconditions the whole.
 
     Args:
@@ -35,15 +33,6 @@ class RowGradients:
         self._payload = plan.options.parameter_dtype
         self._ranks = dist.get_process_group_ranks(communicator.group)
         self._limit = plan.options.bucket_bytes // self._payload.itemsize
-
-    def reduce(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         rank = self._communicator.rank
@@ -59,9 +48,6 @@ class RowGradients:
             if self._owners[block.name] == rank
         ]
 
-    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
-        return _ALONE.precondition(blocks, grads)
-
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         values: dict[str, Tensor] = {}
         for block, parts in blocks.items():
@@ -76,13 +62,7 @@ class RowGradients:
             if param.grad is not None
         }
 
-    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return params
-
-    def publish(self) -> None:
-        pass
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+    def sum_over_updaters(self, values: Tensor) -> Tensor:
         return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.communication.reducer import Reducer
-from kfac_optim.distributed.factors.exchange import StatisticsExchange
+from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 
 Terms = tuple[LossCount, float | Tensor]
 """Terms of the loss, and what the output gradients are multiplied by."""

@@ -1,0 +1,231 @@
+"""One plan on all ranks: what this rank trains, the vote on it before every step, and the plan that follows.
+
+[Note: why ranks vote] A collective is matched between ranks by its place in the order of launches. Ranks that plan
+differently would hang, or take each other's numbers for their own. So every step begins with one small all-reduce, of a
+size that no plan changes: each rank says, by a number, what it would plan and which arguments it has. Only when all say
+the same is anything else launched. When they differ from what was agreed before, in the same way on all ranks, all of
+them plan again at this very place. All branches that lead to a collective depend on the verdict alone.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.distributed.communication.consensus import Ballot, vote
+from kfac_optim.distributed.config import DistributedConfig
+from kfac_optim.distributed.gradients.fsdp import rows_of
+from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.distributed.planning.plan import Plan, PlanOptions, differences, remedy, vote_marks
+from kfac_optim.distributed.planning.planner import Covered, Uncovered, make_plan
+from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Strategy
+from kfac_optim.distributed.training_group import TrainingGroup
+from kfac_optim.step.execution import Trained
+from kfac_optim.step.step_size import StepSize
+from kfac_optim.utils.sharded_params import is_sharded
+from kfac_optim.utils.text import without_addresses
+
+
+class PlanAgreement:
+    """Has all ranks go by the same plan; see [Note: why ranks vote].
+
+    Args:
+        config: the user's choices, the same on all ranks.
+        ranks: the ranks that train.
+        step_size: the user's choice; it says which sums a step takes.
+        arguments: returns the optimizer's arguments by name, as they are now; they must be the same on all ranks.
+        tensors: returns those arguments that are tensors, which synchronises with the device.
+
+    Attributes:
+        plan: the plan that all ranks go by; None before the first step.
+        blocks: the blocks that were described last.
+        params: the parameters of each covered layer and each other parameter, by its name in the plan.
+    """
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        ranks: TrainingGroup,
+        step_size: StepSize,
+        arguments: Callable[[], Mapping[str, str]],
+        tensors: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._step_size = step_size
+        self._arguments, self._tensors = arguments, tensors
+        self.plan: Plan | None = None
+        self.blocks: Sequence[KFACBlock] = ()
+        self.params: dict[str, Sequence[nn.Parameter]] = {}
+        self._model: list[Covered | Uncovered] = []
+        self._loaded = ""
+        self._seen: tuple[Any, ...] = ()
+        # Numbers that stand for what was described, and for what the plan was made of.
+        self._number = self._agreed = 0
+
+    def has_changed(self, trained: Trained, loaded: str) -> bool:
+        """Return whether `describe` would tell of another model than the last time."""
+        return _seen(trained, loaded) != self._seen
+
+    def describe(self, trained: Trained, loaded: str) -> None:
+        """Describe what is to be planned.
+
+        Args:
+            trained: what the optimizer trains.
+            loaded: describes the checkpoints that were loaded.
+        """
+        self._seen, self._loaded, self.blocks = _seen(trained, loaded), loaded, list(trained.blocks)
+        self._model, self.params = _layout(trained)
+        config = replace(self._config, group=None)
+        dtypes = sorted({str(param.dtype) for param in trained.params})
+        self._number = _hash([repr(config), loaded, *dtypes, *map(repr, self._model)])
+
+    def vote(
+        self,
+        marks: Callable[[], Sequence[int]],
+        *,
+        finite: bool = True,
+        summed: float = 1,
+        norm: float | None = None,
+        counted: int | None = None,
+        edited: bool = False,
+    ) -> Ballot:
+        """Hold a vote; a collective.
+
+        Args:
+            marks: returns what this rank says of blocks and buckets; asked only if this rank knows the agreed plan.
+            finite: whether gradients are finite here.
+            summed: `LossCount.summed` of this rank.
+            norm: of gradients that should be equal on all ranks; None where they are not compared.
+            counted: terms of the loss that this rank has counted.
+            edited: whether gradients were changed in place here.
+        """
+        # To look at tensors synchronises with the device, as taking statistics does: so it is done at such steps alone.
+        looks = any(block.has_pending() for block in self.blocks)
+        own = marks() if self._number == self._agreed else ()
+        plan = self.plan
+        size = vote_marks(0, 0) if plan is None else vote_marks(len(plan.layers), len(plan.buckets_of(Payload.SUMS)))
+        ballot = Ballot(
+            finite,
+            summed,
+            model=self._number,
+            numbers=_hash_of(self._arguments()),
+            norm=norm,
+            edited=edited,
+            terms=None if counted is None else (counted, counted),
+            tensors=_hash_of(self._tensors()) if looks else None,
+            marks=(*own, *[0] * (size - len(own))),  # as many as the others give, who may know of another plan
+        )
+        return vote(self._ranks.main, ballot)
+
+    def is_settled(self, verdict: Ballot) -> bool:
+        """Return whether all ranks go by the agreed plan; if not, all of them must make a new one.
+
+        Raises:
+            RuntimeError: the ranks have different arguments, or train different models.
+        """
+        settled = verdict.model == self._agreed
+        if verdict.numbers < 0 or (settled and verdict.tensors == -1):
+            self._ranks.main.check_agreement({**self._arguments(), **self._tensors()}, differences, remedy)
+        if not settled and verdict.model < 0:
+            told = self._new_plan().agreement() | {"checkpoints loaded": self._loaded}
+            self._ranks.main.check_agreement(told, differences, remedy)
+            raise RuntimeError(
+                "kfac_optim: the ranks disagree about what they train, although their plans are equal. Build the same "
+                "model, with the same arguments of KFACOptimizer, on every rank."
+            )
+        return settled
+
+    def make_plan(self) -> Plan:
+        """Plan what was described, and compare the plans of all ranks; a collective.
+
+        Raises:
+            RuntimeError: the plans differ.
+        """
+        plan = self._new_plan()
+        self._ranks.main.check_agreement(plan.agreement(), differences, remedy)
+        return plan
+
+    def adopt(self, plan: Plan) -> None:
+        """Go by this plan from now on, which was made of what was described last."""
+        self.plan, self._agreed = plan, self._number
+
+    def strategy(self) -> Strategy | Auto:
+        """Return the strategy of what was described: FSDP2 also keeps the gradients of what it shards."""
+        wished = self._config.strategy
+        of_layers = [param for block in self.blocks for param in block.params]
+        if not any(map(is_sharded, of_layers or [param for held in self.params.values() for param in held])):
+            return wished
+        return FullySharded() if isinstance(wished, Auto) else FullySharded(wished.placement, wished.statistics)
+
+    def _new_plan(self) -> Plan:
+        groups = [block.group for block in self.blocks]
+        covered = list({id(group): group for block in self.blocks for group in block.groups}.values())
+        dtypes = [param.dtype for held in self.params.values() for param in held]
+        factor_dtypes = [block.dtype for block in self.blocks]
+        size = self._step_size
+        options = PlanOptions(
+            factor_update_period=groups[0]["factor_update_period"] if groups else 1,
+            inverse_update_period=groups[0]["inverse_update_period"] if groups else 1,
+            bucket_bytes=self._config.bucket_bytes,
+            parameter_dtype=reduce(torch.promote_types, dtypes, torch.bfloat16) if dtypes else torch.float32,
+            factor_dtype=reduce(torch.promote_types, factor_dtypes) if factor_dtypes else torch.float32,
+            sums_dtype=self._config.sums_dtype,
+            momentum=any(group["momentum"] != 0 for group in groups) or size.keeps_direction(covered),
+            # Each group has a product of gradient and direction, and all together have the squares of both.
+            scalars=(len(covered) + 2, *size.scalars(covered)),
+            totals=size.totals(covered),
+        )
+        return make_plan(self._model, self._ranks.main.world_size, self.strategy(), self._config.cost, options)
+
+
+def _seen(trained: Trained, loaded: str) -> tuple[Any, ...]:
+    """Return what a description depends on."""
+    return (
+        loaded,
+        [(block, block.spec, block.inverse) for block in trained.blocks],
+        [(id(param), param.requires_grad, param.dtype, param.device) for param in trained.params],
+    )
+
+
+def _layout(trained: Trained) -> tuple[list[Covered | Uncovered], dict[str, Sequence[nn.Parameter]]]:
+    """Return what there is to plan, in the order of the model if it is known, and the parameters of each piece."""
+    names = trained.names()
+    block_of = {param: block for block in trained.blocks for param in block.params}
+    order = {param: number for number, param in enumerate(names)}
+    model: dict[str, Covered | Uncovered] = {}
+    held: dict[str, Sequence[nn.Parameter]] = {}
+    for number, param in enumerate(sorted(trained.params, key=lambda each: order.get(each, len(order)))):
+        block = block_of.get(param)
+        if block is not None:
+            model[block.name] = Covered(
+                replace(block.spec, name=block.name), block.inverse, shards=_shards(block.params, block.param_names)
+            )
+            held[block.name] = block.params
+        elif param.requires_grad:
+            name = names.get(param, f"parameter {number}")
+            model[name] = Uncovered(name, param.numel())
+            held[name] = (param,)
+    return list(model.values()), held
+
+
+def _shards(params: Sequence[nn.Parameter], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the elements that each rank holds, if the parameters are sharded."""
+    sharded = [rows_of(p, name) for p, name in zip(params, names, strict=True) if isinstance(p, DTensor)]
+    return tuple(sum(held.elements for held in of_rank) for of_rank in zip(*sharded, strict=True))
+
+
+def _hash(lines: Iterable[str]) -> int:
+    """Return a number below `2**62` that is not 0."""
+    digest = hashlib.sha256(without_addresses("\n".join(lines)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2 | 1
+
+
+def _hash_of(arguments: Mapping[str, str]) -> int:
+    return _hash(f"{name}: {value}" for name, value in arguments.items())
