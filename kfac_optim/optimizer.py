@@ -148,7 +148,7 @@ class KFACOptimizer(Optimizer):
         scaler does both, so that trainers may clip in between. A scaler asks for this as it begins a step; the step
         does not follow if the scaler finds an overflow.
         """
-        self._window.offered = True
+        self._window.offer_step()
         if not self._executor.several:
             return False
         return not self._executor.sees_all_gradients or any(map(is_sharded, self._params()))
@@ -325,7 +325,7 @@ class KFACOptimizer(Optimizer):
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         judge, number = self._judge, self._window.step
-        self._window.offered = False
+        self._window.take_step()
         if judge is not None:
             judge.check_call(closure, self.param_groups)
         random = random_state(self._params()) if judge is not None and judge.rule.tries(number) else None

@@ -21,7 +21,7 @@ from helpers.plain import (
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.capture import window
+from kfac_optim.capture import graph_calls
 
 BACKEND = "aot_eager"
 F64 = torch.float64
@@ -248,13 +248,13 @@ def test_a_copy_of_an_optimizer_whose_hooks_were_taken_off_has_none_either() -> 
 
 
 def test_compiled_forwards_that_no_step_follows_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "_MOST_CALLS", 30)
+    monkeypatch.setattr(graph_calls, "_MOST_CALLS", 30)
     model, twin = mlp(), mlp()
     optimizer, reference = KFACOptimizer(model, lr=0.1), KFACOptimizer(twin, lr=0.1)
     forward = torch.compile(model, backend=BACKEND)
     for i in range(40):
         forward(batch(i))
-    assert len(optimizer._window._traced) == 30
+    assert len(optimizer._window.graphs._kept) == 30
     for call, each in ((forward, optimizer), (twin, reference)):
         each.zero_grad()
         square_loss(call(batch(100))).backward()

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import deliver, verify
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.capture.calls import ForwardCall, LayerWatch
+from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.function_modes import Product, ProductMode, run_in
+from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
-from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.capture.window import CaptureWindow, ForwardListener
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
@@ -32,22 +33,30 @@ Claim = Callable[[Product], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
 
 
-class FunctionalUses:
+class FunctionalUses(ForwardListener):
     """Knows the block of each matrix, and listens to the products with it.
 
     Args:
         window: takes the statistics.
         claim: asked at the first product with a candidate; a bound method, held weakly.
         emitted: is called with each block that took statistics.
+        before_forward: is called as a forward of the model begins; a bound method, held weakly.
 
     Attributes:
         expected: parameters that a checkpoint has statistics of; these candidates are looked for until they are found.
     """
 
-    def __init__(self, window: CaptureWindow, claim: Claim, emitted: Callable[[KFACBlock], None]) -> None:
+    def __init__(
+        self,
+        window: CaptureWindow,
+        claim: Claim,
+        emitted: Callable[[KFACBlock], None],
+        before_forward: Callable[[], None],
+    ) -> None:
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
         self._emitted = emitted
+        self._before_forward = weakref.WeakMethod(before_forward)
         self.expected: Collection[nn.Parameter] = ()
         self._blocks: dict[nn.Parameter, KFACBlock] = {}
         self._listening: list[KFACBlock] = []
@@ -60,7 +69,7 @@ class FunctionalUses:
         self._in_graphs: list[nn.Parameter] = []
         self._in_shards: list[ShardedParameter | None] = []
         self.number = next(_NUMBERS)
-        self.mode = ProductMode(self)
+        self.mode: ProductMode = ProductMode(self)
         _KNOWN[self.number] = self
 
     def know(
@@ -95,6 +104,11 @@ class FunctionalUses:
         self._look_into(set())
         self._listening, self._blocks, self._candidates = [], {}, set()
         self._in_graphs, self._in_shards = [], []
+
+    def begin_forward(self) -> bool:
+        if (prepare := self._before_forward()) is not None:
+            prepare()
+        return self.begin()
 
     def begin(self) -> bool:
         """Note that a forward of the model begins; return whether it is to run in the mode.

@@ -18,6 +18,7 @@ from kfac_optim.blocks.pending_states import PendingStates, members
 from kfac_optim.blocks.replaced_params import refuse_stand_ins
 from kfac_optim.blocks.selection import ModuleNames
 from kfac_optim.capture.function_modes import Product
+from kfac_optim.capture.model_hooks import watch_root
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.hooks import Handle, Handles
 from kfac_optim.utils.sharded_params import local, refuse_flat
@@ -75,10 +76,8 @@ class ModelBinding:
         self._steps = 0  # of this object; clocks of blocks, which are in checkpoints, count all
         self._roots: dict[nn.Module, Handle] = {}
         self._hooks = ModuleHooks(window, emitted, self._grow_within)
-        self._functional = FunctionalUses(window, self._claim, emitted)
-        window.mode, window.mode_wanted = self._functional.mode, self._before_forward
-        window.graph_began = self._functional.look
-        window.module_ran, window.layer_ran = self._functional.module_ran, self._functional.layer_ran
+        self._functional = FunctionalUses(window, self._claim, emitted, self._before_forward)
+        window.listener = self._functional
 
     # -- the model ---------------------------------------------------------------------------------------------
 
@@ -274,7 +273,7 @@ class ModelBinding:
         )  # its layers are hooked first: a forward that is under way then reaches their hooks
         self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
-        self._roots[root] = self._window.watch_root(root, args_under_way if root is model else None)
+        self._roots[root] = watch_root(self._window, root, args_under_way if root is model else None)
 
     def _stop_finding(self) -> None:
         if self._finder is not None:
@@ -319,12 +318,11 @@ class ModelBinding:
 
     # -- a forward ---------------------------------------------------------------------------------------------
 
-    def _before_forward(self) -> bool:
-        """Prepare for a forward of the model; return whether function calls are to be watched in it."""
+    def _before_forward(self) -> None:
+        """Prepare for a forward of the model."""
         assert self.model is not None
         self._window.worker = self._begin_forward(self.model)
         self._grow()
-        return self._functional.begin()
 
     def _prepare(self) -> None:
         """Tell compiled graphs, which cannot ask, whether the next forward is to capture."""

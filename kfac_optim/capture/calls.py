@@ -15,69 +15,21 @@ it keeps the gradient, and the input where its statistics want that, until the w
 graphs hand the input over with the gradient and hold no call: the window does, for two steps, see `capture.py`.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from kfac_optim.capture.layer_watch import LayerWatch, WatchHandle
 from kfac_optim.capture.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.second_moments import without_ragged
 from kfac_optim.specs import LossTerms
-from kfac_optim.utils.autograd import Node, accumulator, graph_is_kept, in_backward, reaches, running_backward, version
+from kfac_optim.utils.autograd import accumulator, graph_is_kept, in_backward, reaches, running_backward, version
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.precision import without_autocast
-from kfac_optim.utils.sharded_params import ShardedParameter, Shards
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class LayerWatch:
-    """What is asked of one layer.
-
-    Attributes:
-        weight: the parameter that a backward must reach to count.
-        wanted: whether the layer's next forward should be captured.
-        emit: receives each committed call; whether further backwards through it need its input again.
-        discard: forgets the calls emitted since the last step.
-        awaits_gradient: tells whether calls are to be handed to `verify`, and listens from now on to what backward adds
-            to `.grad`. It is given the parameters of the model that are kept in shards.
-        verify: receives a call with the gradient of one backward alone, to be compared with what that backward adds to
-            `.grad`; None for a backward that reaches the weight through a call of which nothing is known any more.
-        sharded: the weight, where it is kept in shards; the ledger tells.
-        number: of the watch, in compiled graphs.
-        node: that accumulates into the weight's gradient, as it was when compiled graphs were last asked about.
-    """
-
-    weight: nn.Parameter
-    wanted: Callable[[], bool]
-    emit: Callable[[LayerCall], bool]
-    discard: Callable[[], None]
-    awaits_gradient: Callable[[Shards], bool] = lambda _shards: False
-    verify: Callable[[LayerCall | None], None] = lambda _call: None
-    sharded: ShardedParameter | None = None
-    number: int = field(default_factory=itertools.count().__next__)
-    node: Node | None = None
-
-    @property
-    def used(self) -> nn.Parameter:
-        """What forwards multiply by and backwards accumulate into: the weight, or what stands for it in shards."""
-        gathered = None if self.sharded is None else self.sharded.gathered
-        return self.weight if gathered is None else gathered
-
-
-@dataclass(frozen=True, slots=True)
-class _WatchHandle:
-    watches: list[LayerWatch]
-    watch: LayerWatch
-    removed: list[LayerWatch]
-
-    def remove(self) -> None:
-        if self.watch in self.watches:
-            self.watches.remove(self.watch)
-            self.removed.append(self.watch)
+from kfac_optim.utils.sharded_params import Shards
 
 
 class Ledger:
@@ -108,7 +60,11 @@ class Ledger:
         watch.sharded = self.shards.of(watch.weight)
         watch.weight = self.shards.known(watch.weight)
         watch.node = accumulator(watch.used)
-        return _WatchHandle(self._watches, watch, self._removed)
+        return WatchHandle(self._watches, watch, self._removed)
+
+    def watch_of(self, number: int) -> LayerWatch | None:
+        """Return the watch that compiled graphs know by this number, if it still is there."""
+        return next((each for each in self._watches if each.number == number), None)
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""

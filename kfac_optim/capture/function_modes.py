@@ -198,7 +198,7 @@ class _Around:
             window.modes.leave(self._mode)
 
     def _enters_in_graph(self, window: CaptureWindow) -> bool:
-        return window.captures() and window.mode is not self._mode
+        return window.captures() and window.listener.mode is not self._mode
 
 
 def run_in(window: CaptureWindow, module: nn.Module, mode: TorchFunctionMode, wanted: Callable[[], bool]) -> Handle:

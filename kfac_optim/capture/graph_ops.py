@@ -21,8 +21,8 @@ from torch import Tensor
 from kfac_optim.utils.autograd import on_gradient, with_hook
 
 
-class Recorder(Protocol):
-    """Who is told of what happens in a graph: a capture window."""
+class GraphListener(Protocol):
+    """Hears of what happens in compiled graphs."""
 
     def begin_call(self, model: int, nested: bool) -> None:
         """The forward of a model begins, within another one if it is nested."""
@@ -48,17 +48,17 @@ class Recorder(Protocol):
 
 
 class Tape:
-    """What graphs hold of one recorder.
+    """What graphs hold of one listener.
 
     Attributes:
-        number: by which operators find the recorder.
+        number: by which operators find the listener.
         token: of the operators in forward passes, `[]`.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, listener: GraphListener) -> None:
         self.number = next(_NUMBERS)
         self.token = torch.zeros((), dtype=torch.int64, device="cpu")
-        _RECORDERS[self.number] = recorder
+        _LISTENERS[self.number] = listener
 
     def begin(self, model: int, nested: bool) -> None:
         torch.ops.kfac_optim.begin(self.token, self.number, model, nested)
@@ -100,63 +100,63 @@ class Tape:
 
 # torch.compile does not look into it: tracing an autograd function, it makes an instance, which torch itself warns of.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _watched(output: Tensor, recorder: int, call: Tensor, layer_input: Tensor) -> Tensor:
-    return with_hook(output, partial(torch.ops.kfac_optim.commit, recorder), call, layer_input)
+def _watched(output: Tensor, listener: int, call: Tensor, layer_input: Tensor) -> Tensor:
+    return with_hook(output, partial(torch.ops.kfac_optim.commit, listener), call, layer_input)
 
 
 # Backends that remove dead code would drop it, as nothing is made of what it gives back.
 @torch.fx.has_side_effect
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _watched_by_hook(output: Tensor, recorder: int, call: Tensor, layer_input: Tensor) -> Tensor:
-    on_gradient(output, partial(torch.ops.kfac_optim.commit, recorder, call, layer_input))
+def _watched_by_hook(output: Tensor, listener: int, call: Tensor, layer_input: Tensor) -> Tensor:
+    on_gradient(output, partial(torch.ops.kfac_optim.commit, listener, call, layer_input))
     return output
 
 
-# Operators take numbers and tensors alone, so they find the recorder here; it is not kept alive. As a graph may outlive
+# Operators take numbers and tensors alone, so they find the listener here; it is not kept alive. As a graph may outlive
 # it, its number is never another's, as an address would be.
 _NUMBERS = itertools.count()
-_RECORDERS: "weakref.WeakValueDictionary[int, Recorder]" = weakref.WeakValueDictionary()
+_LISTENERS: "weakref.WeakValueDictionary[int, GraphListener]" = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced(recorder: int, watch: int) -> int:
-    if (found := _RECORDERS.get(recorder)) is not None:
+def _traced(listener: int, watch: int) -> int:
+    if (found := _LISTENERS.get(listener)) is not None:
         found.trace_call(watch)
     return 0
 
 
 @torch.library.custom_op("kfac_optim::begin", mutates_args=("token",))
-def _begin(token: Tensor, recorder: int, model: int, nested: bool) -> None:
+def _begin(token: Tensor, listener: int, model: int, nested: bool) -> None:
     token += 1
-    if (found := _RECORDERS.get(recorder)) is not None:
+    if (found := _LISTENERS.get(listener)) is not None:
         found.begin_call(model, nested)
 
 
 @torch.library.custom_op("kfac_optim::end", mutates_args=("token",))
-def _end(token: Tensor, recorder: int, terms: int) -> None:
+def _end(token: Tensor, listener: int, terms: int) -> None:
     token += 1
-    if (found := _RECORDERS.get(recorder)) is not None:
+    if (found := _LISTENERS.get(listener)) is not None:
         found.end_call(terms)
 
 
 @torch.library.custom_op("kfac_optim::run", mutates_args=("token",))
-def _run(token: Tensor, recorder: int, model: int, terms: int) -> Tensor:
+def _run(token: Tensor, listener: int, model: int, terms: int) -> Tensor:
     token += 1
-    found = _RECORDERS.get(recorder)
+    found = _LISTENERS.get(listener)
     return torch.tensor(-1 if found is None else found.run_call(model, terms), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("kfac_optim::note", mutates_args=("token",))
-def _note(token: Tensor, recorder: int, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
+def _note(token: Tensor, listener: int, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
     token += 1
-    found = _RECORDERS.get(recorder)
+    found = _LISTENERS.get(listener)
     call = -1 if found is None else found.note_call(watch, training, examples, tuple(context))
     return torch.tensor(call, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("kfac_optim::commit", mutates_args=())
-def _commit(recorder: int, call: Tensor, layer_input: Tensor, gradient: Tensor) -> Tensor:
-    if (found := _RECORDERS.get(recorder)) is not None:
+def _commit(listener: int, call: Tensor, layer_input: Tensor, gradient: Tensor) -> Tensor:
+    if (found := _LISTENERS.get(listener)) is not None:
         found.commit_call(int(call), layer_input, gradient)
     return gradient.clone()
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.capture.calls import LayerWatch
 from kfac_optim.capture.function_modes import substitute
+from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import RowStatistics

@@ -8,7 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.capture.calls import LayerWatch
+from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.model_hooks import watch_layer
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
@@ -190,7 +191,9 @@ class WeightBiasAdapter(LayerAdapter[M]):
         sink: StatisticsSink,
     ) -> Handle:
         watch = self._watch(module, specs, sink)
-        return window.watch_layer(module, watch, unbatched_ndim=self.unbatched_ndim(module), is_product=self.is_product)
+        return watch_layer(
+            window, module, watch, unbatched_ndim=self.unbatched_ndim(module), is_product=self.is_product
+        )
 
     def _watch(self, module: M, specs: Sequence[LayerSpec], sink: StatisticsSink) -> LayerWatch:
         """What is asked of the layer, whoever notes its calls."""

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from kfac_optim.capture.calls import LayerWatch
 from kfac_optim.capture.function_modes import substitute
+from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_statistics import RowStatistics
 from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, StatisticsSink, watch_of

@@ -250,7 +250,7 @@ REFUSED = {
     ),
     "other names": (
         lambda: saved_by(named(encoder=nn.Linear(4, 5), decoder=nn.Linear(5, 3))),
-        r"it has 'encoder' in the place of '0'; it has 'decoder' in the place of '2'",
+        r"it has 'encoder' where '0' should stand; it has 'decoder' where '2' should stand",
     ),
     "a layer of ours skipped there": (lambda: saved_by(mlp(), skip_layers=["2"]), r"it has none for '2'"),
     "one block gone": (lambda: without_kfac(2), r"it has none for '2'"),

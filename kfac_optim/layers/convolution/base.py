@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.capture.calls import LayerWatch
 from kfac_optim.capture.function_modes import Function, substitute, traceable
+from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
@@ -193,7 +193,7 @@ class _NotedFunction:
     def wanted(self) -> bool:
         # Where the window's mode is on it takes the call for a use by somebody else, until it is told.
         window, watch = self._window(), self._watch()
-        return window is not None and watch is not None and (is_on(window.mode) or watch.wanted())
+        return window is not None and watch is not None and (is_on(window.listener.mode) or watch.wanted())
 
     def __call__(
         self,
@@ -207,8 +207,8 @@ class _NotedFunction:
         window, watch, module = self._window(), self._watch(), self._module
         if window is None or watch is None or not is_cast_of(weight, watch.used):
             return output
-        if weight is watch.used and is_on(window.mode) and output.requires_grad:  # the mode knows no casts
-            window.layer_ran(watch.weight)
+        if weight is watch.used and is_on(window.listener.mode) and output.requires_grad:  # the mode knows no casts
+            window.listener.layer_ran(watch.weight)
         if self._has_bias if bias is None else not is_cast_of(bias, module._parameters.get("bias")):
             return output
         context = self._adapter.context(module, *args, **kwargs)

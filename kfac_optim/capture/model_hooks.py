@@ -1,0 +1,141 @@
+"""The hooks on the model and on its layers, which tell the capture window of forwards."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import BaseTorchFunctionMode
+
+from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on
+
+_NO_MODE = BaseTorchFunctionMode()
+
+
+def watch_root(window: CaptureWindow, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> Handle:
+    """Have every forward of the model tell the window of its loss terms.
+
+    Args:
+        window: the window, held weakly.
+        model: the model.
+        args_under_way: the arguments of a forward that has begun, which is to be told of as well.
+    """
+    if isinstance(model, torch.jit.ScriptModule):  # which takes no hooks, and has no layer to listen to
+        return Handles()
+    hooks = _RootHooks(window, model)
+    handle = Handles(
+        model.register_forward_pre_hook(PicklableHook(hooks.enter), prepend=True, with_kwargs=True),
+        model.register_forward_hook(PicklableHook(hooks.leave), with_kwargs=True, always_call=True),
+    )
+    if args_under_way is not None:
+        hooks.enter(model, args_under_way, {})
+        window.catch_up(model, args_under_way)
+    return handle
+
+
+def watch_layer(
+    window: CaptureWindow, module: nn.Module, watch: LayerWatch, *, unbatched_ndim: int = -1, is_product: bool = False
+) -> Handle:
+    """Note the calls of `module`, whose output is one tensor, and take those that a backward reaches.
+
+    Args:
+        window: the window, held weakly by the hook.
+        module: the layer.
+        watch: what is asked of the layer.
+        unbatched_ndim: dimensions of an input without a batch dimension.
+        is_product: whether the forward is a product with the weight, which the listener's mode may see.
+    """
+    hook = _LayerHook(window, module, watch, unbatched_ndim, is_product)
+    return Handles(window.watch_calls(watch), window.hook(module, hook))
+
+
+class _LayerHook:
+    __slots__ = ("_is_product", "_name", "_unbatched_ndim", "_watch", "_window")
+
+    def __init__(
+        self, window: CaptureWindow, module: nn.Module, watch: LayerWatch, unbatched_ndim: int, is_product: bool
+    ) -> None:
+        self._window = weakref.ref(window)
+        self._watch = weakref.ref(watch)
+        self._name = next((name for name, param in module._parameters.items() if param is watch.weight), None)
+        self._unbatched_ndim = unbatched_ndim
+        self._is_product = is_product
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
+        window, watch = self._window(), self._watch()
+        if window is None or watch is None:
+            return None
+        if torch.compiler.is_compiling() and not window.captures():
+            return None
+        if not torch.is_grad_enabled():
+            window.roots.layer_without_graph()
+            return None
+        in_mode = is_on(window.listener.mode)
+        if not (in_mode or torch.compiler.is_compiling() or watch.wanted()):
+            return None
+        if not isinstance(output, Tensor) or is_parametrized(module):
+            return None
+        if self._name is not None and module._parameters.get(self._name) is not watch.used:
+            return None  # torch.func.functional_call runs the module with something else for its weight
+        if in_mode:
+            if not self._is_product:
+                window.listener.layer_ran(watch.weight)
+            elif window.listener.module_ran(watch.weight):
+                return None
+        layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
+        if layer_input is None:
+            return None
+        examples = examples_of(layer_input, self._unbatched_ndim)
+        return window.note_output(watch, layer_input, output, examples=examples, training=module.training)
+
+
+class _RootHooks:
+    def __init__(self, window: CaptureWindow, model: nn.Module) -> None:
+        self._window = weakref.ref(window)
+        self._number = id(model)
+
+    def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        window = self._window()
+        if window is not None and torch.compiler.is_compiling():
+            if window.captures():
+                nested = is_on(window.listener.mode)
+                window.graphs.tape.begin(self._number, nested)
+                # A model that calls itself must not leave the mode that its outermost call has entered.
+                mode = _NO_MODE if nested else window.listener.mode or _NO_MODE
+                mode.__enter__()  # type: ignore[no-untyped-call]
+        elif window is not None:
+            window.roots.leave_interrupted(model)
+            if not window.roots.is_under_way():
+                window.begin_forward()
+                if window.recorder is not None:
+                    window.recorder.begin(model)
+            window.roots.enter(id(model))
+
+    def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        window = self._window()
+        if window is not None and torch.compiler.is_compiling():
+            if window.captures():
+                _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
+                terms = read_terms(window.rule, (args, kwargs), output)
+                window.graphs.tape.end(-1 if terms is None else terms)
+            elif window.loss_is_sum and window.estimate is None and torch.is_grad_enabled():
+                window.await_sum_in_graph(self._number, read_terms(window.rule, (args, kwargs), output), output)
+            return
+        if window is None or (root := window.roots.leave()) is None:
+            return
+        if not window.roots.is_under_way():
+            window.end_forward()
+            if window.recorder is not None:
+                window.recorder.end(root, model, args, kwargs, output)
+            if window.estimate is not None:
+                window.estimate(root, window.roots.take_expected(), output)
+                window.await_sum(root, output)
+                return
+        root.terms = read_terms(window.rule, (args, kwargs), output)
+        window.await_sum(root, output)
+        if root.recomputes and torch.is_grad_enabled():
+            window.roots.await_backward(root, output)
