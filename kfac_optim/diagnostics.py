@@ -151,7 +151,7 @@ def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tenso
     for block in blocks:
         if block.clock.folds == 0:
             continue
-        a, g = (None if factor is None else factor.clone() for factor in block.inverse.factors(block.state))
+        a, g = (None if factor is None else factor.clone() for factor in block.state.factors())
         for side, (factor, dim) in enumerate(((a, block.spec.in_dim), (g, block.spec.out_dim))):
             if factor is not None and block.spec.blocks(side) > 1:
                 clear_padding(factor, dim)
@@ -199,7 +199,7 @@ def _record(block: KFACBlock, owners: tuple[int, ...]) -> BlockRecord:
         factor_dims=block.inverse.factor_dims(spec),
         weight_sharing=spec.weight_sharing,
         inverse=repr(block.inverse),
-        state_bytes=sum(t.nbytes for t in _tensors(block.inverse.held(block.state)) if not t.is_meta or on_meta),
+        state_bytes=sum(t.nbytes for t in _tensors(block.state.held()) if not t.is_meta or on_meta),
         owners=owners,
         notes=block.notes,
         measured=block.clock.folds > 0 if block.clock.step > 0 else None,

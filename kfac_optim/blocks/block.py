@@ -17,6 +17,7 @@ from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.subsampling import Draw, Subsample
 from kfac_optim.inverses.base import Inverse
+from kfac_optim.inverses.state import InverseState
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.sharded_params import Shards
@@ -99,7 +100,7 @@ class KFACBlock:
     clock: Clock = field(default_factory=Clock)
     measured_here: bool = True
     phase: Fraction = Fraction(0)
-    state: Any = field(init=False)
+    state: InverseState = field(init=False)
     under_way: RefreshUnderWay | None = field(init=False)
     check: GradientCheck = field(init=False)
     strikes: int = 0
@@ -163,11 +164,11 @@ class KFACBlock:
         self.follow()
         if not self.subsample.takes_all:
             stats.subsample(Draw(self.subsample, self.clock.step, self.name))
-        self.inverse.accumulate(self.state, stats)
+        self.state.accumulate(stats)
 
     def discard(self) -> None:
         """Forget the sums of this step."""
-        self.inverse.discard(self.state)
+        self.state.discard()
         self.check.reset()
 
     def restart(self, *, step: int | None = None) -> None:
@@ -184,15 +185,15 @@ class KFACBlock:
         self.clock = clock
         self.follow()
         self.discard()
-        self.inverse.load(self.state, tensors)
+        self.state.load(tensors)
         self.under_way = None
 
     def follow(self) -> None:
         """Take the state along where the model was moved to another device or dtype."""
         if self.home != (self.dtype, self.params[0].device):
-            tensors = self.inverse.tensors(self.state)
+            tensors = self.state.tensors()
             self.state = self._new_state()
-            self.inverse.load(self.state, tensors)
+            self.state.load(tensors)
 
     def revise(self, spec: LayerSpec) -> None:
         """Take on what a forward has shown of the layer; where that is new, statistics start from zero."""
@@ -204,7 +205,7 @@ class KFACBlock:
 
     def has_pending(self) -> bool:
         """Return whether this step gave statistics."""
-        return self.inverse.has_pending(self.state)
+        return self.state.has_pending()
 
     def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take this step's sums into the averages.
@@ -219,13 +220,13 @@ class KFACBlock:
             self.fold_into(self.state, count, gradient_scale)
         else:
             # These terms of the loss have no gradient here, which is a sample of zeros.
-            self.inverse.age(self.state, self._decay(), on_device_of(self.params[0], count.averaged))
+            self.state.age(self._decay(), on_device_of(self.params[0], count.averaged))
         self.clock.note_fold(count)
 
-    def fold_into(self, state: Any, count: LossCount, gradient_scale: float | Tensor) -> None:
+    def fold_into(self, state: InverseState, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take the sums of a state, this block's or a copy of it, into the averages of that state."""
         averaged, scale = (on_device_of(self.params[0], number) for number in (count.averaged, gradient_scale))
-        self.inverse.fold(state, averaged, self._decay(), scale)
+        state.fold(averaged, self._decay(), scale)
 
     def _decay(self) -> float:
         """Return the decay of the averages since the last fold."""
@@ -258,9 +259,10 @@ class KFACBlock:
         """Give the dtype of preconditioned gradients until they are cast to the parameters': at least float32."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def blank_state(self) -> Any:
+    def blank_state(self) -> InverseState:
         """Return a state that has seen nothing."""
-        return self.inverse.init(self.spec.by_blocks(), dtype=self.dtype, device=self.params[0].device)
+        state: InverseState = self.inverse.init(self.spec.by_blocks(), dtype=self.dtype, device=self.params[0].device)
+        return state
 
     def _new_state(self) -> Any:
         self.home = self.dtype, self.params[0].device

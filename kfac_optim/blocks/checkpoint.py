@@ -68,13 +68,13 @@ def dump(
         if under_way and block.under_way is not None and block.under_way.done.exception() is None:
             shadow = block.under_way.shadow
             state["refreshing"] = True
-            state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.inverse.tensors(shadow.state)}
+            state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.state.tensors()}
     return state
 
 
 def dump_all(blocks: Sequence[KFACBlock]) -> States:
     """Return the states of blocks, all of which this process has."""
-    return {block.params[0]: dump(block, block.inverse.tensors(block.state)) for block in blocks}
+    return {block.params[0]: dump(block, block.state.tensors()) for block in blocks}
 
 
 def remembered(states: States) -> Tensor | None:

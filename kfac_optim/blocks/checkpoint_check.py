@@ -229,7 +229,7 @@ def _misfits(block: KFACBlock, state: Mapping[str, Any]) -> Iterator[str]:
 
 def _damages(block: KFACBlock, state: Mapping[str, Any], *, several: bool) -> Iterator[str]:
     """Tell what no optimizer has written so."""
-    rules = dict(_leaves(block.inverse.ranges(_state_like(block, state))))
+    rules = dict(_leaves(_state_like(block, state).ranges()))
     virtual = block.params[0].is_meta
     for key, like, value in _pairs(block, state):
         rule = rules.get(key.removeprefix("under_way."), value_checks.finite)
@@ -253,7 +253,7 @@ def _damages(block: KFACBlock, state: Mapping[str, Any], *, several: bool) -> It
 
 def _pairs(block: KFACBlock, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor | None, Any]]:
     """Give each tensor of the inverse by its path, as it is here and as the checkpoint has it; None where missing."""
-    like = dict(_leaves(block.inverse.tensors(_state_like(block, state))))
+    like = dict(_leaves(_state_like(block, state).tensors()))
     for prefix, holder in (("", state), ("under_way.", state.get("under_way", {}))):
         if "inverse" in holder:
             held = dict(_leaves(holder["inverse"]))

@@ -16,12 +16,12 @@ def make_shadow(block: KFACBlock, spare: KFACBlock | None = None) -> KFACBlock:
     shadow = spare if spare is not None and fits else replace(block)
     shadow.clock = replace(block.clock, damping=block.damping)
     shadow.groups = tuple(dict(group) for group in block.groups)
-    shadow.inverse.load(shadow.state, block.inverse.tensors(block.state))
+    shadow.state.load(block.state.tensors())
     return shadow
 
 
 def adopt(block: KFACBlock, shadow: KFACBlock) -> None:
     """Take over the inverse that a copy of the block at an earlier step was given since."""
-    block.inverse.adopt(block.state, shadow.state)
+    block.state.adopt(shadow.state)
     block.drop_refresh()
     block.clock.note_adoption(shadow.clock)

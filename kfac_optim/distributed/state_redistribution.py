@@ -136,7 +136,7 @@ class Holdings:
             elif lost[block].elsewhere:
                 restarted.append(block.name)
             if block in found:
-                block.inverse.load(block.state, found[block])
+                block.state.load(found[block])
         count, state = len(blocks), self._state()
         buffers = self._sent_momentum(
             {
@@ -162,7 +162,7 @@ class Holdings:
         found: dict[KFACBlock, Any] = {}
         transfers = []
         for block, (source, targets) in routes.items():
-            own = dict(leaves(block.inverse.tensors(block.state)))
+            own = dict(leaves(block.state.tensors()))
             if self._communicator.rank != source:
                 device = self._communicator.device if self._communicator.rank in targets else torch.device("meta")
                 own = {path: torch.empty_like(tensor, device=device) for path, tensor in own.items()}

@@ -90,7 +90,7 @@ class StateTransfer(LocalStates):
             self._lost = None
         statistics.place_new()
         for block, tensors in states.items():
-            block.inverse.load(block.state, tensors)
+            block.state.load(tensors)
         for block in blocks:
             for _, factor in statistics.exchange.slots(block, block.state):
                 factor.elsewhere = None  # its average may be kept here now
@@ -119,7 +119,7 @@ class StateTransfer(LocalStates):
             return super().tensors(block)
         if block.clock.folds == 0 and statistics.exchange.home(block) == self._ranks.rank:
             # Nothing was measured, so it is whole: `torch.distributed.checkpoint` reads another state into it.
-            return block.inverse.tensors(block.blank_state())
+            return block.blank_state().tensors()
         return None
 
     def lacks(self, *, factors: bool) -> str | None:

@@ -13,7 +13,7 @@ products with each dense factor, at every step.
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
 
-`AutoInverse` (`rules.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
+`AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
 `(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.
 """
 
@@ -21,6 +21,7 @@ from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped import Cholesky, LowRank, NewtonSchulz
 from kfac_optim.inverses.doubly_factored import DoublyFactored
 from kfac_optim.inverses.eigenbasis import EKFAC, Eigen, OnlineEigen
+from kfac_optim.inverses.state import InverseState
 
 __all__ = [
     "EKFAC",
@@ -29,6 +30,7 @@ __all__ = [
     "Eigen",
     "Inverse",
     "InverseRule",
+    "InverseState",
     "LowRank",
     "NewtonSchulz",
     "OnlineEigen",

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch import Tensor
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
 from kfac_optim.factors.second_moments import active_rows, on_host, total
-from kfac_optim.inverses.base import Inverse, Result
+from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.damping import Damped, factored_tikhonov
+from kfac_optim.inverses.state import InverseState, Result
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
 from kfac_optim.linalg.eigen import leading_singular_triple
 from kfac_optim.linalg.products import norm1
@@ -22,12 +23,12 @@ from kfac_optim.utils.tensor_storage import copy_held
 from kfac_optim.utils.validation import check_integer
 
 
-class DoublyFactoredState:
+class DoublyFactoredState(InverseState):
     """Three factors of one layer, and the inverses of their damped forms.
 
     Attributes:
         layer: name of the layer, for messages.
-        factors: `channels` `E[ΨΨᵀ]` `[1, C, C]`, `positions` `E[KKᵀ]` `[1, T, T]` and `G` `[1, out, out]`.
+        by_name: the factors `channels` `E[ΨΨᵀ]` `[1, C, C]`, `positions` `E[KKᵀ]` `[1, T, T]` and `G` `[1, out, out]`.
         inverses: of each, damped for the weight, and `bias` of `G` as it is damped for the bias, where there is one.
         rows: examples accumulated since the last fold; a tensor `[]` where only the device knows how many count.
         refused: non-finite samples refused so far, `[]` int64.
@@ -40,8 +41,8 @@ class DoublyFactoredState:
     """
 
     __slots__ = (
+        "by_name",
         "conditions",
-        "factors",
         "failed",
         "failed_in_a_row",
         "inverses",
@@ -56,7 +57,7 @@ class DoublyFactoredState:
         self.layer = spec.name
         dims = {"channels": channels, "positions": _weight_columns(spec) // channels, "G": spec.out_dim}
         compute = torch.promote_types(dtype, torch.float32)
-        self.factors = {name: Factor(1, dim, Structure.DENSE, dtype=dtype, device=device) for name, dim in dims.items()}
+        self.by_name = {name: Factor(1, dim, Structure.DENSE, dtype=dtype, device=device) for name, dim in dims.items()}
         if spec.has_bias:
             dims["bias"] = spec.out_dim
         self.inverses = {name: torch.eye(dim, dtype=compute, device=device)[None] for name, dim in dims.items()}
@@ -67,11 +68,11 @@ class DoublyFactoredState:
         self.failed_in_a_row = torch.zeros(len(dims), dtype=torch.int64, device=device)
         self.conditions = torch.ones(len(dims), dtype=compute, device=device)
 
-    def held(self) -> Tensor:
-        """`[]` bool: whether any sample was ever accepted."""
-        return torch.stack([factor.held() for factor in self.factors.values()]).all()
+    def was_sampled(self) -> Tensor:
+        """Return whether any sample was ever accepted, `[]` bool."""
+        return torch.stack([factor.held() for factor in self.by_name.values()]).all()
 
-    def measures(self) -> dict[str, Tensor]:
+    def counted(self) -> dict[str, Tensor]:
         """What was counted and measured, by its name in checkpoints; no copies."""
         return {
             "refused": self.refused,
@@ -81,6 +82,127 @@ class DoublyFactoredState:
             "failed_in_a_row": self.failed_in_a_row,
             "conditions": self.conditions,
         }
+
+    def accumulate(self, stats: LayerStatistics) -> None:
+        if stats.has_input:
+            maps, count = self._maps(stats)
+            psi, sigma, k = leading_singular_triple(maps)
+            for name, vectors in (("channels", psi), ("positions", k)):
+                factor = self.by_name[name]
+                scaled = (vectors * sigma.sqrt().unsqueeze(-1)).to(factor.dtype)
+                factor.add((scaled.mT @ scaled)[None] * stats.weight)
+            self.rows = self.rows + count * stats.weight
+        self.by_name["G"].add(stats.output_moment(Structure.DENSE))
+
+    def has_pending(self) -> bool:
+        if isinstance(self.rows, Tensor):
+            return not on_host(self.rows) or bool(self.rows > 0)
+        return self.rows > 0
+
+    def discard(self) -> None:
+        for factor in self.by_name.values():
+            factor.pending = None
+        self.rows = 0
+
+    def has_statistics(self) -> bool:
+        return bool(self.was_sampled())
+
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
+        accept = torch.stack([factor.pending_is_finite() for factor in self.by_name.values()]).all()
+        rows, g = self.rows, self.by_name["G"]
+        if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
+            possible = loss_terms.isfinite() & (loss_terms > 0)
+            loss_terms = torch.where(possible, loss_terms, 1)
+            accept = accept & possible
+        # Rows that only the device could count may turn out to be none: then the zeros are no sample.
+        per_row = 1 / rows.clamp(min=1).to(g.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
+        used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1
+        for name in ("channels", "positions"):
+            self.by_name[name].fold(scale=per_row, mass=rows, decay=decay, accept=accept)
+        g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
+        self.refused += ~accept
+        self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
+        self.rows = 0
+
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        return tuple(self.by_name.values())
+
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        for name, factor in self.by_name.items():
+            factor.age(decay, loss_terms if name == "G" else 0)
+
+    def results(self, part: str) -> tuple[Result, ...]:
+        return tuple(Result(inverse, symmetric=True) for inverse in self.inverses.values())
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """The diagonal of `A` `[1, in]`, which is 1 for the bias, and `G` `[1, out, out]`."""
+        channels, positions = (self.by_name[name].diagonal() for name in ("channels", "positions"))
+        diagonal = (channels.unsqueeze(-1) * positions.unsqueeze(-2)).flatten(1)
+        if "bias" in self.inverses:
+            diagonal = torch.cat([diagonal, diagonal.new_ones(1, 1)], dim=-1)
+        return diagonal, self.by_name["G"].average
+
+    def setbacks(self) -> tuple[Tensor, Tensor]:
+        return self.refused_in_a_row, self.failed_in_a_row.max()
+
+    def counters(self) -> dict[str, Tensor]:
+        """Give the counters of `Cholesky`; the condition of `A` is that of the product, of `G` the worse of its two."""
+        return {
+            "refused_statistics": self.refused,
+            "retried_refreshes": self.retried,
+            "failed_refreshes": self.failed,
+            "condition_A": self.conditions[0] * self.conditions[1],
+            "condition_G": self.conditions[2:].max(),
+        }
+
+    def adopt(self, shadow: Self) -> None:
+        for name, inverse in self.inverses.items():
+            copy_held(inverse, shadow.inverses[name])
+        for name in ("retried", "failed", "failed_in_a_row", "conditions"):
+            getattr(self, name).copy_(getattr(shadow, name))
+
+    def tensors(self) -> dict[str, Any]:
+        return {
+            "factors": {name: factor.tensors() for name, factor in self.by_name.items()},
+            "inverses": dict(self.inverses),
+            **self.counted(),
+        }
+
+    def ranges(self) -> dict[str, Any]:
+        return {
+            "factors": {name: factor.ranges() for name, factor in self.by_name.items()},
+            "inverses": dict.fromkeys(self.inverses, value_checks.positive_matrix),
+            **dict.fromkeys(self.counted(), value_checks.not_negative),
+            "conditions": value_checks.measured,
+        }
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        for name, factor in self.by_name.items():
+            factor.load(tensors["factors"][name])
+        for name, inverse in self.inverses.items():
+            copy_held(inverse, tensors["inverses"][name])
+        for name, tensor in self.counted().items():
+            tensor.copy_(tensors[name])
+
+    def _maps(self, stats: LayerStatistics) -> tuple[Tensor, int | Tensor]:
+        """Inputs of the examples that this call adds, `[n, C, T]`, and how many; others are left out or zero."""
+        a, g = stats.rows()
+        channels, positions = (self.by_name[name].dim for name in ("channels", "positions"))
+        columns = channels * positions
+        if a.shape[2] > 1:
+            raise ValueError(
+                f"kfac_optim: DoublyFactored(channels={channels}) is for one position per example, but layer "
+                f"{self.layer!r} ({columns} inputs) was called with {a.shape[2]}. Choose another inverse for it by a "
+                f"mapping from layer names, or "
+                f"weight_sharing=WeightSharing.REDUCE, which averages them."
+            )
+        added = active_rows(g)[:, 0]
+        if isinstance(stats, RowStatistics) and stats.active_before is not None:
+            # What earlier backwards through the call reached was added then.
+            added = added & ~stats.active_before.any(1)
+        rows = a[0, :, 0, :columns].to(self.conditions.dtype)
+        rows = rows[added] if on_host(added) else torch.where(added.unsqueeze(-1), rows, 0)
+        return rows.reshape(-1, channels, positions), total(added)
 
 
 @dataclass(frozen=True)
@@ -117,59 +239,6 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         self._check(spec)
         return DoublyFactoredState(spec, self.channels, dtype=dtype, device=device)
 
-    def accumulate(self, state: DoublyFactoredState, stats: LayerStatistics) -> None:
-        if stats.has_input:
-            maps, count = self._maps(state, stats)
-            psi, sigma, k = leading_singular_triple(maps)
-            for name, vectors in (("channels", psi), ("positions", k)):
-                factor = state.factors[name]
-                scaled = (vectors * sigma.sqrt().unsqueeze(-1)).to(factor.dtype)
-                factor.add((scaled.mT @ scaled)[None] * stats.weight)
-            state.rows = state.rows + count * stats.weight
-        state.factors["G"].add(stats.output_moment(Structure.DENSE))
-
-    def has_pending(self, state: DoublyFactoredState) -> bool:
-        if isinstance(state.rows, Tensor):
-            return not on_host(state.rows) or bool(state.rows > 0)
-        return state.rows > 0
-
-    def discard(self, state: DoublyFactoredState) -> None:
-        for factor in state.factors.values():
-            factor.pending = None
-        state.rows = 0
-
-    def has_statistics(self, state: DoublyFactoredState) -> bool:
-        return bool(state.held())
-
-    def fold(
-        self, state: DoublyFactoredState, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0
-    ) -> None:
-        accept = torch.stack([factor.pending_is_finite() for factor in state.factors.values()]).all()
-        rows, g = state.rows, state.factors["G"]
-        if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
-            possible = loss_terms.isfinite() & (loss_terms > 0)
-            loss_terms = torch.where(possible, loss_terms, 1)
-            accept = accept & possible
-        # Rows that only the device could count may turn out to be none: then the zeros are no sample.
-        per_row = 1 / rows.clamp(min=1).to(g.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
-        used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1
-        for name in ("channels", "positions"):
-            state.factors[name].fold(scale=per_row, mass=rows, decay=decay, accept=accept)
-        g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
-        state.refused += ~accept
-        state.refused_in_a_row.copy_(torch.where(accept, 0, state.refused_in_a_row + 1))
-        state.rows = 0
-
-    def averages(self, state: DoublyFactoredState, part: str) -> tuple[Factor, ...]:
-        return tuple(state.factors.values())
-
-    def age(self, state: DoublyFactoredState, decay: float, loss_terms: float | Tensor = 0) -> None:
-        for name, factor in state.factors.items():
-            factor.age(decay, loss_terms if name == "G" else 0)
-
-    def results(self, state: DoublyFactoredState, part: str) -> tuple[Result, ...]:
-        return tuple(Result(inverse, symmetric=True) for inverse in state.inverses.values())
-
     def refresh(self, states: Sequence[DoublyFactoredState], dampings: Sequence[float]) -> None:
         alike: defaultdict[tuple[Any, ...], list[_Job]] = defaultdict(list)
         for state, damping in zip(states, dampings, strict=True):
@@ -177,12 +246,6 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
                 alike[job.kept.shape, job.kept.dtype, job.kept.device].append(job)
         for equal in alike.values():
             _invert(equal)
-
-    def adopt(self, state: DoublyFactoredState, shadow: DoublyFactoredState) -> None:
-        for name, inverse in state.inverses.items():
-            copy_held(inverse, shadow.inverses[name])
-        for name in ("retried", "failed", "failed_in_a_row", "conditions"):
-            getattr(state, name).copy_(getattr(shadow, name))
 
     def apply(self, state: DoublyFactoredState, grad: Tensor, damping: float) -> Tensor:
         inverses = state.inverses
@@ -193,27 +256,6 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         maps = inverses["channels"] @ maps @ inverses["positions"]
         weight = inverses["G"] @ maps.flatten(2)
         return torch.cat([weight, inverses["bias"] @ grad[..., columns:]], dim=-1) if "bias" in inverses else weight
-
-    def factors(self, state: DoublyFactoredState) -> tuple[Tensor | None, Tensor | None]:
-        """The diagonal of `A` `[1, in]`, which is 1 for the bias, and `G` `[1, out, out]`."""
-        channels, positions = (state.factors[name].diagonal() for name in ("channels", "positions"))
-        diagonal = (channels.unsqueeze(-1) * positions.unsqueeze(-2)).flatten(1)
-        if "bias" in state.inverses:
-            diagonal = torch.cat([diagonal, diagonal.new_ones(1, 1)], dim=-1)
-        return diagonal, state.factors["G"].average
-
-    def setbacks(self, state: DoublyFactoredState) -> tuple[Tensor, Tensor]:
-        return state.refused_in_a_row, state.failed_in_a_row.max()
-
-    def counters(self, state: DoublyFactoredState) -> dict[str, Tensor]:
-        """Give the counters of `Cholesky`; the condition of `A` is that of the product, of `G` the worse of its two."""
-        return {
-            "refused_statistics": state.refused,
-            "retried_refreshes": state.retried,
-            "failed_refreshes": state.failed,
-            "condition_A": state.conditions[0] * state.conditions[1],
-            "condition_G": state.conditions[2:].max(),
-        }
 
     def flops(self, spec: LayerSpec) -> Cost:
         c, t, out = self.channels, _weight_columns(spec) // self.channels, spec.out_dim
@@ -239,47 +281,6 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
                 held=sum(factor.numel for factor in inverses),
             ),
         )
-
-    def tensors(self, state: DoublyFactoredState) -> dict[str, Any]:
-        return {
-            "factors": {name: factor.tensors() for name, factor in state.factors.items()},
-            "inverses": dict(state.inverses),
-            **state.measures(),
-        }
-
-    def ranges(self, state: DoublyFactoredState) -> dict[str, Any]:
-        return {
-            "factors": {name: factor.ranges() for name, factor in state.factors.items()},
-            "inverses": dict.fromkeys(state.inverses, value_checks.positive_matrix),
-            **dict.fromkeys(state.measures(), value_checks.not_negative),
-            "conditions": value_checks.measured,
-        }
-
-    def load(self, state: DoublyFactoredState, tensors: Mapping[str, Any]) -> None:
-        for name, factor in state.factors.items():
-            factor.load(tensors["factors"][name])
-        for name, inverse in state.inverses.items():
-            copy_held(inverse, tensors["inverses"][name])
-        for name, tensor in state.measures().items():
-            tensor.copy_(tensors[name])
-
-    def _maps(self, state: DoublyFactoredState, stats: LayerStatistics) -> tuple[Tensor, int | Tensor]:
-        """Inputs of the examples that this call adds, `[n, C, T]`, and how many; others are left out or zero."""
-        a, g = stats.rows()
-        columns = self.channels * state.factors["positions"].dim
-        if a.shape[2] > 1:
-            raise ValueError(
-                f"kfac_optim: {self!r} is for one position per example, but layer {state.layer!r} ({columns} inputs) "
-                f"was called with {a.shape[2]}. Choose another inverse for it by a mapping from layer names, or "
-                f"weight_sharing=WeightSharing.REDUCE, which averages them."
-            )
-        added = active_rows(g)[:, 0]
-        if isinstance(stats, RowStatistics) and stats.active_before is not None:
-            # What earlier backwards through the call reached was added then.
-            added = added & ~stats.active_before.any(1)
-        rows = a[0, :, 0, :columns].to(state.conditions.dtype)
-        rows = rows[added] if on_host(added) else torch.where(added.unsqueeze(-1), rows, 0)
-        return rows.reshape(-1, self.channels, columns // self.channels), total(added)
 
     def refusal(self, spec: LayerSpec) -> str | None:
         """Why a layer cannot be factored like this; None where it can."""
@@ -327,7 +328,7 @@ class _Job:
 
 
 def _jobs(state: DoublyFactoredState, damping: float) -> list[_Job]:
-    averages = [factor.average.to(state.conditions.dtype) for factor in state.factors.values()]
+    averages = [factor.average.to(state.conditions.dtype) for factor in state.by_name.values()]
     traces = [average.diagonal(dim1=-2, dim2=-1).sum(-1) for average in averages]
     dims = [average.shape[-1] for average in averages]
     damped = factored_tikhonov(traces, dims, damping)
@@ -351,7 +352,7 @@ def _invert(jobs: Sequence[_Job]) -> None:
         state.failed += failed
         state.failed_in_a_row[job.index] = torch.where(failed, state.failed_in_a_row[job.index] + 1, 0)
         state.retried += tries > 1
-        usable = ~failed & state.held()
+        usable = ~failed & state.was_sampled()
         job.kept.copy_(torch.where(usable, inverse, job.kept))
         state.conditions[job.index] = torch.where(usable, condition, state.conditions[job.index])
 

@@ -1,9 +1,9 @@
 """Inverses that keep `A` and `G` as they are, and solve for each."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import make_pair
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.inverses.base import Inverse, Result
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.inverses.state import InverseState
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.tensor_storage import copy_held
@@ -22,13 +23,15 @@ from kfac_optim.utils.tensor_storage import copy_held
 EIGH_FLOPS = 25.0
 
 
-class PairState(ABC):
-    """Factors of one block, and what is counted and measured as they are solved for.
+class PairState(InverseState):
+    """Holds the factors of one block, and what is counted and measured as they are solved for.
+
+    Subclasses hold what a refresh computes, and name it in `computed` and `results`.
 
     Attributes:
         pair: the running averages.
         retried: matrices that were solved only in a later attempt, `[]` int64.
-        failed: matrices given up, whose old result was kept, `[]` int64.
+        failed: matrices that were given up and kept their old result, `[]` int64.
         failed_in_a_row: refreshes in a row in which a matrix of that side was given up, `[2]` int64 for A and G.
         condition: largest condition number of the damped factors at the last refresh, `[2]` for A and G; in the
             dtype of all computations, at least float32.
@@ -44,15 +47,11 @@ class PairState(ABC):
         self.condition = torch.ones(2, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     @abstractmethod
-    def results(self) -> dict[str, Tensor]:
-        """What `refresh` computed, by its name in checkpoints; no copies."""
+    def computed(self) -> dict[str, Tensor]:
+        """Return what `refresh` computed, by its name in checkpoints; no copies."""
 
-    @abstractmethod
-    def shared(self, part: str) -> tuple[Result, ...]:
-        """Give those results that other ranks need of one part, in a fixed order."""
-
-    def measures(self) -> dict[str, Tensor]:
-        """What it counted and measured, likewise."""
+    def counted(self) -> dict[str, Tensor]:
+        """Return what was counted and measured, by its name in checkpoints; no copies."""
         return {
             "retried": self.retried,
             "failed": self.failed,
@@ -60,74 +59,84 @@ class PairState(ABC):
             "condition": self.condition,
         }
 
-    def ranges(self) -> dict[str, value_checks.Rule]:
-        """Tell what `measures` and `results` can be, by the names there."""
+    def accumulate(self, stats: LayerStatistics) -> None:
+        self.pair.accumulate(stats)
+
+    def has_pending(self) -> bool:
+        return self.pair.has_pending()
+
+    def discard(self) -> None:
+        self.pair.discard()
+
+    def has_statistics(self) -> bool:
+        return bool(self.pair.held())
+
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
+        self.pair.fold(loss_terms, decay, loss_scale)
+
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        return self.pair.averages(part)
+
+    def merge(self, part: str, others: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().merge(part, others)
+        self.pair.combine()
+
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        self.pair.age(decay, loss_terms)
+
+    def measures(self, part: str) -> tuple[Tensor, ...]:
+        side = side_of(part)
+        return self.condition[side], self.failed_in_a_row[side]
+
+    def adopt(self, shadow: Self) -> None:
+        theirs = shadow.counted() | shadow.computed()
+        for name, tensor in (self.counted() | self.computed()).items():
+            copy_held(tensor, theirs[name])
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        a, g = self.pair.a, self.pair.g
+        return (None if a is None else a.average), (None if g is None else g.average)
+
+    def setbacks(self) -> tuple[Tensor, Tensor]:
+        return self.pair.refused_in_a_row, self.failed_in_a_row.max()
+
+    def counters(self) -> dict[str, Tensor]:
         return {
+            "refused_statistics": self.pair.refused,
+            "retried_refreshes": self.retried,
+            "failed_refreshes": self.failed,
+            "condition_A": self.condition[0],
+            "condition_G": self.condition[1],
+        }
+
+    def tensors(self) -> dict[str, Any]:
+        return {"factors": self.pair.tensors(), **self.counted(), **self.computed()}
+
+    def ranges(self) -> dict[str, Any]:
+        return {
+            "factors": self.pair.ranges(),
             "retried": value_checks.not_negative,
             "failed": value_checks.not_negative,
             "failed_in_a_row": value_checks.not_negative,
             "condition": value_checks.measured,
         }
 
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        self.pair.load(tensors["factors"])
+        for name, tensor in (self.counted() | self.computed()).items():
+            copy_held(tensor, tensors[name])
+
+
+def side_of(part: str) -> slice | int:
+    """Return the index of what belongs to one part of a block, in tensors `[2]` for A and G."""
+    return slice(None) if part == "" else "AG".index(part)
+
 
 P = TypeVar("P", bound=PairState)
 
 
 class PairInverse(Inverse[P]):
-    """A representation that keeps `A` and `G` as they are and solves for each: all but refreshing and applying."""
-
-    def accumulate(self, state: P, stats: LayerStatistics) -> None:
-        state.pair.accumulate(stats)
-
-    def has_pending(self, state: P) -> bool:
-        return state.pair.has_pending()
-
-    def discard(self, state: P) -> None:
-        state.pair.discard()
-
-    def has_statistics(self, state: P) -> bool:
-        return bool(state.pair.held())
-
-    def fold(self, state: P, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
-        state.pair.fold(loss_terms, decay, loss_scale)
-
-    def averages(self, state: P, part: str) -> tuple[Factor, ...]:
-        return state.pair.averages(part)
-
-    def merge(self, state: P, part: str, others: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().merge(state, part, others)
-        state.pair.combine()
-
-    def age(self, state: P, decay: float, loss_terms: float | Tensor = 0) -> None:
-        state.pair.age(decay, loss_terms)
-
-    def results(self, state: P, part: str) -> tuple[Result, ...]:
-        return state.shared(part)
-
-    def measures(self, state: P, part: str) -> tuple[Tensor, ...]:
-        sides = slice(None) if part == "" else "AG".index(part)
-        return state.condition[sides], state.failed_in_a_row[sides]
-
-    def adopt(self, state: P, shadow: P) -> None:
-        theirs = shadow.measures() | shadow.results()
-        for name, tensor in (state.measures() | state.results()).items():
-            copy_held(tensor, theirs[name])
-
-    def factors(self, state: P) -> tuple[Tensor | None, Tensor | None]:
-        a, g = state.pair.a, state.pair.g
-        return (None if a is None else a.average), (None if g is None else g.average)
-
-    def setbacks(self, state: P) -> tuple[Tensor, Tensor]:
-        return state.pair.refused_in_a_row, state.failed_in_a_row.max()
-
-    def counters(self, state: P) -> dict[str, Tensor]:
-        return {
-            "refused_statistics": state.pair.refused,
-            "retried_refreshes": state.retried,
-            "failed_refreshes": state.failed,
-            "condition_A": state.condition[0],
-            "condition_G": state.condition[1],
-        }
+    """Keeps `A` and `G` as they are, and solves for each."""
 
     @property
     def damps_jointly(self) -> bool:
@@ -164,17 +173,6 @@ class PairInverse(Inverse[P]):
             )
             for (name, factor), (_, other), lone, result in zip(sides, reversed(sides), alone, results, strict=True)
         )
-
-    def tensors(self, state: P) -> dict[str, Any]:
-        return {"factors": state.pair.tensors(), **state.measures(), **state.results()}
-
-    def ranges(self, state: P) -> dict[str, Any]:
-        return {"factors": state.pair.ranges(), **state.ranges()}
-
-    def load(self, state: P, tensors: Mapping[str, Any]) -> None:
-        state.pair.load(tensors["factors"])
-        for name, tensor in (state.measures() | state.results()).items():
-            copy_held(tensor, tensors[name])
 
 
 def dense_sides(spec: LayerSpec) -> list[tuple[int, int]]:

@@ -143,5 +143,5 @@ def _times_factors(block: KFACBlock, matrix: Tensor) -> Tensor:
 
     To unpack these at every step takes `in² + out²` writes, few beside the products.
     """
-    a, g = (None if factor is None else factor.to(matrix.dtype) for factor in block.inverse.factors(block.state))
+    a, g = (None if factor is None else factor.to(matrix.dtype) for factor in block.state.factors())
     return sandwich(g, matrix, a)

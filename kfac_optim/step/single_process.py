@@ -37,18 +37,16 @@ class LocalStatistics:
         pass
 
     def has_statistics(self, block: KFACBlock) -> bool:
-        return block.inverse.has_statistics(block.state)
+        return block.state.has_statistics()
 
     def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
-        return block.inverse.counters(block.state)
+        return block.state.counters()
 
     def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
         if not blocks:
             return []
         device = blocks[0].params[0].device
-        counts = [
-            count.to(device, non_blocking=True) for block in blocks for count in block.inverse.setbacks(block.state)
-        ]
+        counts = [count.to(device, non_blocking=True) for block in blocks for count in block.state.setbacks()]
         numbers = torch.stack(counts).tolist()  # the only host synchronisation here
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
@@ -91,7 +89,7 @@ class LocalStates:
         pass
 
     def tensors(self, block: KFACBlock) -> Any | None:
-        return block.inverse.tensors(block.state)
+        return block.state.tensors()
 
     def lacks(self, *, factors: bool) -> str | None:
         return None

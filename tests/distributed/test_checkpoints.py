@@ -325,7 +325,7 @@ def kept_after_a_load(rank: int, run: Run, path: str) -> tuple[set[int], set[str
     training.train(SAVED + 1, SAVED + 2)
     after = any("kfac" in held for held in optimizer.state.values())
     blocks = optimizer._binding.coverage.blocks
-    memory = {block.name for block in blocks if not all(t.is_meta for t in block.state.results().values())}
+    memory = {block.name for block in blocks if not all(t.is_meta for t in block.state.computed().values())}
     with_momentum = {
         number for number, param in enumerate(training.net.parameters()) if "momentum_buffer" in optimizer.state[param]
     }

@@ -470,7 +470,7 @@ def test_memory_of_one_process_is_that_of_the_states() -> None:
     for each in model:
         state: Any = each.inverse.init(each.spec, dtype=torch.float32, device=torch.device("meta"))
         plan = make_plan([each], 1, COMM_OPT, COST, PlanOptions(momentum=False))
-        held = [*state.results().values(), state.pair.a.packed, state.pair.g.packed]
+        held = [*state.computed().values(), state.pair.a.packed, state.pair.g.packed]
         held += [state.second_moments] if isinstance(each.inverse, EKFAC) else []
         assert plan.memory_per_rank == sum(4 * tensor.numel() for tensor in held if tensor.dtype == torch.float32)
         assert plan.words_per_step == 0

@@ -190,7 +190,7 @@ def test_the_second_moments_of_ekfac_are_those_of_the_blocks_of_the_gradient(cas
         grads = torch.autograd.grad(loss / len(of_each), params, retain_graph=True)
         gradients.append(oracles.gradient_matrix(module, dict(zip(names, grads, strict=True)))[0])
     of_each.mean().backward()
-    held.inverse.fold(held.state, len(of_each), 1.0)
+    held.state.fold(len(of_each), 1.0)
     found, state = held.state.second_moments, held.state
     a_basis, g_basis = (None if each is None else each.basis for each in (state.a, state.g))
     (_, rows, columns) = held.spec.by_blocks().groups, *gradients[0].shape
@@ -226,7 +226,7 @@ def test_what_the_last_block_lacks_stays_empty(inverse: Inverse[Any], structure:
         assert lacking(direction).abs().max() <= 1e-12 * direction.abs().max()
         factor = optimizer.factors()[""][side]
         assert factor[-1, 2:].count_nonzero() == factor[-1, :, 2:].count_nonzero() == 0
-        assert held.inverse.factors(held.state)[side][-1].diagonal()[2:].min() > 0, "copies are cleared, not the state"
+        assert held.state.factors()[side][-1].diagonal()[2:].min() > 0, "copies are cleared, not the state"
 
 
 @pytest.mark.parametrize("inverse", [*FACTORED, *JOINT], ids=repr)

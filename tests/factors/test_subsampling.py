@@ -478,7 +478,7 @@ def test_a_doubly_factored_layer_takes_the_examples_that_were_drawn() -> None:
     other.set_loss_terms(8)
     (layer(few).square().sum() / 16).backward()
     other.step()
-    found, expected = (block(each, "").state.factors for each in (optimizer, other))
+    found, expected = (block(each, "").state.by_name for each in (optimizer, other))
     for name in ("channels", "positions"):
         assert_same(found[name].average, expected[name].average)
     assert_same(found["G"].average, 2 * expected["G"].average)

@@ -223,11 +223,11 @@ def test_buffers_gradients_and_statistics_stay_as_they_are() -> None:
     count = optimizer._window.close()
     buffers = [buffer.clone() for buffer in model.buffers()]
     grads = [param.grad.clone() for param in model.parameters()]
-    pending = [block.inverse.has_pending(block.state) for block in optimizer._binding.coverage.blocks]
+    pending = [block.state.has_pending() for block in optimizer._binding.coverage.blocks]
     objective.curvature({p: p.detach() for p in model.parameters()}, directions(model, 2), count)
     assert all(torch.equal(old, new) for old, new in zip(buffers, model.buffers(), strict=True))
     assert all(torch.equal(old, param.grad) for old, param in zip(grads, model.parameters(), strict=True))
-    assert pending == [block.inverse.has_pending(block.state) for block in optimizer._binding.coverage.blocks]
+    assert pending == [block.state.has_pending() for block in optimizer._binding.coverage.blocks]
     assert all(param.requires_grad and param.is_leaf for param in model.parameters())
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from helpers.states import CPU, OwnStatistics
 from kfac_optim import Inverse, LayerSpec
 from kfac_optim.factors.factor import Elsewhere
-from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.triangles import pack_triangle, unpack_triangle
 from kfac_optim.specs import FactorShape
 from kfac_optim.utils.tensor_storage import drop
@@ -100,11 +100,11 @@ class Ranks:
         terms = unseen + sum(each.examples for each in samples)
         for a, gradients, opposed in samples:
             gradients = gradients.to(self.dtype) / terms
-            self.inverse.accumulate(state, OwnStatistics(a.to(self.dtype), gradients, opposed=opposed))
+            state.accumulate(OwnStatistics(a.to(self.dtype), gradients, opposed=opposed))
         if samples:
-            self.inverse.fold(state, terms, DECAY)
+            state.fold(terms, DECAY)
         else:
-            self.inverse.age(state, DECAY, terms)
+            state.age(DECAY, terms)
 
     def refresh(self, damping: float, meanwhile: Callable[[], None] | None = None) -> None:
         """Merge, refresh and share; the refresh is of copies, taken over after `meanwhile`, where that is given."""
@@ -116,36 +116,36 @@ class Ranks:
         if meanwhile is not None:
             meanwhile()
             for state, shadow in zip(todo, solved, strict=True):
-                self.inverse.adopt(state, shadow)
+                state.adopt(shadow)
         self.share()
 
     def merge(self) -> None:
         for part, owner in self.owners.items():
-            averages = [self.inverse.averages(state, part) for state in self.states]
+            averages = [state.averages(part) for state in self.states]
             others = []
             for index, own in enumerate(averages[owner]):
                 # Numbers of ranks without mass are never sent.
                 sent = [each[index] for each in averages if each[index] is not own]
                 total = sum((each.packed * each.mass for each in sent if each.mass > 0), 0 * own.packed * own.mass)
                 others.append((total, sum(each.mass for each in sent)))
-            self.inverse.merge(self.states[owner], part, others)
+            self.states[owner].merge(part, others)
             for rank, each in enumerate(averages):
                 for factor in each:
                     if rank != owner:
                         factor.forget()
         for part, owner in self.owners.items():
             for other in set(self.owners.values()) - {owner}:
-                (factor,) = self.inverse.averages(self.states[owner], part)
-                (told,) = self.inverse.averages(self.states[other], part)
+                (factor,) = self.states[owner].averages(part)
+                (told,) = self.states[other].averages(part)
                 told.elsewhere = Elsewhere(factor.trace(), factor.mass.clone())
 
     def share(self) -> None:
         for part, owner in self.owners.items():
-            results = self.inverse.results(self.states[owner], part)
+            results = self.states[owner].results(part)
             sent = {index: self._sent(result) for index, result in enumerate(results)}
             measuring = {index: sent[index] for index, result in enumerate(results) if result.measuring}
             for rank, state in enumerate(self.states):
-                self.inverse.take(state, part, sent if rank in self.appliers() else measuring)
+                state.take(part, sent if rank in self.appliers() else measuring)
             for tensor in sent.values():
                 tensor.zero_()  # as a buffer that is used again
 
@@ -159,27 +159,27 @@ class Ranks:
         """Give back the memory of what a rank needs neither to refresh, nor to precondition, nor to measure."""
         if rank not in self.appliers():
             for part in self.parts:
-                for result in self.inverse.results(self.states[rank], part):
+                for result in self.states[rank].results(part):
                     if not result.measuring:
                         drop(result.tensor)
 
     def _copy(self, state: Any) -> Any:
         copy = self._new()
-        self.inverse.load(copy, self.inverse.tensors(state))
+        copy.load(state.tensors())
         if state is not self.joint:
             for part in self.parts:
-                pairs = zip(self.inverse.averages(copy, part), self.inverse.averages(state, part), strict=True)
+                pairs = zip(copy.averages(part), state.averages(part), strict=True)
                 for ours, theirs in pairs:
                     ours.elsewhere = theirs.elsewhere
         return copy
 
     def reload(self) -> None:
         """What each rank saved is loaded into states that were just made."""
-        saved = [_copied(self.inverse.tensors(state)) for state in self.states]
+        saved = [_copied(state.tensors()) for state in self.states]
         for rank, tensors in enumerate(saved):
             self.states[rank] = self._new()
             self._drop_unused(rank)
-            self.inverse.load(self.states[rank], tensors)
+            self.states[rank].load(tensors)
 
     def directions(self, grad: Tensor, damping: float) -> list[Tensor]:
         """Of each rank that has all results."""

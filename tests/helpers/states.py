@@ -72,7 +72,7 @@ def measured_state(
     """A state whose averages are second moments of `rank` vectors, of full rank by default."""
     state = inverse.init(spec(inputs, outputs, groups, structure), dtype=dtype, device=CPU)
     add_moments(state.pair, rank)
-    inverse.fold(state, 1, 1.0)
+    state.fold(1, 1.0)
     return state
 
 

@@ -105,11 +105,11 @@ class Run:
             adopt(block, shadow)
 
     def tensors(self) -> list[dict[str, Any]]:
-        return [block.inverse.tensors(block.state) for block in self.blocks]
+        return [block.state.tensors() for block in self.blocks]
 
     def poison(self) -> Callable[[], None]:
         """Make the first factor of the first block one that no refresh survives; what puts it right again."""
-        factors = self.blocks[0].inverse.tensors(self.blocks[0].state)["factors"]
+        factors = self.blocks[0].state.tensors()["factors"]
         average = next(factor["average"] for factor in factors.values() if isinstance(factor, dict))
         before = average.clone()
         average.fill_(torch.nan)
@@ -177,15 +177,15 @@ def test_a_refresh_that_failed_in_the_copy_counts_once(
         for put_right in restore:
             put_right()
         ours.adopt(shadows)
-        counted = ours.blocks[0].inverse.counters(ours.blocks[0].state)
-        assert int(ours.blocks[0].inverse.setbacks(ours.blocks[0].state)[1]) > 0
-        assert_identical(counted, theirs.blocks[0].inverse.counters(theirs.blocks[0].state))
+        counted = ours.blocks[0].state.counters()
+        assert int(ours.blocks[0].state.setbacks()[1]) > 0
+        assert_identical(counted, theirs.blocks[0].state.counters())
         assert_identical(ours.tensors(), theirs.tensors())
     assert int(counted["failed_refreshes"]) > 1
     for run in (ours, theirs):
         run.fold(2)
     ours.adopt(ours.refresh_shadows())
-    assert int(ours.blocks[0].inverse.setbacks(ours.blocks[0].state)[1]) == 0
+    assert int(ours.blocks[0].state.setbacks()[1]) == 0
 
 
 def test_samples_refused_while_the_copy_was_refreshed_stay_counted() -> None:
@@ -197,8 +197,8 @@ def test_samples_refused_while_the_copy_was_refreshed_stay_counted() -> None:
         for block in run.blocks:
             block.fold(count, 1.0)
         run.adopt(shadows)
-        assert int(run.blocks[0].inverse.setbacks(run.blocks[0].state)[0]) == 1
-        assert int(run.blocks[0].inverse.counters(run.blocks[0].state)["refused_statistics"]) == 1
+        assert int(run.blocks[0].state.setbacks()[0]) == 1
+        assert int(run.blocks[0].state.counters()["refused_statistics"]) == 1
 
 
 def test_the_steps_between_full_decompositions_are_those_of_the_copies() -> None:

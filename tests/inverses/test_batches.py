@@ -25,9 +25,9 @@ def test_pieces_give_what_one_batch_gives(inverse: Inverse[Any], limit: int, mon
     monkeypatch.setattr(batching, "_AT_ONCE", limit)
     inverse.refresh(in_pieces, [0.1] * 7)
     for ours, theirs in zip(in_pieces, together, strict=True):
-        assert ours.measures().keys() == theirs.measures().keys()
+        assert ours.counted().keys() == theirs.counted().keys()
         assert_identical(ours.pair.tensors(), theirs.pair.tensors())
-        for left, right in zip(ours.results().values(), theirs.results().values(), strict=True):
+        for left, right in zip(ours.computed().values(), theirs.computed().values(), strict=True):
             torch.testing.assert_close(left, right)
 
 

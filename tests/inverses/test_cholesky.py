@@ -164,7 +164,7 @@ def test_blocks_refreshed_together_come_out_as_alone(
     CHOLESKY.refresh(states, dampings)
     for state, (inputs, outputs, groups, damping) in zip(states, shapes, strict=True):
         grad = torch.randn(groups, outputs, inputs)
-        curvature = oracles.damped_kronecker(*CHOLESKY.factors(state), grad, damping)
+        curvature = oracles.damped_kronecker(*state.factors(), grad, damping)
         assert_same(CHOLESKY.apply(state, grad, 0.1), oracles.solve(curvature, grad), rtol=1e-8)
 
 
@@ -182,7 +182,7 @@ def test_a_failed_inversion_keeps_the_last_good_inverse_of_its_group_only() -> N
     assert not torch.allclose(broken.a_inverse[0], old[0][0])
     assert (int(broken.failed), int(sound.failed)) == (1, 0)
     grad = torch.randn(2, 3, 4)
-    expected = oracles.solve(oracles.damped_kronecker(*CHOLESKY.factors(sound), grad, 0.1), grad)
+    expected = oracles.solve(oracles.damped_kronecker(*sound.factors(), grad, 0.1), grad)
     assert_same(CHOLESKY.apply(sound, grad, 0.1), expected, rtol=1e-8)
 
 
@@ -215,9 +215,7 @@ def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counte
 def test_the_condition_number_is_the_worst_of_the_damped_groups(structure: Structure) -> None:
     state = measured_state(structure=(structure, structure))
     CHOLESKY.refresh([state], [0.5])
-    for side, (factor, inverse) in enumerate(
-        zip(CHOLESKY.factors(state), (state.a_inverse, state.g_inverse), strict=True)
-    ):
+    for side, (factor, inverse) in enumerate(zip(state.factors(), (state.a_inverse, state.g_inverse), strict=True)):
         dim = factor.shape[-1]
         damped = torch.linalg.inv(oracles.dense(inverse, 2, dim))
         assert_same(state.condition[side], torch.linalg.cond(damped, p=1).max(), rtol=1e-8)
@@ -229,12 +227,12 @@ def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) 
     for factor in (state.pair.a, state.pair.g):
         factor.add(torch.diag(torch.arange(1.0, factor.dim + 1)).to(dtype)[None])
     state.pair.rows = 1
-    CHOLESKY.fold(state, 1, 1.0)
+    state.fold(1, 1.0)
     CHOLESKY.refresh([state], [0.1])
     grad = torch.randn(1, 3, 4, dtype=dtype)
     direction = CHOLESKY.apply(state, grad, 0.1)
     assert direction.dtype == torch.float32
-    a, g = CHOLESKY.factors(state)
+    a, g = state.factors()
     curvature = oracles.damped_kronecker(a.double(), g.double(), grad.double(), 0.1)
     assert_same(direction.double(), oracles.solve(curvature, grad.double()), rtol=1e-5)
 
@@ -257,10 +255,10 @@ def test_inverses_kept_in_bfloat16_turn_the_direction_by_less_than_a_hundredth(
     grad = torch.randn(groups, *reversed(dims), dtype=torch.float32)
     found, expected = narrow.apply(kept, grad, 1e-2), wide.apply(exact, grad, 1e-2)
     assert found.dtype == torch.float32
-    assert all(tensor.dtype == torch.bfloat16 for tensor in kept.results().values())
+    assert all(tensor.dtype == torch.bfloat16 for tensor in kept.computed().values())
     assert float((found - expected).norm()) <= 0.01 * float(expected.norm())
     again = narrow.init(spec(*dims, groups, structure), dtype=torch.float32, device=CPU)
-    narrow.load(again, narrow.tensors(kept))
+    again.load(kept.tensors())
     assert torch.equal(narrow.apply(again, grad, 1e-2), found)
 
 

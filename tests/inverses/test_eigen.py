@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_representation_is_refused() -> None:
 
 def assert_solves(state: EigenState, damping: float = 0.1, *, rtol: float = 1e-8) -> None:
     grad = torch.randn(len(state.solved), state.pair.g.dim, state.pair.a.dim)
-    assert_same(EIGEN.apply(state, grad, damping), solution(EIGEN.factors(state), grad, damping), rtol=rtol)
+    assert_same(EIGEN.apply(state, grad, damping), solution(state.factors(), grad, damping), rtol=rtol)
 
 
 @every_structure
@@ -129,7 +129,7 @@ def test_blocks_refreshed_together_solve_their_systems_at_every_damping(
     for state, (inputs, outputs, groups) in zip(states, shapes, strict=True):
         grad = torch.randn(groups, outputs, inputs)
         for damping in steps:
-            expected = solution(EIGEN.factors(state), grad, damping)
+            expected = solution(state.factors(), grad, damping)
             assert_same(EIGEN.apply(state, grad, damping), expected, rtol=1e-8)
 
 
@@ -199,18 +199,18 @@ def test_before_any_refresh_the_gradient_comes_back(structure: tuple[Structure, 
 @every_structure
 def test_without_accepted_statistics_a_refresh_changes_nothing(structure: tuple[Structure, Structure]) -> None:
     state = EIGEN.init(spec(4, 3, 2, structure), dtype=torch.float64, device=CPU)
-    before = {key: tensor.clone() for key, tensor in EIGEN.counters(state).items()}
+    before = {key: tensor.clone() for key, tensor in state.counters().items()}
     EIGEN.refresh([state], [0.1])
     grad = torch.randn(2, 3, 4)
     assert_same(EIGEN.apply(state, grad, 0.1), grad, rtol=0)
-    assert_identical(EIGEN.counters(state), before)
+    assert_identical(state.counters(), before)
 
 
 def test_applying_waits_for_no_number_from_the_device() -> None:
     # A tensor on the meta device has no numbers to wait for: reading one raises.
     state = EIGEN.init(spec(4, 3, 2, (DENSE, DENSE)), dtype=torch.float32, device=torch.device("meta"))
     with pytest.raises(RuntimeError, match="meta"):
-        EIGEN.has_statistics(state)
+        state.has_statistics()
     grad = torch.empty(2, 3, 4, device="meta")
     assert EIGEN.apply(state, grad, 0.1).shape == (2, 3, 4)
 
@@ -309,7 +309,7 @@ def test_a_group_none_of_whose_factors_was_ever_decomposed_gives_the_gradient_ba
     grad = torch.randn(2, 3, 4)
     direction = EIGEN.apply(state, grad, 0.1)
     assert_same(direction[0], grad[0], rtol=0)
-    sound = [factor[1:] for factor in EIGEN.factors(state)]
+    sound = [factor[1:] for factor in state.factors()]
     assert_same(direction[1:], solution((sound[0], sound[1]), grad[1:], 0.1), rtol=1e-8)
 
 
@@ -319,7 +319,7 @@ def test_a_factor_that_was_never_decomposed_stands_as_the_identity(side: int) ->
     (state.pair.a, state.pair.g)[side].packed.fill_(torch.nan)
     EIGEN.refresh([state], [0.1])
     grad = torch.randn(1, 3, 4)
-    a, g = (None if i == side else factor for i, factor in enumerate(EIGEN.factors(state)))
+    a, g = (None if i == side else factor for i, factor in enumerate(state.factors()))
     assert_same(EIGEN.apply(state, grad, 0.1), solution((a, g), grad, 0.1), rtol=1e-8)
 
 
@@ -341,18 +341,18 @@ def test_negative_eigenvalues_count_as_zero() -> None:
 def test_the_condition_number_is_the_worst_of_the_factors_under_factored_damping(structure: Structure) -> None:
     state = measured_state(structure=(structure, structure))
     EIGEN.refresh([state], [0.5])
-    a, g = (oracles.dense(factor, 2, dim) for factor, dim in zip(EIGEN.factors(state), (4, 3), strict=True))
+    a, g = (oracles.dense(factor, 2, dim) for factor, dim in zip(state.factors(), (4, 3), strict=True))
     pi = [((left.trace() / 4) / (right.trace() / 3)).sqrt() for left, right in zip(a, g, strict=True)]
     of_a = max(torch.linalg.cond(a[i] + 0.5**0.5 * pi[i] * torch.eye(4)) for i in (0, 1))
     of_g = max(torch.linalg.cond(g[i] + 0.5**0.5 / pi[i] * torch.eye(3)) for i in (0, 1))
-    counters = EIGEN.counters(state)
+    counters = state.counters()
     assert_same([counters["condition_A"], counters["condition_G"]], [of_a, of_g], rtol=1e-8)
 
 
 @every_structure
 def test_metrics_has_the_numbers_that_it_has_with_cholesky(structure: tuple[Structure, Structure]) -> None:
     theirs = Cholesky().init(spec(4, 3, 2, structure), dtype=torch.float64, device=CPU)
-    assert EIGEN.counters(measured_state(structure=structure)).keys() == Cholesky().counters(theirs).keys()
+    assert measured_state(structure=structure).counters().keys() == theirs.counters().keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -362,12 +362,12 @@ def test_narrow_factors_are_decomposed_and_applied_in_float32(dtype: torch.dtype
         rows = torch.randn(8, factor.dim)
         factor.add((rows.mT @ rows).to(dtype)[None])
     state.pair.rows = 1
-    EIGEN.fold(state, 1, 1.0)
+    state.fold(1, 1.0)
     EIGEN.refresh([state], [0.1])
     grad = torch.randn(1, 3, 4, dtype=dtype)
     direction = EIGEN.apply(state, grad, 0.1)
     assert direction.dtype == torch.float32
-    a, g = (factor.double() for factor in EIGEN.factors(state))
+    a, g = (factor.double() for factor in state.factors())
     assert_same(direction.double(), solution((a, g), grad.double(), 0.1), rtol=1e-5)
 
 
@@ -386,8 +386,8 @@ def test_the_damping_is_not_rounded_to_the_default_dtype() -> None:
 def test_tensors_load_into_another_state_bitwise_and_share_no_memory() -> None:
     saved, loaded = measured_state(structure=(DENSE, DIAGONAL)), measured_state(structure=(DENSE, DIAGONAL))
     EIGEN.refresh([saved], [0.1])
-    EIGEN.load(loaded, EIGEN.tensors(saved))
-    assert_identical(EIGEN.tensors(loaded), EIGEN.tensors(saved))
+    loaded.load(saved.tensors())
+    assert_identical(loaded.tensors(), saved.tensors())
     grad = torch.randn(2, 3, 4)
     direction = EIGEN.apply(saved, grad, 0.1)
     for tensor in (saved.solved, saved.condition, saved.a.values, saved.a.basis, saved.g.values):

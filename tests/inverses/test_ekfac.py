@@ -128,7 +128,7 @@ def watched(
 def fold(optimizer: KFACOptimizer, terms: float | Tensor, decay: float = 1.0, loss_scale: float = 1.0) -> None:
     """Take what was accumulated into the averages without a refresh, which would change the basis."""
     for each in optimizer._binding.coverage.blocks:
-        each.inverse.fold(each.state, terms, decay, loss_scale)
+        each.state.fold(terms, decay, loss_scale)
 
 
 # -- the second moments are the diagonal of the Fisher -----------------------------------------------------------
@@ -539,7 +539,7 @@ def test_beside_an_identity_it_is_eigen_with_eigenvalues_of_every_statistics_ste
         any_loss(module(torch.randn(terms, 3))).backward()
         fold(optimizer, terms)
     assert_same(bases(state), before, rtol=0)
-    a, g = (oracles.dense(factor, 1, dim) for factor, dim in zip(EKFAC().factors(state), (4, 2), strict=True))
+    a, g = (oracles.dense(factor, 1, dim) for factor, dim in zip(state.factors(), (4, 2), strict=True))
     assert_same(state.second_moments, in_basis(oracles.kronecker(a, g), state), rtol=1e-8)
 
 
@@ -745,12 +745,12 @@ def test_statistics_of_ones_own_need_only_rows() -> None:
     inverse = EKFAC()
     state = inverse.init(LayerSpec("layer", ("weight",), 4, 3), dtype=torch.float64, device=CPU)
     a, g = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 2, 3)
-    inverse.accumulate(state, OwnStatistics(a, g))
-    inverse.fold(state, 6, 1.0)
+    state.accumulate(OwnStatistics(a, g))
+    state.fold(6, 1.0)
     inverse.refresh([state], [0.1])
-    inverse.accumulate(state, OwnStatistics(a, g))
-    inverse.accumulate(state, OwnStatistics(a, torch.zeros_like(g), active=False))
-    inverse.fold(state, 6, 1.0)
+    state.accumulate(OwnStatistics(a, g))
+    state.accumulate(OwnStatistics(a, torch.zeros_like(g), active=False))
+    state.fold(6, 1.0)
     gradients = [right.mT @ left for left, right in zip(a[0], g[0], strict=True)]
     expected = in_basis(dense_fisher([gradient[None] for gradient in gradients]), state)
     assert_same(state.second_moments, expected, rtol=1e-8)
@@ -764,14 +764,14 @@ def test_tensors_load_into_another_state_which_keeps_what_it_accumulated() -> No
     any_loss(output).backward(retain_graph=True)
     any_loss(output).backward()
     fold(optimizer, 6)
-    for number, counted in enumerate(state.measures().values()):
+    for number, counted in enumerate(state.counted().values()):
         counted.fill_(number + 1)
     _, other = watched(nn.Linear(3, 2), torch.randn(4, 3))
     other.scales.pending = torch.ones(1, 8)
-    inverse.load(other, inverse.tensors(state))
-    assert_identical(inverse.tensors(other), inverse.tensors(state))
-    assert_identical(inverse.counters(other), inverse.counters(state))
-    assert_identical(inverse.setbacks(other), inverse.setbacks(state))
+    other.load(state.tensors())
+    assert_identical(other.tensors(), state.tensors())
+    assert_identical(other.counters(), state.counters())
+    assert_identical(other.setbacks(), state.setbacks())
     assert torch.equal(other.scales.pending, torch.ones(1, 8))
     grad = torch.randn(1, 2, 4)
     direction = inverse.apply(state, grad, 0.1)
@@ -787,7 +787,7 @@ def test_where_the_input_is_gone_the_factors_stand_in_for_the_step_and_it_is_cou
     any_loss(output).backward()
     any_loss(module(torch.randn(2, 3))).backward()
     fold(optimizer, 8, decay=0.5)
-    expected = in_basis(oracles.kronecker(*EKFAC().factors(state)), state)
+    expected = in_basis(oracles.kronecker(*state.factors()), state)
     assert_same(state.second_moments, expected, rtol=1e-8)
     assert (int(state.substituted), float(state.scales.mass)) == (1, 8)
     any_loss(module(torch.randn(2, 3))).backward()
@@ -803,7 +803,7 @@ def test_what_was_dropped_is_not_counted() -> None:
     output = module(torch.randn(6, 3))
     any_loss(output).backward(retain_graph=True)
     any_loss(output).backward()
-    EKFAC().discard(state)
+    state.discard()
     x = torch.randn(5, 3)
     output = module(x)
     loss = Loss(output.shape, 5)
@@ -828,9 +828,9 @@ def test_a_sample_that_is_not_finite_is_refused_and_counted_once() -> None:
     (module(x) * torch.randn(5, 2)).sum().backward()
     fold(optimizer, 5, decay=0.5)
     assert_same(state.second_moments, before, rtol=0)
-    counters = EKFAC().counters(state)
+    counters = state.counters()
     assert (int(counters["refused_statistics"]), float(state.scales.mass)) == (1, 2.5)
-    assert [int(number) for number in EKFAC().setbacks(state)] == [1, 0]
+    assert [int(number) for number in state.setbacks()] == [1, 0]
 
 
 @pytest.mark.parametrize("terms", [torch.nan, 0.0, -3.0])
@@ -841,7 +841,7 @@ def test_an_impossible_number_of_loss_terms_is_refused(terms: float) -> None:
     any_loss(module(torch.randn(5, 3))).backward()
     fold(optimizer, torch.tensor(terms))
     assert_same(state.second_moments, before, rtol=0)
-    assert (int(EKFAC().counters(state)["refused_statistics"]), float(state.scales.mass)) == (1, 0)
+    assert (int(state.counters()["refused_statistics"]), float(state.scales.mass)) == (1, 0)
     any_loss(module(torch.randn(5, 3))).backward()
     fold(optimizer, torch.tensor(5.0))
     assert float(state.scales.mass) == 5
@@ -857,11 +857,11 @@ def test_squares_that_overflow_alone_are_refused_and_counted() -> None:
         fold(optimizer, 5)
         assert state.pair.a.packed.isfinite().all()
         assert_same(state.second_moments, before, rtol=0)
-        assert int(EKFAC().counters(state)["refused_statistics"]) == times
-        assert [int(number) for number in EKFAC().setbacks(state)] == [times, 0]
+        assert int(state.counters()["refused_statistics"]) == times
+        assert [int(number) for number in state.setbacks()] == [times, 0]
     any_loss(module(torch.randn(5, 3))).backward()
     fold(optimizer, 5)
-    assert [int(number) for number in EKFAC().setbacks(state)] == [0, 0]
+    assert [int(number) for number in state.setbacks()] == [0, 0]
     assert not torch.allclose(state.second_moments, before)
 
 
@@ -879,7 +879,7 @@ def test_a_hopeless_factor_keeps_basis_and_second_moments_of_its_group_only(valu
     assert_same([basis[1] for basis in bases(state)], [basis[1] for basis in old], rtol=0)
     assert not torch.allclose(bases(state)[0][0], old[0][0])
     assert_same(state.second_moments, in_basis(before, state), rtol=1e-8)
-    assert int(EKFAC().counters(state)["failed_refreshes"]) == 2
+    assert int(state.counters()["failed_refreshes"]) == 2
     grad = torch.randn(2, 3, 5)
     assert_same(EKFAC().apply(state, grad, 0.1), solution(state, grad, 0.1), rtol=1e-8)
 

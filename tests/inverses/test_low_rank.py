@@ -32,7 +32,7 @@ def state_with(inverse: LowRank, a: Tensor, g: Tensor) -> LowRankState:
     for factor, matrix in ((state.pair.a, a), (state.pair.g, g)):
         factor.add(matrix[None].clone())
     state.pair.rows = 1
-    inverse.fold(state, 1, 1.0)
+    state.fold(1, 1.0)
     return state
 
 
@@ -151,7 +151,7 @@ def test_in_float32_a_leading_direction_of_a_million_dampings_keeps_its_small_re
     state.pair.a.add(a[None].float())
     state.pair.g.add(torch.ones(1, 1, 1, dtype=torch.float32))
     state.pair.rows = 1
-    inverse.fold(state, 1, 1.0)
+    state.fold(1, 1.0)
     inverse.refresh([state], [1.0])
     leading = torch.linalg.eigh(a).eigenvectors[:, -4:].mT.sum(0)
     found = inverse.apply(state, leading.float()[None, None], 1.0)
@@ -223,7 +223,7 @@ def test_a_factor_that_cannot_be_decomposed_keeps_the_last_good_inverse_of_its_g
         assert torch.equal(now[1], before[1])
         assert not torch.equal(now[0], before[0])
     assert int(state.failed) == 1
-    assert all(tensor.isfinite().all() for tensor in state.results().values())
+    assert all(tensor.isfinite().all() for tensor in state.computed().values())
 
 
 def test_condition_and_cutoff_are_those_of_the_worst_group() -> None:
@@ -234,7 +234,7 @@ def test_condition_and_cutoff_are_those_of_the_worst_group() -> None:
     shift, rest = float(shifts(a, torch.eye(2), 0.01)[0]), float((2.0 ** -torch.arange(3.0, 12.0)).mean())
     assert_same(state.cutoff, torch.tensor([0.25 / shift, 0.0]), rtol=1e-7)
     assert float(state.condition[0]) == pytest.approx((1 + shift) / (rest + shift), rel=1e-7)
-    counters = inverse.counters(state)
+    counters = state.counters()
     assert (float(counters["cutoff_A"]), float(counters["cutoff_G"])) == tuple(state.cutoff.tolist())
 
 
@@ -243,9 +243,9 @@ def test_each_part_brings_its_own_measures_together() -> None:
     LowRank(2).refresh([state], [0.1])
     assert float(state.cutoff.min()) > 0
     for part, side in (("A", 0), ("G", 1)):
-        measures = LowRank(2).measures(state, part)
+        measures = state.measures(part)
         assert [float(each) for each in measures] == [float(state.condition[side]), 0.0, float(state.cutoff[side])]
-    assert LowRank(2).measures(state, "")[-1].tolist() == state.cutoff.tolist()
+    assert state.measures("")[-1].tolist() == state.cutoff.tolist()
 
 
 def test_metrics_tell_the_worst_cutoff_of_all_blocks() -> None:

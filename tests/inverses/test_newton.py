@@ -167,7 +167,7 @@ def ill_state(kappa: float, dim: int = 6, dtype: torch.dtype = torch.float64) ->
 
 
 def solution(state: NewtonSchulzState, grad: Tensor, damping: float) -> Tensor:
-    curvature = oracles.damped_kronecker(*(f.double() for f in THOROUGH.factors(state)), grad.double(), damping)
+    curvature = oracles.damped_kronecker(*(f.double() for f in state.factors()), grad.double(), damping)
     return oracles.solve(curvature, grad.double())
 
 
@@ -179,7 +179,7 @@ def apply_random(state: NewtonSchulzState, damping: float) -> tuple[Tensor, Tens
 
 
 def fallbacks(*states: NewtonSchulzState) -> list[int]:
-    return [int(THOROUGH.counters(state)["fallback_inverses"]) for state in states]
+    return [int(state.counters()["fallback_inverses"]) for state in states]
 
 
 @every_structure
@@ -197,7 +197,7 @@ def test_blocks_refreshed_together_come_out_as_alone(
         THOROUGH.refresh(states, dampings)
         for state, (inputs, outputs, groups, damping) in zip(states, shapes, strict=True):
             grad = torch.randn(groups, outputs, inputs)
-            curvature = oracles.damped_kronecker(*THOROUGH.factors(state), grad, damping)
+            curvature = oracles.damped_kronecker(*state.factors(), grad, damping)
             assert_same(THOROUGH.apply(state, grad, 0.1), oracles.solve(curvature, grad), rtol=1e-8)
         for state in states:
             for factor in (state.pair.a, state.pair.g):
@@ -220,7 +220,7 @@ def test_it_inverts_up_to_a_condition_number_of_1e8_without_a_factorisation(expo
     for mine, other in ((state.a, theirs.a_inverse), (state.g, theirs.g_inverse)):
         assert_same(mine.inverse, other, rtol=1e-14 * 10**exponent + 1e-9)
     assert fallbacks(state) == [0]
-    assert_same(THOROUGH.counters(state)["condition_A"], cholesky.counters(theirs)["condition_A"], rtol=1e-5)
+    assert_same(state.counters()["condition_A"], theirs.counters()["condition_A"], rtol=1e-5)
 
 
 @every_structure
@@ -233,9 +233,9 @@ def test_before_any_refresh_the_gradient_comes_back(structure: tuple[Structure, 
 @every_structure
 def test_without_accepted_statistics_a_refresh_changes_nothing(structure: tuple[Structure, Structure]) -> None:
     state = THOROUGH.init(spec(4, 3, 2, structure), dtype=torch.float64, device=CPU)
-    before = {key: tensor.clone() for key, tensor in THOROUGH.tensors(state).items() if key != "factors"}
+    before = {key: tensor.clone() for key, tensor in state.tensors().items() if key != "factors"}
     THOROUGH.refresh([state], [0.1])
-    after = {key: tensor for key, tensor in THOROUGH.tensors(state).items() if key != "factors"}
+    after = {key: tensor for key, tensor in state.tensors().items() if key != "factors"}
     assert_identical(after, before)
 
 
@@ -349,7 +349,7 @@ def test_where_cholesky_fails_too_the_last_good_inverse_of_that_group_is_kept() 
     assert_same(broken.a.inverse[1], old[1], rtol=0)
     assert not torch.allclose(broken.a.inverse[0], old[0])
     assert [(int(state.failed), *fallbacks(state)) for state in (broken, sound)] == [(1, 1), (0, 0)]
-    assert THOROUGH.setbacks(broken)[1] == 1
+    assert broken.setbacks()[1] == 1
     assert broken.condition.isfinite().all()
     ours, exact = apply_random(sound, 0.1)
     assert_same(ours, exact, rtol=1e-8)
@@ -427,7 +427,7 @@ def test_narrow_factors_are_inverted_and_applied_in_float32(dtype: torch.dtype) 
     for factor in (state.pair.a, state.pair.g):
         factor.add(torch.diag(torch.arange(1.0, factor.dim + 1)).to(dtype)[None])
     state.pair.rows = 1
-    THOROUGH.fold(state, 1, 1.0)
+    state.fold(1, 1.0)
     THOROUGH.refresh([state], [0.1])
     grad = torch.randn(1, 3, 4, dtype=dtype)
     direction = THOROUGH.apply(state, grad, 0.1)
@@ -440,7 +440,7 @@ def test_from_either_side_the_good_side_of_the_inverse_is_used() -> None:
     state = ill_state(1e5, 64, torch.float32)
     NewtonSchulz(steps=16).refresh([state], [1e-10])
     assert fallbacks(state) == [0]
-    compute = [factor.double()[0] + 1e-5 * torch.eye(64) for factor in THOROUGH.factors(state)]
+    compute = [factor.double()[0] + 1e-5 * torch.eye(64) for factor in state.factors()]
     grad = torch.randn(1, 64, 64)
     direction = THOROUGH.apply(state, (compute[1] @ grad @ compute[0]).float(), 0.1).double()
     only_a = THOROUGH.apply(state, torch.linalg.solve(state.g.inverse.double(), grad).float(), 0.1).double()
@@ -454,8 +454,8 @@ def test_from_either_side_the_good_side_of_the_inverse_is_used() -> None:
 @every_structure
 def test_metrics_has_cholesky_s_numbers_and_the_fallbacks(structure: tuple[Structure, Structure]) -> None:
     theirs = Cholesky().init(spec(4, 3, 2, structure), dtype=torch.float64, device=CPU)
-    names = THOROUGH.counters(measured_state(structure=structure)).keys()
-    assert names == Cholesky().counters(theirs).keys() | {"fallback_inverses"}
+    names = measured_state(structure=structure).counters().keys()
+    assert names == theirs.counters().keys() | {"fallback_inverses"}
 
 
 def test_applying_waits_for_no_number_from_the_device() -> None:
@@ -466,11 +466,11 @@ def test_applying_waits_for_no_number_from_the_device() -> None:
 def test_tensors_load_into_another_state_bitwise_and_share_no_memory() -> None:
     saved, loaded = measured_state(structure=(DENSE, DIAGONAL)), measured_state(structure=(DENSE, DIAGONAL))
     NewtonSchulz(steps=1).refresh([saved], [1e-4])
-    THOROUGH.load(loaded, THOROUGH.tensors(saved))
-    assert_identical(THOROUGH.tensors(loaded), THOROUGH.tensors(saved))
+    loaded.load(saved.tensors())
+    assert_identical(loaded.tensors(), saved.tensors())
     assert fallbacks(loaded) == [2]
     assert loaded.a.solved.all()
-    for tensor in (*saved.results().values(), *saved.measures().values()):
+    for tensor in (*saved.computed().values(), *saved.counted().values()):
         tensor.zero_()
     assert loaded.a.solved.all()
     assert loaded.a.inverse.any()

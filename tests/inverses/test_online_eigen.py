@@ -268,7 +268,7 @@ def test_blocks_refreshed_together_come_out_as_alone(
             inverse.refresh([state], [0.1])
             drift(state)
     for state, copy in zip(together, alone, strict=True):
-        inverse.load(copy, inverse.tensors(state))
+        copy.load(state.tensors())
         inverse.refresh([copy], [0.1])
     inverse.refresh(together, [0.1] * len(together))
     for state, copy, (inputs, outputs, groups, _) in zip(together, alone, shapes, strict=True):
@@ -341,14 +341,14 @@ def test_a_full_decomposition_that_failed_is_tried_again_at_the_next_refresh(cal
     inverse.refresh([state], [0.1])
     grad = torch.randn(2, 4, 4)
     assert_same(inverse.apply(state, grad, 0.1), grad, rtol=0)
-    assert int(inverse.counters(state)["failed_refreshes"]) == 4
-    assert [int(number) for number in inverse.setbacks(state)] == [0, 1]
+    assert int(state.counters()["failed_refreshes"]) == 4
+    assert [int(number) for number in state.setbacks()] == [0, 1]
     calls.broken, calls.made = False, []
     inverse.refresh([state], [0.1])
     inverse.refresh([state], [0.1])
     assert [name for name, *_ in calls.made] == ["eigh", "qr"]
     assert_same(inverse.apply(state, grad, 0.1), solution(in_use(state), grad, 0.1), rtol=1e-8)
-    assert [int(number) for number in inverse.setbacks(state)] == [0, 0]
+    assert [int(number) for number in state.setbacks()] == [0, 0]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -363,7 +363,7 @@ def test_a_hopeless_factor_keeps_the_last_good_basis_of_its_group_only(refreshes
     with edited(state.pair.a) as average:
         average[1, 0, 0] = value
     inverse.refresh([state], [0.1])
-    assert int(inverse.counters(state)["failed_refreshes"]) == 1
+    assert int(state.counters()["failed_refreshes"]) == 1
     a, g = in_use(state)
     assert torch.equal(a[1], old[0][1])
     assert not torch.allclose(a[0], old[0][0])
@@ -383,7 +383,7 @@ def test_without_accepted_statistics_a_refresh_changes_nothing(structure: tuple[
     assert_same(inverse.apply(state, grad, 0.1), grad, rtol=0)
     drift(state)
     inverse.refresh([state], [0.1])
-    assert_same(inverse.apply(state, grad, 0.1), solution(list(inverse.factors(state)), grad, 0.1), rtol=1e-8)
+    assert_same(inverse.apply(state, grad, 0.1), solution(list(state.factors()), grad, 0.1), rtol=1e-8)
 
 
 # -- what is reported --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kfac_optim import (
     NewtonSchulz,
     OnlineEigen,
 )
-from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
@@ -50,7 +50,7 @@ def held_in_state(inverse: Inverse[Any], layer: LayerSpec) -> int:
     # What opposed uses mix their averages to is held, and made anew from these when a checkpoint is loaded.
     mixed = [factor.packed for factor in (state.pair.a, state.pair.g) if factor is not None] if layer.opposed else []
     # So is the S that is applied among several processes, which checkpoints hold on one as well.
-    kept = {name: tensor for name, tensor in inverse.tensors(state).items() if not name.startswith("S_applied")}
+    kept = {name: tensor for name, tensor in state.tensors().items() if not name.startswith("S_applied")}
     return sum(tensor.numel() for tensor in [*numbers(kept), *mixed])
 
 
@@ -73,7 +73,7 @@ def assert_parts_are_what_is_shared(inverse: Inverse[Any], layer: LayerSpec) -> 
     layer = layer.by_blocks()
     state = inverse.init(layer, dtype=torch.float32, device=torch.device("meta"))
     for part in inverse.parts(layer):
-        averages, results = inverse.averages(state, part.name), inverse.results(state, part.name)
+        averages, results = state.averages(part.name), state.results(part.name)
         assert [factor.packed.numel() for factor in averages] == [shape.packed for shape in part.sums]
         assert [factor.average.numel() for factor in averages] == [shape.numel for shape in part.sums]
         assert words(results) == part.sent
@@ -170,13 +170,13 @@ def test_averages_are_unpacked_once_in_a_refresh_and_nowhere_else(
     for _ in range(3):
         for pair in (state.pair.own, state.pair.opposed) if opposed else (state.pair,):
             add_moments(pair)
-        inverse.fold(state, 1, 0.9)
-        inverse.age(state, 0.9, 1)
+        state.fold(1, 0.9)
+        state.age(0.9, 1)
         for part in inverse.parts(layer):
-            others = [(factor.packed.flatten() * 2, torch.tensor(2.0)) for factor in inverse.averages(state, part.name)]
-            inverse.merge(state, part.name, others)
+            others = [(factor.packed.flatten() * 2, torch.tensor(2.0)) for factor in state.averages(part.name)]
+            state.merge(part.name, others)
         inverse.apply(state, torch.randn(2, 3, 4), 0.1)
-        inverse.load(state, copy.deepcopy(inverse.tensors(state)))
+        state.load(copy.deepcopy(state.tensors()))
         unpack.assert_not_called()
         inverse.refresh([state], [0.1])
         assert unpack.call_count == 2
@@ -188,10 +188,10 @@ def test_of_three_factors_each_is_unpacked_once_in_a_refresh(monkeypatch: pytest
     monkeypatch.setattr("kfac_optim.factors.factor.unpack_triangle", unpack)
     inverse = DoublyFactored(channels=3)
     state = inverse.init(LayerSpec("layer", ("weight", "bias"), 13, 5), dtype=torch.float32, device=CPU)
-    for factor in state.factors.values():
+    for factor in state.by_name.values():
         factor.add(torch.eye(factor.dim)[None])
     state.rows = 1
-    inverse.fold(state, 1, 0.9)
+    state.fold(1, 0.9)
     unpack.assert_not_called()
     inverse.refresh([state], [0.1])
     assert unpack.call_count == 3

@@ -19,12 +19,14 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
+    InverseState,
     LayerSpec,
     LowRank,
     NewtonSchulz,
     OnlineEigen,
     Structure,
 )
+from kfac_optim.inverses.damped.cholesky import CholeskyState
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState
 from kfac_optim.utils.tensor_storage import drop, hold
 
@@ -185,7 +187,7 @@ def test_saved_and_reloaded_each_rank_goes_on_to_the_bit(
             if reloaded:
                 again.reload()
         again.refresh(DAMPING)
-        found.append([inverse.tensors(again.states[rank]) for rank in sorted(again.appliers())])
+        found.append([again.states[rank].tensors() for rank in sorted(again.appliers())])
     assert_identical(*found)
 
 
@@ -199,7 +201,7 @@ def test_taking_bases_that_one_has_leaves_the_second_moments_to_the_bit(data: st
     fold(data.draw, ranks)
     state = ranks.states[ranks.owners[""]]
     before = state.second_moments.clone()
-    inverse.take(state, "", {i: result.tensor.clone() for i, result in enumerate(inverse.results(state, ""))})
+    state.take("", {i: result.tensor.clone() for i, result in enumerate(state.results(""))})
     assert torch.equal(state.second_moments, before)
 
 
@@ -223,8 +225,8 @@ def test_what_is_measured_in_a_basis_changes_what_ranks_apply_at_the_next_refres
 def test_solved_is_never_unsaid(inverse: Inverse[Any]) -> None:
     state = measured_state(inverse)
     inverse.refresh([state], [DAMPING])
-    results = inverse.results(state, "A")
-    inverse.take(state, "A", {len(results) - 1: torch.tensor([0.0, 1.0])})
+    results = state.results("A")
+    state.take("A", {len(results) - 1: torch.tensor([0.0, 1.0])})
     assert state.solved.tolist() == [True, True]
 
 
@@ -241,9 +243,9 @@ def test_what_is_kept_elsewhere_is_not_solved_for(inverse: PairInverse[Any], par
     inverse.refresh([ranks.joint], [DAMPING])
     (here, there), other = ((0, 1), "G") if part == "A" else ((1, 0), "A")
     untouched = inverse.init(spec, dtype=torch.float64, device=CPU)
-    for index, result in enumerate(inverse.results(state, other)):
+    for index, result in enumerate(state.results(other)):
         if result.tensor is not getattr(state, "solved", None):
-            assert torch.equal(result.tensor, inverse.results(untouched, other)[index].tensor)
+            assert torch.equal(result.tensor, untouched.results(other)[index].tensor)
     assert_same(state.condition[here], ranks.joint.condition[here], rtol=1e-7)
     assert float(state.condition[there]) == 1
 
@@ -254,10 +256,10 @@ def test_opposed_uses_that_were_aged_are_combined_anew(inverse: Inverse[Any]) ->
     ranks = Ranks(inverse, spec, 2, {"": 0}, {0})
     ranks.fold([[sample(spec, 5), sample(spec, 5, opposed=True)], []])
     state = ranks.states[0]
-    inverse.age(state, 0.5, 5)
+    state.age(0.5, 5)
     again = inverse.init(spec, dtype=torch.float64, device=CPU)
-    inverse.load(again, inverse.tensors(state))
-    assert_identical(inverse.factors(state), inverse.factors(again))
+    again.load(state.tensors())
+    assert_identical(state.factors(), again.factors())
 
 
 def test_nothing_is_kept_of_a_refresh_where_neither_rank_has_a_sample() -> None:
@@ -280,44 +282,43 @@ def test_dropped_results_come_back_when_they_are_taken(
     inverse.refresh([owner], [DAMPING])
     other = inverse.init(layer, dtype=torch.float64, device=CPU)
     parts = [part.name for part in inverse.parts(layer)]
-    every = [result.tensor for part in parts for result in inverse.results(other, part) if not result.measuring]
+    every = [result.tensor for part in parts for result in other.results(part) if not result.measuring]
     for tensor in every:
         drop(tensor)
     assert all(tensor.is_meta for tensor in every)
-    kept = sum(t.numel() for t in inverse.tensors(other).values() if isinstance(t, Tensor) and not t.is_meta)
+    kept = sum(t.numel() for t in other.tensors().values() if isinstance(t, Tensor) and not t.is_meta)
     scales = 2 * 4 * 3 if isinstance(inverse, EKFAC) else 0
     if not any(part.measuring for part in inverse.parts(layer)):
         assert kept < 20 + scales  # counts, measures, and what the rank that refreshes alone needs
-    inverse.load(other, inverse.tensors(owner))
+    other.load(owner.tensors())
     assert sum(t.is_meta for t in every) == len(every)
     for tensor in every:
         hold(tensor, CPU)
         assert tensor.device == CPU
     assert not any(tensor.any() for tensor in every)
     for part in parts:
-        inverse.take(other, part, {i: r.tensor.clone() for i, r in enumerate(inverse.results(owner, part))})
+        other.take(part, {i: r.tensor.clone() for i, r in enumerate(owner.results(part))})
     grad = torch.randn(2, 3, 4)
     assert torch.equal(inverse.apply(other, grad, DAMPING), inverse.apply(owner, grad, DAMPING))
 
 
-class Unshared(Cholesky):
+class UnsharedState(CholeskyState):
     """Says nothing of several processes."""
 
-    averages = Inverse.averages
-    age = Inverse.age
-    results = Inverse.results
+    averages = InverseState.averages
+    age = InverseState.age
+    results = InverseState.results
 
 
 def test_a_representation_that_says_nothing_of_several_processes_is_refused_with_the_remedy() -> None:
-    inverse = Unshared()
-    state = measured_state(inverse)
+    state = UnsharedState(LayerSpec("", ("weight",), 2, 3), None, dtype=torch.float64, device=CPU)
     calls = [
-        lambda: inverse.averages(state, "A"),
-        lambda: inverse.merge(state, "A", []),
-        lambda: inverse.age(state, 0.9),
-        lambda: inverse.results(state, "A"),
-        lambda: inverse.take(state, "A", {}),
+        lambda: state.averages("A"),
+        lambda: state.merge("A", []),
+        lambda: state.age(0.9),
+        lambda: state.results("A"),
+        lambda: state.take("A", {}),
     ]
     for call in calls:
-        with pytest.raises(NotImplementedError, match=r"kfac_optim: .*Unshared.*averages\(\), age\(\) and results\(\)"):
+        with pytest.raises(NotImplementedError, match=r"UnsharedState .*averages\(\), age\(\) and results\(\)"):
             call()

@@ -16,7 +16,7 @@ from kfac_optim.distributed.planning.messages import result_buckets, result_name
 from kfac_optim.distributed.planning.plan import STATUS_WORDS, TOLD_COUNTERS, LayerPlan, PartPlan, Plan
 from kfac_optim.distributed.planning.strategies import Statistics
 from kfac_optim.factors.factor import Elsewhere, Factor
-from kfac_optim.inverses.base import Result
+from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 from kfac_optim.utils.tensor_storage import drop, hold
 
@@ -86,7 +86,7 @@ class StatisticsExchange:
     def slots(self, block: KFACBlock, state: Any) -> Iterator[tuple[str, Factor]]:
         """The running averages of a block, here or in a copy of its state, by their names on the way."""
         for part in self._layers[block.name].parts:
-            for number, factor in enumerate(block.inverse.averages(state, part.part.name)):
+            for number, factor in enumerate(state.averages(part.part.name)):
                 yield slot_name(block.name, part.part.name, number), factor
 
     def merge(self, blocks: Sequence[KFACBlock], again: Sequence[bool] = ()) -> None:
@@ -110,7 +110,7 @@ class StatisticsExchange:
                 name = part.part.name
                 if part.owner == self.rank:
                     names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
-                    block.inverse.merge(block.state, name, [_weighted(merged[n]) for n in names])
+                    block.state.merge(name, [_weighted(merged[n]) for n in names])
             self.forget_others(blocks)
         self._tell_of_each_other([block for block in blocks if _is_apart(self._layers[block.name])])
 
@@ -123,14 +123,14 @@ class StatisticsExchange:
         if self.merges:
             for block, _, part in self._parts(blocks):
                 if part.owner != self.rank:
-                    for factor in block.inverse.averages(block.state, part.part.name):
+                    for factor in block.state.averages(part.part.name):
                         factor.forget()
 
     def mark_elsewhere(self, blocks: Sequence[KFACBlock]) -> None:
         """Have each state solve for what this rank owns alone; `blocks` may be copies, of before owners changed."""
         for block, _, part in self._parts(blocks):
             told = self._told.get(block.name, {})
-            for factor in block.inverse.averages(block.state, part.part.name):
+            for factor in block.state.averages(part.part.name):
                 factor.elsewhere = told.get(part.part.name)
 
     def share(self, blocks: Sequence[KFACBlock]) -> None:
@@ -149,7 +149,7 @@ class StatisticsExchange:
             for block, _, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in received:
-                        block.inverse.take(block.state, part.part.name, _split(received[name], results))
+                        block.state.take(part.part.name, _split(received[name], results))
                         taken.add(name)
         # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
         # so that checkpoints of its state say what others apply.
@@ -158,7 +158,7 @@ class StatisticsExchange:
                 for name, results in _parcels(block, part):
                     if name not in taken:
                         own = {number: each.tensor for number, each in results}
-                        block.inverse.take(block.state, part.part.name, own)
+                        block.state.take(part.part.name, own)
 
     def place(self, block: KFACBlock) -> None:
         """Give up the memory of results that this rank does not need, or take it back."""
@@ -170,7 +170,7 @@ class StatisticsExchange:
         needed: list[Tensor] = []  # some by one part and not by another
         others: list[Tensor] = []
         for part in layer.parts:
-            for result in block.inverse.results(block.state, part.part.name):
+            for result in block.state.results(part.part.name):
                 here = self.rank == part.owner or self.rank in layer.workers or (result.measuring and self.merges)
                 (needed if here else others).append(result.tensor)
         for tensor in needed:
@@ -185,10 +185,10 @@ class StatisticsExchange:
         transfers = []
         for block, _, part in self._parts(apart):
             name = part.part.name
-            factors = block.inverse.averages(block.state, name)
+            factors = block.state.averages(name)
             kept = [tensor for factor in factors for tensor in (factor.packed, factor.mass)]
-            kept += block.inverse.measures(block.state, name)
-            results = [result.tensor for result in block.inverse.results(block.state, name)]
+            kept += block.state.measures(name)
+            results = [result.tensor for result in block.state.results(name)]
             if self.rank == self.home(block):
                 for tensor in results:
                     hold(tensor, self._main.device)
@@ -207,7 +207,7 @@ class StatisticsExchange:
         words: list[int] = []
         for block in blocks:
             owns = self.owns(block)
-            nothing = owns and not block.is_ready and not block.inverse.has_statistics(block.state)
+            nothing = owns and not block.is_ready and not block.state.has_statistics()
             refused, failed, counters = numbers[block]
             words += [int(nothing), int(refused), int(failed) if owns else 0]
             told = (counters.get(key, 0.0) if self._knows(block, key) else 0.0 for key in TOLD_COUNTERS)
@@ -221,11 +221,11 @@ class StatisticsExchange:
 
     def _numbers(self, blocks: Sequence[KFACBlock]) -> dict[KFACBlock, tuple[float, float, dict[str, float]]]:
         """Setbacks and counters of each block, as they are here."""
-        device, counted = self._main.device, {block: block.inverse.counters(block.state) for block in blocks}
+        device, counted = self._main.device, {block: block.state.counters() for block in blocks}
         tensors = [
             number.to(device, torch.float64)
             for block, counters in counted.items()
-            for number in (*block.inverse.setbacks(block.state), *counters.values())
+            for number in (*block.state.setbacks(), *counters.values())
         ]
         numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # the one host synchronisation of it
         return {
@@ -245,10 +245,7 @@ class StatisticsExchange:
         """Exchange traces where A and G have different owners, which share λ by them."""
         told = self._exchanged_traces([block for block in blocks if self._layers[block.name].trace_words])
         for block in blocks:
-            factors = {
-                part.part.name: block.inverse.averages(block.state, part.part.name)[0]
-                for _, _, part in self._parts([block])
-            }
+            factors = {part.part.name: block.state.averages(part.part.name)[0] for _, _, part in self._parts([block])}
             for factor in factors.values():
                 factor.elsewhere = None  # what was told at the last refresh
             # Samples come for both at once.
@@ -267,7 +264,7 @@ class StatisticsExchange:
             return {}
         factors, pieces = [], []
         for block, part in parts:
-            (factor,) = block.inverse.averages(block.state, part.part.name)
+            (factor,) = block.state.averages(part.part.name)
             factor.elsewhere = None  # what was told at the last refresh
             known = torch.cat([factor.trace().double(), factor.mass.double().reshape(1)])
             pieces.append(known if part.owner == self.rank else torch.zeros_like(known))
@@ -301,7 +298,7 @@ _Numbered = list[tuple[int, Result]]
 
 def _parcels(block: KFACBlock, part: PartPlan) -> Iterator[tuple[str, _Numbered]]:
     """The parcels that the results of a part may go in, with their numbers among these."""
-    numbered = list(enumerate(block.inverse.results(block.state, part.part.name)))
+    numbered = list(enumerate(block.state.results(part.part.name)))
     for measuring in (True, False):
         chosen = [(number, each) for number, each in numbered if each.measuring is measuring]
         yield result_name(block.name, part.part.name, measuring=measuring), chosen

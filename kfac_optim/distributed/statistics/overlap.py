@@ -79,7 +79,7 @@ def _same(one: Any, other: Any) -> bool:
 def _folded_ahead(block: KFACBlock, count: LossCount, gradient_scale: float | Tensor) -> Any:
     """Return a copy of a block's state, as `fold` would leave it; what `refresh` computed is not copied."""
     parts = block.inverse.parts(block.spec.by_blocks())
-    results = (result.tensor for part in parts for result in block.inverse.results(block.state, part.name))
+    results = (result.tensor for part in parts for result in block.state.results(part.name))
     ahead = copy.deepcopy(block.state, {id(tensor): tensor for tensor in results})
     block.fold_into(ahead, count, gradient_scale)
     return ahead

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.kronecker_factors import of_part
-from kfac_optim.inverses.base import Result
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert_by_cholesky, take_reciprocals
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
+from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.products import sandwich
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
 from kfac_optim.utils import value_checks
@@ -37,14 +38,14 @@ class CholeskyState(PairState):
             None if factor is None else identity_like(factor, self.applied) for factor in (self.pair.a, self.pair.g)
         )
 
-    def results(self) -> dict[str, Tensor]:
+    def computed(self) -> dict[str, Tensor]:
         named = {"A_inverse": self.a_inverse, "G_inverse": self.g_inverse}
         return {name: inverse for name, inverse in named.items() if inverse is not None}
 
-    def ranges(self) -> dict[str, value_checks.Rule]:
+    def ranges(self) -> dict[str, Any]:
         return super().ranges() | dict.fromkeys(("A_inverse", "G_inverse"), value_checks.positive_matrix)
 
-    def shared(self, part: str) -> tuple[Result, ...]:
+    def results(self, part: str) -> tuple[Result, ...]:
         inverses = of_part(part, self.a_inverse, self.g_inverse)
         return tuple(Result(inverse, symmetric=inverse.dim() == 3) for inverse in inverses)
 

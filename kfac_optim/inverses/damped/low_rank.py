@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import of_part
-from kfac_optim.inverses.base import Result
 from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damped.base import (
     DampedJob,
@@ -19,7 +18,8 @@ from kfac_optim.inverses.damped.base import (
     take_reciprocals,
 )
 from kfac_optim.inverses.damping import Damped
-from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse, PairState
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse, PairState, side_of
+from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis
 from kfac_optim.linalg.products import sandwich
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
@@ -61,7 +61,7 @@ class LowRankState(PairState):
         )
         self.cutoff = torch.zeros_like(self.condition)
 
-    def results(self) -> dict[str, Tensor]:
+    def computed(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
         for name, side in (("A", self.a), ("G", self.g)):
             if isinstance(side, Deflation):
@@ -70,7 +70,7 @@ class LowRankState(PairState):
                 named[f"{name}_inverse"] = side
         return named
 
-    def shared(self, part: str) -> tuple[Result, ...]:
+    def results(self, part: str) -> tuple[Result, ...]:
         shared: list[Result] = []
         sides: tuple[Deflation | Tensor, ...] = of_part(part, self.a, self.g)
         for side in sides:
@@ -80,10 +80,16 @@ class LowRankState(PairState):
                 shared.append(Result(side, symmetric=side.dim() == 3))
         return tuple(shared)
 
-    def measures(self) -> dict[str, Tensor]:
-        return super().measures() | {"cutoff": self.cutoff}
+    def counted(self) -> dict[str, Tensor]:
+        return super().counted() | {"cutoff": self.cutoff}
 
-    def ranges(self) -> dict[str, value_checks.Rule]:
+    def counters(self) -> dict[str, Tensor]:
+        return super().counters() | {"cutoff_A": self.cutoff[0], "cutoff_G": self.cutoff[1]}
+
+    def measures(self, part: str) -> tuple[Tensor, ...]:
+        return *super().measures(part), self.cutoff[side_of(part)]
+
+    def ranges(self) -> dict[str, Any]:
         rules = {
             "basis": value_checks.unit_vectors,
             "weights": value_checks.share,
@@ -159,13 +165,6 @@ class LowRank(PairInverse[LowRankState]):
             direction = direction * scale.view(-1, 1, 1)
         direction = _deflate_rows(g, direction) if isinstance(g, Deflation) else sandwich(g, direction, None)
         return _deflate_columns(a, direction) if isinstance(a, Deflation) else sandwich(None, direction, a)
-
-    def counters(self, state: LowRankState) -> dict[str, Tensor]:
-        return super().counters(state) | {"cutoff_A": state.cutoff[0], "cutoff_G": state.cutoff[1]}
-
-    def measures(self, state: LowRankState, part: str) -> tuple[Tensor, ...]:
-        sides = slice(None) if part == "" else "AG".index(part)
-        return *super().measures(state, part), state.cutoff[sides]
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         if _deflates(factor.structure, factor.dim, self.rank):

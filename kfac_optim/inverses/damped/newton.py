@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import of_part
-from kfac_optim.inverses.base import Result
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
+from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
 from kfac_optim.linalg.newton import inverse_residuals, newton_schulz, newton_start
 from kfac_optim.linalg.products import norm1, sandwich
@@ -53,20 +53,23 @@ class NewtonSchulzState(PairState):
         )
         self.fallbacks = torch.zeros((), dtype=torch.int64, device=device)
 
-    def results(self) -> dict[str, Tensor]:
+    def computed(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
         for name, side in (("A", self.a), ("G", self.g)):
             if side is not None:
                 named |= {f"{name}_inverse": side.inverse, f"{name}_solved": side.solved}
         return named
 
-    def shared(self, part: str) -> tuple[Result, ...]:
+    def results(self, part: str) -> tuple[Result, ...]:
         return tuple(Result(each) for side in of_part(part, self.a, self.g) for each in (side.inverse, side.solved))
 
-    def measures(self) -> dict[str, Tensor]:
-        return super().measures() | {"fallbacks": self.fallbacks}
+    def counted(self) -> dict[str, Tensor]:
+        return super().counted() | {"fallbacks": self.fallbacks}
 
-    def ranges(self) -> dict[str, value_checks.Rule]:
+    def counters(self) -> dict[str, Tensor]:
+        return super().counters() | {"fallback_inverses": self.fallbacks}
+
+    def ranges(self) -> dict[str, Any]:
         inverses = dict.fromkeys(("A_inverse", "G_inverse"), value_checks.positive_matrix)
         return super().ranges() | inverses | {"fallbacks": value_checks.not_negative}
 
@@ -136,9 +139,6 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
         # From the left `newton_schulz` inverts well only by the transpose.
         a = a.mT if a is not None and a.dim() == 3 else a
         return sandwich(g, grad.to(state.condition.dtype), a)
-
-    def counters(self, state: NewtonSchulzState) -> dict[str, Tensor]:
-        return super().counters(state) | {"fallback_inverses": state.fallbacks}
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         """Rounding may leave an inverse a little asymmetric, so it goes whole, and `solved` with it."""

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import of_part
-from kfac_optim.inverses.base import Result
 from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState
+from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.eigen import eigendecomposition
 from kfac_optim.specs import FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
@@ -47,7 +47,7 @@ class EigenState(PairState):
         )
         self.solved = torch.zeros(spec.groups, dtype=torch.bool, device=device)
 
-    def results(self) -> dict[str, Tensor]:
+    def computed(self) -> dict[str, Tensor]:
         named = {"solved": self.solved}
         for name, spectrum in (("A", self.a), ("G", self.g)):
             if spectrum is not None:
@@ -56,11 +56,11 @@ class EigenState(PairState):
                     named[f"{name}_basis"] = spectrum.basis
         return named
 
-    def ranges(self) -> dict[str, value_checks.Rule]:
+    def ranges(self) -> dict[str, Any]:
         values = dict.fromkeys(("A_values", "G_values"), value_checks.not_negative)
         return super().ranges() | values | dict.fromkeys(("A_basis", "G_basis"), value_checks.unit_vectors)
 
-    def shared(self, part: str) -> tuple[Result, ...]:
+    def results(self, part: str) -> tuple[Result, ...]:
         spectra = of_part(part, self.a, self.g)
         tensors = [tensor for spectrum in spectra for tensor in spectrum if tensor is not None]
         return tuple(Result(tensor) for tensor in (*tensors, self.solved))

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import FactorPair, OpposedPair, of_part
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.inverses.base import Result
 from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, EigenState, Spectrum, outer
 from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops, dense_sides
+from kfac_optim.inverses.state import Result
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.tensor_storage import copy_held
@@ -42,6 +42,7 @@ class EKFACState(EigenState):
     """
 
     __slots__ = (
+        "_per_example",
         "applied",
         "expressed",
         "measured",
@@ -52,8 +53,9 @@ class EKFACState(EigenState):
         "substituted",
     )
 
-    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: LayerSpec, *, per_example: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype=dtype, device=device)
+        self._per_example = per_example
         self.shape = (spec.groups, spec.out_dim, spec.in_dim)
         compute = self.condition.dtype
         self.scales = Factor(spec.groups, spec.out_dim * spec.in_dim, Structure.DIAGONAL, dtype=compute, device=device)
@@ -74,7 +76,7 @@ class EKFACState(EigenState):
         """What divides the gradient, `[groups, out, in]`; a view."""
         return (self.scales.packed if self.applied is None else self.applied).view(self.shape)
 
-    def shared(self, part: str) -> tuple[Result, ...]:
+    def results(self, part: str) -> tuple[Result, ...]:
         """Bases, `solved` and `S`; eigenvalues are for the rank that refreshes.
 
         Samples of `S` stay on each rank, so that what is applied is another tensor there. Where it is not sampled it is
@@ -96,7 +98,7 @@ class EKFACState(EigenState):
             "S_refused_in_a_row": self.refused_in_a_row,
         }
 
-    def ranges(self) -> dict[str, value_checks.Rule]:
+    def ranges(self) -> dict[str, Any]:
         return {
             **super().ranges(),
             **dict.fromkeys(self.sampled(), value_checks.not_negative),
@@ -131,6 +133,137 @@ class EKFACState(EigenState):
         """
         sides = ((self.pair.g, self.g), (self.pair.a, self.a))
         return outer(*(_diagonal_in(factor, spectrum) for factor, spectrum in sides), like=self.condition)
+
+    def accumulate(self, stats: LayerStatistics) -> None:
+        super().accumulate(stats)
+        if not (self.measured and self.expressed):
+            return
+        call = getattr(stats, "call", None)
+        if not isinstance(call, LayerCall) or call.earlier is None:
+            if stats.has_input:
+                self._add(stats)
+        elif call.input is None:
+            self.forget_pending()
+            self.expressed = False
+        else:
+            # Backwards through one call count as one of their sum: what the earlier ones gave is taken back.
+            self._add(stats)
+            self._add(_without_latest(stats, call), sign=-1)
+
+    def discard(self) -> None:
+        super().discard()
+        self.forget_pending()
+
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
+        used, refused = _used(self.pair), self.pair.refused.clone()
+        super().fold(loss_terms, decay, loss_scale)
+        accepted = self.pair.refused == refused
+        if self.measured:
+            self._fold_sample(loss_terms, used, decay, loss_scale, accepted)
+        elif self.applied is None and not self.scales.packed.is_meta:
+            # Among several ranks the refresh says what it is, of the samples of all.
+            self.second_moments.copy_(self.expected())
+        self.forget_pending()
+
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        return super().averages(part) + ((self.scales,) if self.measured else ())
+
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        super().age(decay, loss_terms)
+        if self.measured:
+            self.scales.age(decay, loss_terms)
+
+    def take(self, part: str, received: Mapping[int, Tensor]) -> None:
+        last = len(self.results(part)) - 1  # S
+        if not self.measured:
+            super().take(part, received)
+            if last in received:
+                self.applied = self.scales.packed
+            return
+        # On the rank that refreshed the bases may be those it has: then nothing is carried over twice.
+        old = self.standing()
+        super().take(part, {index: tensor for index, tensor in received.items() if index != last})
+        self.carry_over(old)
+        if last in received:
+            self.applied = received[last].to(self.condition.dtype, copy=True).view_as(self.scales.packed)
+
+    def setbacks(self) -> tuple[Tensor, Tensor]:
+        refused, failed = super().setbacks()
+        return torch.maximum(refused, self.refused_in_a_row), failed
+
+    def counters(self) -> dict[str, Tensor]:
+        counted = super().counters()
+        counted["refused_statistics"] = counted["refused_statistics"] + self.refused
+        return {**counted, "substituted_statistics": self.substituted}
+
+    def tensors(self) -> dict[str, Any]:
+        held = self.held()
+        if self.measured:
+            if self.applied is None:  # no alias of S: checkpoints are also read in place
+                held["S_applied"] = self.scales.packed.clone()
+            held["S_applied_apart"] = torch.tensor(self.applied is not None)
+        return held
+
+    def held(self) -> dict[str, Any]:
+        applied = {"S_applied": self.applied} if self.measured and self.applied is not None else {}
+        return {**super().tensors(), **self.sampled(), **applied}
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        super().load(tensors)
+        for name, tensor in self.sampled().items():
+            copy_held(tensor, tensors[name])
+        self.applied = None
+        if self.measured and bool(tensors["S_applied_apart"]):
+            applied = tensors["S_applied"]
+            self.applied = torch.empty_like(self.scales.packed, device="meta" if applied.is_meta else None)
+            copy_held(self.applied, applied)
+
+    def adopt(self, shadow: Self) -> None:
+        old = self.standing()
+        super().adopt(shadow)
+        self.renew(old)
+
+    def renew(self, old: "_Standing") -> None:
+        """Bring `S` into the new bases after a refresh, to be applied as it is now."""
+        self.carry_over(old)
+        if self.measured:
+            self.applied = None  # until `take` says otherwise
+
+    def _add(self, stats: LayerStatistics, sign: int = 1) -> None:
+        """Add the squares of one call to the sum of this step, or take them back."""
+        a_basis, g_basis = _basis(self.a), _basis(self.g)
+        if stats.opposed:
+            a_basis, g_basis = g_basis, a_basis
+        squares = stats.squared_gradients(a_basis, g_basis, dtype=self.condition.dtype, per_example=self._per_example)
+        if stats.opposed:
+            squares = squares.mT
+        self.scales.add(sign * squares.flatten(1))
+
+    def _fold_sample(
+        self,
+        loss_terms: float | Tensor,
+        used: int | Tensor,
+        decay: float,
+        loss_scale: float | Tensor,
+        accepted: Tensor,
+    ) -> None:
+        scales = self.scales
+        if isinstance(loss_terms, Tensor):  # what was refused may be the number of terms itself
+            loss_terms = torch.where(accepted.to(loss_terms.device), loss_terms, 1)
+        scale = loss_terms / loss_scale**2
+        if not self.expressed:
+            scales.pending, scale = self.expected().expand(self.shape).flatten(1).clone(), 1.0
+            self.substituted += 1
+        if scales.pending is None:
+            scales.pending = torch.zeros_like(scales.packed)
+            used = 0
+        scales.pending.clamp_(min=0)  # what was taken back leaves rounding errors
+        finite = scales.pending_is_finite()
+        scales.fold(scale=scale, mass=loss_terms * used, decay=decay, accept=accepted & finite)
+        alone = accepted & ~finite
+        self.refused += alone
+        in_a_row = self.refused_in_a_row
+        in_a_row.copy_(torch.where(accepted, (in_a_row + 1) * alone, in_a_row))
 
     def forget_pending(self) -> None:
         self.scales.pending = None
@@ -201,113 +334,16 @@ class EKFAC(EigenbasisInverse[EKFACState]):
         return self.per_example
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> EKFACState:
-        return EKFACState(spec, dtype=dtype, device=device)
-
-    def accumulate(self, state: EKFACState, stats: LayerStatistics) -> None:
-        super().accumulate(state, stats)
-        if not (state.measured and state.expressed):
-            return
-        call = getattr(stats, "call", None)
-        if not isinstance(call, LayerCall) or call.earlier is None:
-            if stats.has_input:
-                self._add(state, stats)
-        elif call.input is None:
-            state.forget_pending()
-            state.expressed = False
-        else:
-            # Backwards through one call count as one of their sum: what the earlier ones gave is taken back.
-            self._add(state, stats)
-            self._add(state, _without_latest(stats, call), sign=-1)
-
-    def discard(self, state: EKFACState) -> None:
-        super().discard(state)
-        state.forget_pending()
-
-    def fold(
-        self, state: EKFACState, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0
-    ) -> None:
-        used, refused = _used(state.pair), state.pair.refused.clone()
-        super().fold(state, loss_terms, decay, loss_scale)
-        accepted = state.pair.refused == refused
-        if state.measured:
-            self._fold_sample(state, loss_terms, used, decay, loss_scale, accepted)
-        elif state.applied is None and not state.scales.packed.is_meta:
-            # Among several ranks the refresh says what it is, of the samples of all.
-            state.second_moments.copy_(state.expected())
-        state.forget_pending()
-
-    def averages(self, state: EKFACState, part: str) -> tuple[Factor, ...]:
-        return super().averages(state, part) + ((state.scales,) if state.measured else ())
-
-    def age(self, state: EKFACState, decay: float, loss_terms: float | Tensor = 0) -> None:
-        super().age(state, decay, loss_terms)
-        if state.measured:
-            state.scales.age(decay, loss_terms)
-
-    def take(self, state: EKFACState, part: str, received: Mapping[int, Tensor]) -> None:
-        last = len(self.results(state, part)) - 1  # S
-        if not state.measured:
-            super().take(state, part, received)
-            if last in received:
-                state.applied = state.scales.packed
-            return
-        # On the rank that refreshed the bases may be those it has: then nothing is carried over twice.
-        old = state.standing()
-        super().take(state, part, {index: tensor for index, tensor in received.items() if index != last})
-        state.carry_over(old)
-        if last in received:
-            state.applied = received[last].to(state.condition.dtype, copy=True).view_as(state.scales.packed)
+        return EKFACState(spec, per_example=self.per_example, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[EKFACState], dampings: Sequence[float]) -> None:
         before = [state.standing() for state in states]
         super().refresh(states, dampings)
         for state, old in zip(states, before, strict=True):
-            self._renew(state, old)
-
-    def adopt(self, state: EKFACState, shadow: EKFACState) -> None:
-        old = state.standing()
-        super().adopt(state, shadow)
-        self._renew(state, old)
-
-    def _renew(self, state: EKFACState, old: "_Standing") -> None:
-        """Bring `S` into the new bases after a refresh, to be applied as it is now."""
-        state.carry_over(old)
-        if state.measured:
-            state.applied = None  # until `take` says otherwise
+            state.renew(old)
 
     def damped(self, state: EKFACState, damping: float) -> Tensor:
         return torch.where(state.solved[:, None, None], state.to_apply + damping, 1.0)
-
-    def setbacks(self, state: EKFACState) -> tuple[Tensor, Tensor]:
-        refused, failed = super().setbacks(state)
-        return torch.maximum(refused, state.refused_in_a_row), failed
-
-    def counters(self, state: EKFACState) -> dict[str, Tensor]:
-        counted = super().counters(state)
-        counted["refused_statistics"] = counted["refused_statistics"] + state.refused
-        return {**counted, "substituted_statistics": state.substituted}
-
-    def tensors(self, state: EKFACState) -> dict[str, Any]:
-        held = self.held(state)
-        if state.measured:
-            if state.applied is None:  # no alias of S: checkpoints are also read in place
-                held["S_applied"] = state.scales.packed.clone()
-            held["S_applied_apart"] = torch.tensor(state.applied is not None)
-        return held
-
-    def held(self, state: EKFACState) -> dict[str, Any]:
-        applied = {"S_applied": state.applied} if state.measured and state.applied is not None else {}
-        return {**super().tensors(state), **state.sampled(), **applied}
-
-    def load(self, state: EKFACState, tensors: Mapping[str, Any]) -> None:
-        super().load(state, tensors)
-        for name, tensor in state.sampled().items():
-            copy_held(tensor, tensors[name])
-        state.applied = None
-        if state.measured and bool(tensors["S_applied_apart"]):
-            applied = tensors["S_applied"]
-            state.applied = torch.empty_like(state.scales.packed, device="meta" if applied.is_meta else None)
-            copy_held(state.applied, applied)
 
     def flops(self, spec: LayerSpec) -> Cost:
         # To carry S over: the overlap of the bases, and a product with it.
@@ -332,43 +368,6 @@ class EKFAC(EigenbasisInverse[EKFACState]):
                 measuring=bases if measured else 0,
             ),
         )
-
-    def _add(self, state: EKFACState, stats: LayerStatistics, sign: int = 1) -> None:
-        """Add the squares of one call to the sum of this step, or take them back."""
-        a_basis, g_basis = _basis(state.a), _basis(state.g)
-        if stats.opposed:
-            a_basis, g_basis = g_basis, a_basis
-        squares = stats.squared_gradients(a_basis, g_basis, dtype=state.condition.dtype, per_example=self.per_example)
-        if stats.opposed:
-            squares = squares.mT
-        state.scales.add(sign * squares.flatten(1))
-
-    def _fold_sample(
-        self,
-        state: EKFACState,
-        loss_terms: float | Tensor,
-        used: int | Tensor,
-        decay: float,
-        loss_scale: float | Tensor,
-        accepted: Tensor,
-    ) -> None:
-        scales = state.scales
-        if isinstance(loss_terms, Tensor):  # what was refused may be the number of terms itself
-            loss_terms = torch.where(accepted.to(loss_terms.device), loss_terms, 1)
-        scale = loss_terms / loss_scale**2
-        if not state.expressed:
-            scales.pending, scale = state.expected().expand(state.shape).flatten(1).clone(), 1.0
-            state.substituted += 1
-        if scales.pending is None:
-            scales.pending = torch.zeros_like(scales.packed)
-            used = 0
-        scales.pending.clamp_(min=0)  # what was taken back leaves rounding errors
-        finite = scales.pending_is_finite()
-        scales.fold(scale=scale, mass=loss_terms * used, decay=decay, accept=accepted & finite)
-        alone = accepted & ~finite
-        state.refused += alone
-        in_a_row = state.refused_in_a_row
-        in_a_row.copy_(torch.where(accepted, (in_a_row + 1) * alone, in_a_row))
 
 
 def _basis(spectrum: Spectrum | None) -> Tensor | None:

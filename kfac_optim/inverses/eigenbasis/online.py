@@ -1,12 +1,13 @@
 """The eigenbasis follows its factor by QR iteration; a full decomposition comes now and then."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_optim.inverses.eigenbasis.base import EigenbasisInverse, EigenJob, EigenState, decompose_fully, hand_back
-from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, dense_flops, side_of
 from kfac_optim.specs import Cost, LayerSpec
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.validation import check_integer
@@ -29,11 +30,15 @@ class OnlineState(EigenState):
         super().__init__(spec, dtype=dtype, device=device)
         self.since_full = torch.zeros(2, dtype=torch.int64, device="cpu")
 
-    def results(self) -> dict[str, Tensor]:
-        return {**super().results(), "since_full": self.since_full}
+    def computed(self) -> dict[str, Tensor]:
+        return {**super().computed(), "since_full": self.since_full}
 
-    def ranges(self) -> dict[str, value_checks.Rule]:
+    def ranges(self) -> dict[str, Any]:
         return super().ranges() | {"since_full": value_checks.not_negative}
+
+    def measures(self, part: str) -> tuple[Tensor, ...]:
+        # Of two ranks that solve for one factor each, each counts the refreshes of its own.
+        return *super().measures(part), self.since_full[side_of(part)]
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,6 @@ class OnlineEigen(EigenbasisInverse[OnlineState]):
             for job in steps:
                 since = _since_full(job)
                 since[job.side] = (since[job.side] + 1) % self.full_period
-
-    def measures(self, state: OnlineState, part: str) -> tuple[Tensor, ...]:
-        """Ranks that solve for one factor each count its refreshes alone."""
-        sides = slice(None) if part == "" else "AG".index(part)
-        return *super().measures(state, part), state.since_full[sides]
 
     def flops(self, spec: LayerSpec) -> Cost:
         """Averaged over `full_period` refreshes."""
