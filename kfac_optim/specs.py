@@ -63,7 +63,7 @@ class BlockDiagonal:
             )
 
     def blocks(self, dim: int) -> int:
-        """How many blocks a factor of width `dim` has."""
+        """Return how many blocks a factor of width `dim` has."""
         return -(-dim // self.size)
 
     def width(self, dim: int) -> int:
@@ -76,7 +76,7 @@ Kept = Structure | BlockDiagonal
 
 
 def narrower(one: Kept, other: Kept) -> Kept:
-    """The one of the two that keeps less; the first where they keep as much."""
+    """Return the one of the two that keeps less; the first if they keep as much."""
     order = (Structure.IDENTITY, Structure.DIAGONAL, BlockDiagonal, Structure.DENSE)
 
     def extent(kept: Kept) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class Ledger:
 
     @property
     def loss_is_sum(self) -> bool:
-        """Whether it has no number of terms, by the rule or the loss that was named."""
+        """Return whether the loss is a sum, which has no number of terms."""
         return self._tally.is_sum
 
     def close(self) -> LossCount:
@@ -88,28 +88,28 @@ class Ledger:
         return self._tally.summed()
 
     def counted(self) -> int | None:
-        """The terms so far that were counted and not stated, see `LossTally.counted`."""
+        """Return the terms so far that were counted and not stated; see `LossTally.counted`."""
         return self._tally.counted()
 
     def so_far(self) -> LossCount | None:
-        """The terms, if the step came now; None where further layers may show others."""
+        """Return the terms as if the step came now; None if further layers may show others."""
         count = self._tally.result()
         return None if count.assumed else count
 
     def name_loss(self, *, mean: bool) -> None:
-        """The loss is known, and with it the terms of each forward of the model."""
+        """Take note of the loss, and with it of the terms of each forward of the model."""
         self._tally.name_loss(mean=mean)
 
     def count(self, root: RootCall) -> None:
-        """A backward goes through this forward of the model."""
+        """Count the terms of a forward of the model that a backward goes through."""
         self._tally.count(root)
 
     def count_layer(self, root: RootCall | None, examples: int | None, output: Tensor) -> RootCall:
-        """A backward comes to a layer, see `LossTally.count_layer`; `output` is shaped like that of the layer."""
+        """Count by a layer that a backward comes to, see `LossTally.count_layer`; `output` has its shape."""
         return self._tally.count_layer(root, examples, output.shape, running_backward())
 
     def pass_through(self, root: RootCall, *, in_graph: bool) -> None:
-        """A backward goes through the output of this forward of the model, whether or not its layers are captured.
+        """Note that a backward goes through the output of a forward of the model, whose layers may not be captured.
 
         Args:
             root: the forward.
@@ -127,12 +127,12 @@ class Ledger:
         self._tally.count(root)
 
     def keep(self, calls: Iterable["ForwardCall"]) -> None:
-        """A backward goes on through a forward whose calls have been committed: they are not thrown away."""
+        """Keep calls that are committed, as a backward goes on through their forward."""
         if any(call in self._open for call in calls):
             self._stale = False
 
     def mark_stale(self) -> None:
-        """The gradients so far were thrown away: forget their statistics when the next forward call counts.
+        """Forget the statistics so far when the next forward call counts, as their gradients were thrown away.
 
         Not at once: further backwards through the same forward go on from the same running sum, as when several
         losses are backpropagated one by one and their gradients combined by hand.
@@ -141,7 +141,7 @@ class Ledger:
             self._stale = True
 
     def notice_lost_gradients(self) -> None:
-        """A forward begins: gradients that are gone were thrown away, though nobody has said so.
+        """Notice, as a forward begins, that gradients are gone: they were thrown away, though nobody has said so.
 
         So it is after `model.zero_grad()`, as where a `GradScaler` has left a step out.
         """
@@ -149,7 +149,7 @@ class Ledger:
             self.mark_stale()
 
     def drop_stale(self) -> None:
-        """The step has come, and gradients that were thrown away are not part of it."""
+        """Drop, as the step has come, what belongs to gradients that were thrown away."""
         if self._stale:
             self.discard()
 
@@ -273,12 +273,12 @@ class ForwardCall:
         return verify
 
     def has_lost_gradient(self) -> bool:
-        """Whether the weight has no gradient; in shards it may be on its way to other ranks."""
+        """Return whether the weight has no gradient; of a sharded weight it may be on its way to other ranks."""
         watch = self._watch()
         return watch is not None and watch.sharded is None and watch.weight.grad is None
 
     def is_reached(self) -> bool:
-        """Whether the backward that is running accumulates into the layer's weight."""
+        """Return whether the backward that is running accumulates into the layer's weight."""
         watch = self._watch()
         return watch is not None and reaches(watch.used)
 
@@ -303,7 +303,7 @@ class ForwardCall:
 
     @torch.no_grad()
     def take(self, gradient: Tensor, reach: Tensor | None) -> None:
-        """One of the gradients of an opened call, whose outer products add up; `reach` as in `LayerCall`."""
+        """Take one of the gradients of an opened call, whose outer products add up; `reach` as in `LayerCall`."""
         watch = self._watch()
         if watch is not None:
             with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):

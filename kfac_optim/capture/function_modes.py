@@ -31,10 +31,10 @@ class ProductListener(Protocol):
     """Is told what functions do with parameters."""
 
     def saw_product(self, product: Product, output: Tensor) -> Tensor:
-        """A function has multiplied by a parameter; what is to be used in the place of its output."""
+        """Note a function's product with a parameter; return what stands for its output from now on."""
 
     def saw_use(self, param: nn.Parameter, function: str) -> None:
-        """A function of this name has used a parameter as a layer's weight in another way."""
+        """Note that a function of this name has used a parameter as a layer's weight in another way."""
 
 
 class ProductMode(TorchFunctionMode):
@@ -73,7 +73,7 @@ class ProductMode(TorchFunctionMode):
 
 
 def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Product | None:
-    """The product with `matrix`, a parameter or its transpose; None for any other tensor."""
+    """Return the product with `matrix`, a parameter or its transpose; None for any other tensor."""
     if isinstance(matrix, nn.Parameter):
         return Product(matrix, layer_input, bias, transposed) if matrix.dim() == 2 else None
     base = matrix._base

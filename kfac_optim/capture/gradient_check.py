@@ -82,7 +82,7 @@ class GradientCheck:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients are listened to."""
+        """Return whether gradients are listened to."""
         return self._directions is not None
 
     def begin(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
@@ -156,7 +156,7 @@ class GradientCheck:
         return self._pack(tensors)
 
     def _known_params(self) -> list[nn.Parameter]:
-        """The parameters; none where some are gone."""
+        """Return the parameters; none if some are gone."""
         params = [param for ref in self._params if (param := ref()) is not None]
         return params if len(params) == len(self._params) else []
 

@@ -25,26 +25,26 @@ class GraphListener(Protocol):
     """Hears of what happens in compiled graphs."""
 
     def begin_call(self, model: int, nested: bool) -> None:
-        """The forward of a model begins, within another one if it is nested."""
+        """Note that the forward of a model begins, within another one if it is nested."""
 
     def end_call(self, terms: int) -> None:
-        """It ends; the loss terms read off it, -1 where there are none to read."""
+        """Note that the forward ends; `terms` are the loss terms read off it, -1 if there are none to read."""
 
     def run_call(self, model: int, terms: int) -> int:
-        """The forward of a model has run whose graph captures nothing; the number by which a backward tells of it."""
+        """Note a forward of a model in a graph that captures nothing; return its number for the backward."""
 
     def trace_call(self, watch: int) -> None:
-        """A layer's call is being traced."""
+        """Note that a layer's call is being traced."""
 
     def note_call(self, watch: int, training: bool, examples: int, context: tuple[int, ...]) -> int:
-        """A layer was called with so many examples, or a single one without a batch dimension (-1).
+        """Note that a layer was called with so many examples, or with a single one without a batch dimension (-1).
 
         Returns:
             The number of the call, -1 where it does not count.
         """
 
     def commit_call(self, call: int, layer_input: Tensor, gradient: Tensor) -> None:
-        """A backward has come to the output of the call."""
+        """Note that a backward has come to the output of the call."""
 
 
 class Tape:
@@ -67,12 +67,12 @@ class Tape:
         torch.ops.kfac_optim.end(self.token, self.number, terms)
 
     def run(self, model: int, terms: int) -> Tensor:
-        """The number of a forward that is not captured, `[]`."""
+        """Write a forward that is not captured into the graph; return its number, `[]`."""
         call: Tensor = torch.ops.kfac_optim.run(self.token, self.number, model, terms)
         return call
 
     def note(self, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
-        """The number of the call, `[]`."""
+        """Write a layer's call into the graph; return its number, `[]`."""
         call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, examples, list(context))
         return call
 
@@ -94,7 +94,7 @@ class Tape:
         _watched_by_hook(output, self.number, call, layer_input)
 
     def trace(self, watch: int) -> None:
-        """A call is being traced, and leaves nothing in the graph."""
+        """Note that a call is being traced; it leaves nothing in the graph."""
         _traced(self.number, watch)
 
 

@@ -41,7 +41,7 @@ class LayerWatch:
 
     @property
     def used(self) -> nn.Parameter:
-        """What forwards multiply by and backwards accumulate into: the weight, or what stands for it in shards."""
+        """Return what forwards use and backwards accumulate into: the weight, or what stands for it in shards."""
         gathered = None if self.sharded is None else self.sharded.gathered
         return self.weight if gathered is None else gathered
 

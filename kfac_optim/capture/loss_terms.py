@@ -56,7 +56,7 @@ _OUTSIDE = 0
 
 
 def read_terms(rule: LossTerms, inputs: Any, output: Any) -> int | None:
-    """The terms that stand in the model's arguments or its output; None where there is no tensor to read them off."""
+    """Read the terms off the model's arguments or its output; None if there is no tensor to read them off."""
     tensor = first_tensor(inputs) if rule in _BY_INPUT else first_tensor(output)
     if tensor is None:
         return None
@@ -89,16 +89,16 @@ class LossTally:
         self._stated: float | Tensor | None = None
 
     def name_loss(self, *, mean: bool) -> None:
-        """The loss is known, and with it the terms of each call of the model."""
+        """Take note of the loss, and with it of the terms of each call of the model."""
         self._rule = LossTerms.ELEMENTS if mean else LossTerms.SUM
 
     @property
     def is_sum(self) -> bool:
-        """Whether the loss is a sum, which has no number of terms."""
+        """Return whether the loss is a sum, which has no number of terms."""
         return self._rule is LossTerms.SUM
 
     def count(self, root: RootCall) -> None:
-        """A backward went through this call of the model."""
+        """Count the terms of a call of the model that a backward went through."""
         if root.counted_in == self._number:
             return
         root.counted_in = self._number
@@ -108,7 +108,7 @@ class LossTally:
             self._counted[root.model] += 1 if self._is_single(root) else root.terms
 
     def count_layer(self, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int) -> RootCall:
-        """A backward came to the output of a layer.
+        """Count by a layer whose output a backward came to.
 
         Where no terms can be read off a call of the model, its layers show them: the batch is the largest that any was
         handed, for it may have been folded into other dimensions, or be missing, in some; and the output of the model
@@ -135,7 +135,7 @@ class LossTally:
         return root
 
     def _outside_of_models(self, earlier: RootCall | None, backward: int) -> RootCall:
-        """What stands for the model where layers ran outside of any: all of one backward are taken to be of one call.
+        """Return what stands for the model when layers run outside of any: one call for all layers of one backward.
 
         Args:
             earlier: what stood for it when a backward came to the layer's call before, which this one then goes on
@@ -150,11 +150,11 @@ class LossTally:
         return root
 
     def has_counted(self, root: RootCall | None = None) -> bool:
-        """Whether a backward went through this call of the model since the last step; None is any call."""
+        """Return whether a backward went through this call of the model since the last step; None asks for any call."""
         return bool(self._counted or self._unread) if root is None else root.counted_in == self._number
 
     def _is_single(self, root: RootCall) -> bool:
-        """Whether the model got a single example without a batch dimension: it hands none to its layers then.
+        """Return whether the model got a single example without a batch dimension: then it hands none to its layers.
 
         Layers tell on statistics steps alone. On others the call is taken to be as the last one that was told of.
         """
@@ -173,7 +173,7 @@ class LossTally:
         return max(self._read(), self._of_layers()) if self.is_sum else 1
 
     def result(self) -> LossCount:
-        """The terms so far."""
+        """Return the terms so far."""
         if self.is_sum:
             return LossCount(averaged=1, summed=self.summed())
         if self._stated is not None:
@@ -182,7 +182,7 @@ class LossTally:
         return LossCount(averaged=max(read, of_layers), summed=1, assumed=of_layers > read)
 
     def counted(self) -> int | None:
-        """The terms that the loss is taken to be the mean of; None where that was stated, or no backward came."""
+        """Return the terms that the loss is taken to be the mean of; None if that was stated, or no backward came."""
         if self.is_sum or self._stated is not None or not self.has_counted():
             return None
         return max(self._read(), self._of_layers())
@@ -207,12 +207,12 @@ class LossTally:
 
 
 def examples_of(layer_input: Tensor, unbatched_ndim: int) -> int | None:
-    """The batch that a layer was handed; None for a single example, which has `unbatched_ndim` dimensions."""
+    """Return the batch that a layer was handed; None for a single example, which has `unbatched_ndim` dimensions."""
     return None if layer_input.dim() == unbatched_ndim else layer_input.size(0)
 
 
 def first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
-    """The first tensor with a dimension; a scalar in front of the batch (a time, a temperature) is not the batch."""
+    """Return the first tensor with a dimension: a scalar before it (a time, a temperature) is not the batch."""
     for leaf in tree_leaves(structures):
         if isinstance(leaf, Tensor):
             if leaf.dim() >= least_ndim:
@@ -223,7 +223,7 @@ def first_tensor(*structures: Any, least_ndim: int = 1) -> Tensor | None:
 
 
 def _inside(leaf: object) -> list[Any]:
-    """What a container holds that torch's pytrees do not look into."""
+    """Return what a container holds that torch's pytrees do not look into."""
     if isinstance(leaf, Mapping):
         return list(leaf.values())
     if is_dataclass(leaf) and not isinstance(leaf, type):

@@ -32,32 +32,32 @@ class Roots:
         self._expected: list[tuple[ForwardCall, GradientEdge]] = []
 
     def is_under_way(self) -> bool:
-        """Whether a forward of the model is running."""
+        """Return whether a forward of the model is running."""
         return bool(self._under_way)
 
     def enter(self, model: int) -> None:
-        """A forward of the model with this identity begins; one that calls itself is one forward, the outermost."""
+        """Note that a forward of the model with this identity begins; if it calls itself only the outermost counts."""
         self._under_way.append(self._under_way[-1] if self._under_way else RootCall(model))
 
     def leave(self) -> RootCall | None:
-        """The forward that was entered last ends; None where none was."""
+        """End the forward that was entered last, and return it; None if none was."""
         if not self._under_way:
             return None
         self._last = self._under_way.pop()
         return self._last
 
     def leave_interrupted(self, model: nn.Module) -> None:
-        """A forward of `model` is beginning: one that never ended (KeyboardInterrupt) is not around it."""
+        """Note, as a forward of `model` begins, that one which never ended (KeyboardInterrupt) is not around it."""
         if self._under_way and self._under_way[0].model == id(model) and not _is_nested(model):
             self.leave_all()
 
     def leave_all(self) -> None:
-        """No forward of the model is running."""
+        """Note that no forward of the model is running."""
         self._under_way.clear()
         self._expected.clear()
 
     def end(self) -> None:
-        """A step was taken: no backward goes on from an earlier forward."""
+        """Note that a step was taken: no backward goes on from an earlier forward."""
         self.leave_all()
         self._last = self._recomputed = None
 
@@ -67,12 +67,12 @@ class Roots:
             self._under_way[-1].recomputes = True
 
     def expect(self, call: ForwardCall, at: GradientEdge) -> None:
-        """A layer was called in the forward under way, whose gradient is to be asked for at this place of the graph."""
+        """Note a layer's call in the forward under way, and the place of the graph that its gradient passes."""
         if self._under_way:
             self._expected.append((call, at))
 
     def take_expected(self) -> list[tuple[ForwardCall, GradientEdge]]:
-        """What was expected in the forward that has ended."""
+        """Return what was expected in the forward that has ended, and forget it."""
         expected, self._expected = self._expected, []
         return expected
 
@@ -81,7 +81,7 @@ class Roots:
         on_output_gradients(output, functools.partial(_enter_backward, weakref.ref(self), root))
 
     def of_layer(self, examples: int | None) -> RootCall | None:
-        """The forward of the model in which a layer is called, with a batch or (None) with a single example."""
+        """Return the forward of the model in which a layer is called, with a batch or (None) with a single example."""
         root = self._current()
         if root is not None:
             root.unbatched |= examples is None
@@ -89,7 +89,7 @@ class Roots:
         return root
 
     def of_graph_within_backward(self) -> RootCall | None:
-        """The last forward, where a compiled graph runs within backward: it computes what a checkpoint dropped."""
+        """Return the last forward, for a graph within backward, which computes again what a checkpoint dropped."""
         return self._last if in_backward() else None
 
     def _current(self) -> RootCall | None:
@@ -136,7 +136,7 @@ def outputs_with_gradient(output: Any) -> list[Tensor]:
 
 
 def _is_nested(model: nn.Module) -> bool:
-    """Whether the call of `model` that is beginning is inside another one."""
+    """Return whether the call of `model` that is beginning is inside another one."""
     calls, frame = 0, cast(FrameType | None, sys._getframe())
     while frame is not None:
         calls += frame.f_code is _MODULE_CALL and frame.f_locals.get("self") is model

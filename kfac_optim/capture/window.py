@@ -216,13 +216,13 @@ class CaptureWindow(Ledger):
         return self.graphs.tape.watch(call, layer_input.detach(), output)
 
     def takes(self, output: Tensor) -> bool:
-        """Whether a call with this output may count: it is part of a graph of the training loop's own."""
+        """Return whether a call with this output may count: it is part of a graph of the training loop's own."""
         if torch.compiler.is_compiling():
             return self.captures() and output.requires_grad
         return torch.is_grad_enabled() and output.requires_grad and not in_function_transform()
 
     def captures(self) -> bool:
-        """Whether the graph that is being traced is one that captures."""
+        """Return whether the graph that is being traced is one that captures."""
         return self.capturing and self.estimate is None and torch.is_grad_enabled()
 
     def close(self) -> LossCount:
@@ -237,7 +237,7 @@ class CaptureWindow(Ledger):
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """A context in which forwards and backwards of the model leave nothing behind."""
+        """Return a context in which forwards and backwards of the model leave nothing behind."""
         estimate, listening = self.estimate, self.listening
         self.estimate, self.listening = None, False
         try:
@@ -264,7 +264,7 @@ class CaptureWindow(Ledger):
         super().mark_stale()
 
     def begin_forward(self) -> None:
-        """The model's outermost forward begins."""
+        """Note that the model's outermost forward begins."""
         self.notice_what_is_gone()
         self.modes.leave()
         for hooks in self._hooks:
@@ -294,7 +294,7 @@ class CaptureWindow(Ledger):
                 self.graphs.tape.watch_used(call, call, tensor)
 
     def end_forward(self) -> None:
-        """The model's outermost forward ends, whether or not it failed."""
+        """Note that the model's outermost forward ends, whether or not it failed."""
         self.modes.leave()
         for hooks in self._hooks:
             hooks.on()

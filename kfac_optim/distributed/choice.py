@@ -11,7 +11,7 @@ from kfac_optim.utils.text import without_addresses
 
 
 def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | None:
-    """How the processes train together; None where this one trains alone.
+    """Return how the processes train together; None if this one trains alone.
 
     Args:
         distributed: the argument of `KFACOptimizer`.

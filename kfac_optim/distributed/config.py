@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kfac_optim.distributed.communication.collectives import Launch
+from kfac_optim.distributed.communication.launches import Launch
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.strategies import Auto, Replicated, Strategy, check_strategy
 from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind

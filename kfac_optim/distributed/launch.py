@@ -92,7 +92,7 @@ _LAUNCHERS = (
 
 
 def find_place(environ: Mapping[str, str]) -> ProcessPlace:
-    """The place that the launcher's variables give this process; rank 0 of 1 where no launcher left any.
+    """Return the place that the launcher's variables give this process; rank 0 of 1 if no launcher left any.
 
     MASTER_ADDR and MASTER_PORT count with every launcher. Without them the address is that of the first machine of the
     step under SLURM, and this one's where all processes run here; the port is 29500, or one by the number of SLURM's

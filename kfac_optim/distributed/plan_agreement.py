@@ -22,8 +22,10 @@ from kfac_optim.distributed.communication.consensus import Ballot, vote
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.fsdp import rows_of
 from kfac_optim.distributed.planning.buckets import Payload
-from kfac_optim.distributed.planning.plan import Plan, PlanOptions, differences, remedy, vote_marks
-from kfac_optim.distributed.planning.planner import Covered, Uncovered, make_plan
+from kfac_optim.distributed.planning.plan import Plan, differences, remedy
+from kfac_optim.distributed.planning.plan_options import PlanOptions, vote_marks
+from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
+from kfac_optim.distributed.planning.planner import make_plan
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Strategy
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import Trained

@@ -28,19 +28,19 @@ def cut(tensor: Tensor, axis: int, blocks: int) -> Tensor:
 
 
 def joined(tensor: Tensor, axis: int, dim: int) -> Tensor:
-    """The inverse of `cut`: `[1, …, dim, …]`."""
+    """Undo `cut`: return `[1, …, dim, …]`."""
     if len(tensor) == 1:
         return tensor
     return tensor.unsqueeze(1).movedim(0, axis - 1).flatten(axis - 1, axis).narrow(axis, 0, dim)
 
 
 def matrix_by_blocks(matrix: Tensor, spec: LayerSpec) -> Tensor:
-    """A gradient matrix `[groups, out, in]` of the layer as `spec.by_blocks()` has it."""
+    """Return a gradient matrix `[groups, out, in]` of the layer as `spec.by_blocks()` has it."""
     return cut(cut(matrix, -1, spec.blocks(0)), -2, spec.blocks(1))
 
 
 def matrix_of_layer(matrix: Tensor, spec: LayerSpec) -> Tensor:
-    """The inverse of `matrix_by_blocks`."""
+    """Undo `matrix_by_blocks`."""
     if spec.blocks(0) > 1:
         return joined(matrix, -1, spec.in_dim)
     return joined(matrix, -2, spec.out_dim) if spec.blocks(1) > 1 else matrix
@@ -72,6 +72,6 @@ def clear_padding(moment: Tensor, dim: int) -> Tensor:
 
 
 def _padded_diagonal(moment: Tensor, dim: int) -> tuple[Tensor, int]:
-    """The diagonal `[blocks, width]`, a view, and how many of its last elements are none of the factor's."""
+    """Return the diagonal `[blocks, width]`, a view, and how many of its last elements are none of the factor's."""
     diagonal = moment.diagonal(dim1=-2, dim2=-1) if moment.dim() == 3 else moment
     return diagonal, diagonal.numel() - dim

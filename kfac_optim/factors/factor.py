@@ -133,7 +133,7 @@ class Factor:
         self.pending = None
 
     def age(self, decay: float, mass: float | Tensor = 0) -> None:
-        """A fold of zeros that weigh `mass`; where that is nothing the average stays as it is and its mass decays."""
+        """Fold zeros that weigh `mass`; if they weigh nothing the average stays as it is and its mass decays."""
         if isinstance(mass, Tensor):  # stated by the user, and not looked at
             mass = torch.where(mass.isfinite() & (mass > 0), mass, 0)
         self.mass.mul_(decay).add_(mass)
@@ -170,7 +170,7 @@ class Factor:
         return self.diagonal().sum(-1) if self.elsewhere is None else self.elsewhere.trace
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds; the sum of an unfinished step is, like `.grad`, not part of it."""
+        """Return what a checkpoint holds; the sum of an unfinished step is, like `.grad`, not part of it."""
         return {"average": self.packed, "mass": self.mass}
 
     def ranges(self) -> dict[str, value_checks.Rule]:

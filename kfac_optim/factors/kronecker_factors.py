@@ -46,11 +46,11 @@ class FactorPair:
         self.rows = self.rows + stats.count
 
     def has_pending(self) -> bool:
-        """Whether anything was accumulated since the last fold."""
+        """Return whether anything was accumulated since the last fold."""
         return _counts(self.rows)
 
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
-        """`A = Σ a aᵀ / rows` weighing its rows, `G = M Σ g gᵀ` weighing `M`, `g` divided by the loss scale."""
+        """Fold `A = Σ a aᵀ / rows` of mass `rows`, and `G = M Σ g gᵀ` of mass `M`; the loss scale is taken off."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
@@ -69,14 +69,14 @@ class FactorPair:
         self.rows = 0
 
     def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
-        """A fold without a row: what is held weighs less, and `loss_terms` of the loss add nothing to `G`."""
+        """Fold without a row: what is held weighs less, and `loss_terms` of the loss add nothing to `G`."""
         if self.a is not None:
             self.a.age(decay)
         if self.g is not None:
             self.g.age(decay, loss_terms)
 
     def averages(self, part: str) -> tuple[Factor, ...]:
-        """The running averages behind one part of the block's inverse, as `Part.sums` lists them."""
+        """Return the running averages behind one part of the block's inverse, as `Part.sums` lists them."""
         return of_part(part, self.a, self.g)
 
     def combine(self) -> None:
@@ -201,7 +201,7 @@ def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
 
 
 def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> FactorPair:
-    """A pair that has seen nothing."""
+    """Return a pair that has seen nothing."""
     kind = OpposedPair if spec.opposed else FactorPair
     return kind(spec, dtype=dtype, device=device)
 
@@ -228,14 +228,14 @@ def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) ->
 
 
 def _counts(rows: float | Tensor) -> bool:
-    """Whether there may be rows: a number on an accelerator is not waited for."""
+    """Return whether there may be rows; a number on an accelerator is not waited for."""
     if isinstance(rows, Tensor):
         return not on_host(rows) or bool((rows > 0).any())
     return rows > 0
 
 
 def _normalised(rows: float | Tensor, factor: Factor) -> tuple[float | Tensor, float | Tensor, Tensor | None]:
-    """What turns the pending sum of `factor` into a mean over `rows`, the mass of that mean, and of which groups it is.
+    """Return the scale that makes a mean of the pending sum of `factor`, the mass of that mean, and its groups.
 
     Groups with rows of their own share one mass, that of the first (of an attention the queries), or of the largest
     where the first has none.

@@ -51,7 +51,7 @@ def correlated_gram(patches: Patches) -> Tensor:
 
 
 def correlation_pays(patches: Patches) -> bool:
-    """Whether `correlated_gram` is the cheaper form. Shapes alone decide.
+    """Return whether `correlated_gram` is the cheaper form. Shapes alone decide.
 
     Both forms are counted in multiply-adds, and what else they do in as many as take its time; a fifth must be saved.
     `correlated_gram` / unfolding and multiplying, in time of one thread of a CPU with AVX-512 (float32, torch 2.13, Zen
@@ -84,7 +84,7 @@ def correlation_pays(patches: Patches) -> bool:
 
 
 def can_correlate(patches: Patches) -> bool:
-    """Whether there is such a form.
+    """Return whether the layer has such a form.
 
     There is none where a dilated kernel stands on many phases of a stride, and none where there are too few positions
     for a dilated kernel to see what lies between its elements, which may then hold anything.

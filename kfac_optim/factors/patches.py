@@ -48,12 +48,12 @@ class Patches:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """How far the kernel reaches along each dimension of space."""
+        """Return how far the kernel reaches along each dimension of space."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """How many there are along each dimension of space."""
+        """Return how many positions there are along each dimension of space."""
         space = zip(self.features.shape[2:], self.zeros, self.spans, self.stride, strict=True)
         return tuple((size + sum(zeros) - span) // step + 1 for size, zeros, span, step in space)
 
@@ -88,7 +88,7 @@ class Patches:
         return channel_rows(seen, self.groups)
 
     def columns(self) -> Tensor:
-        """All rows as columns, `[groups, width, batch · positions]`, by `(*kernel, channel)`: copied in longer runs."""
+        """Return all rows as columns, `[groups, width, batch · positions]`, by `(*kernel, channel)`, in longer runs."""
         windows = self._windows()
         windows = windows.reshape(len(windows), self.groups, self.channels, *windows.shape[2:])
         space, kernel = range(3, 3 + self.ndim), range(3 + self.ndim, 3 + 2 * self.ndim)
@@ -104,7 +104,7 @@ class Patches:
         return taken.reshape(-1, self.groups, self.width).transpose(0, 1).unsqueeze(1)
 
     def sums(self, active: Tensor | None = None) -> Tensor:
-        """Each example's sum of its patches, or of those that `active` `[batch, positions]` marks.
+        """Return each example's sum of its patches, or of those that `active` `[batch, positions]` marks.
 
         What the others hold, be it not finite, does not matter.
 
@@ -139,11 +139,11 @@ class Patches:
         return replace(self, features=self.features.sum(0, keepdim=True, dtype=dtype)).sums().squeeze(1)
 
     def padded(self) -> Tensor:
-        """The features with the zeros around them."""
+        """Return the features with the zeros around them."""
         return pad(self.features, self.zeros)
 
     def _seen(self, axis: int, tap: int, positions: int) -> slice:
-        """What one element of the kernel sees along one dimension of space."""
+        """Return what one element of the kernel sees along one dimension of space."""
         start, step = self.dilation[axis] * tap, self.stride[axis]
         return slice(start, start + step * (positions - 1) + 1, step)
 
@@ -156,7 +156,7 @@ class Patches:
 
 
 def _are_all(active: Tensor) -> bool:
-    """Whether that is so, and can be seen without waiting for an accelerator."""
+    """Return whether all are, if that can be seen without waiting for an accelerator."""
     return on_host(active) and bool(active.all())
 
 

@@ -90,13 +90,13 @@ def _filled(like: Tensor, number: float | Tensor) -> Tensor:
 
 
 def _feature_major(rows: Tensor) -> bool:
-    """Whether the rows of each example lie side by side as columns, and are many enough to multiply one by one."""
+    """Return whether the rows of each example lie side by side as columns, and are worth a product each."""
     shared, width = rows.shape[2:]
     return shared > 1 and rows.stride(2) == 1 and rows.stride(3) >= shared and width <= shared
 
 
 def examples_at_once(tensor: Tensor) -> int:
-    """How many examples of `[batch, ...]` to work on at a time, for a host's cache to hold them; at least 1."""
+    """Return how many examples of `[batch, ...]` to work on at a time, for a host's cache to hold them; at least 1."""
     if not on_host(tensor) or tensor.numel() == 0:
         return max(1, len(tensor))
     return max(1, _IN_CACHE * len(tensor) // tensor.numel())
@@ -143,7 +143,7 @@ def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
 
 
 def without_ragged(tensor: T) -> T:
-    """A nested tensor padded by zeros to `[batch, longest, ...]`, so that padded rows of gradients count nothing."""
+    """Pad a nested tensor by zeros to `[batch, longest, ...]`, so that padded rows of gradients count nothing."""
     if tensor is None or not tensor.is_nested:
         return tensor
     padded: T = torch.nested.to_padded_tensor(tensor, 0)
@@ -151,7 +151,7 @@ def without_ragged(tensor: T) -> T:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether reading `tensor` waits for no accelerator."""
+    """Return whether reading `tensor` waits for no accelerator."""
     return tensor.device.type == "cpu"
 
 

@@ -115,7 +115,7 @@ class RowSample:
         return rows[:, self.examples.unsqueeze(1), self.positions]
 
     def of_batch(self, tensor: Tensor) -> Tensor:
-        """The examples of `[batch, ...]`, with all their positions."""
+        """Return the drawn examples of `[batch, ...]`, with all their positions."""
         return self._of_examples(tensor, 0)
 
     def _of_examples(self, tensor: Tensor, axis: int) -> Tensor:

@@ -43,7 +43,7 @@ class Estimate(ABC):
 
     @abstractmethod
     def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
-        """What the output gradients are multiplied by, against those of the loss as the user wrote it.
+        """Return what the output gradients are multiplied by, against those of the loss as the user wrote it.
 
         Args:
             count: the terms of the step's loss.
@@ -141,7 +141,7 @@ class NamedLoss(Estimate):
         return terms
 
     def outputs_of(self, output: Any) -> Outputs:
-        """What the loss reads of what the model returned; empty where it is not there."""
+        """Return what the loss reads of what the model returned; empty if it is not there."""
         if self._outputs is not None:
             chosen = self._outputs(output)
             return (chosen,) if isinstance(chosen, Tensor) else tuple(chosen)
@@ -182,7 +182,7 @@ class _Watcher:
         ).await_backward(outputs)
 
     def _seed(self) -> int:
-        """One stream of random numbers for each forward of each step that a backward comes to, and for each worker.
+        """Return a seed of random numbers: one for each forward that a backward comes to, each step and each worker.
 
         Their examples are others. Forwards without a backward draw nothing, so that an evaluation changes nothing.
         """

@@ -46,11 +46,11 @@ class KeptForward:
     used: dict[int, Tensor] = field(default_factory=dict)
 
     def inputs(self) -> list[Tensor]:
-        """Every tensor it was called with."""
+        """Return every tensor that the forward was called with."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
 
     def push_forward(self, params: Tangents, tangents: Tangents) -> tuple[Outputs, Outputs]:
-        """The outputs at `params`, and their derivative along `tangents`.
+        """Return the outputs at `params`, and their derivative along `tangents`.
 
         Raises:
             RuntimeError: a function in the model's forward has no forward-mode derivative.
@@ -105,11 +105,11 @@ class ForwardRecorder:
         self._begun: RandomState | None = None
 
     def begin(self, model: nn.Module) -> None:
-        """A forward of the model begins."""
+        """Note that a forward of the model begins."""
         self._begun = random_state(model.parameters()) if torch.is_grad_enabled() else None
 
     def end(self, root: RootCall, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """It has ended, and failed where there is no output."""
+        """Note that the forward has ended; it has failed if there is no output."""
         random, self._begun = self._begun, None
         if random is None or out is None:
             return
@@ -122,11 +122,11 @@ class ForwardRecorder:
             on_gradient(output, _Arrival(weakref.ref(self), forward, root, terms, place))
 
     def drop(self) -> None:
-        """The gradients through those kept so far were thrown away, or used."""
+        """Drop the forwards: the gradients through them were thrown away, or used."""
         self.kept = []
 
     def arrive(self, forward: KeptForward, root: RootCall, terms: int, place: int, gradient: Tensor) -> None:
-        """A backward has come to an output of `forward`; it counts if it goes on into the model's parameters."""
+        """Note that a backward has come to an output of `forward`; it counts if it goes on into the parameters."""
         if not any(reaches(param) for param in forward.model.parameters()):
             return
         used = self._likelihood.used(gradient)
@@ -243,7 +243,7 @@ def _dtype(params: Tangents) -> torch.dtype:
 
 
 def _differentiable_attention() -> ExitStack:
-    """A context without the fused attention kernels, which have no forward-mode derivative."""
+    """Return a context without the fused attention kernels, which have no forward-mode derivative."""
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit, at the first jvp of a process

@@ -42,7 +42,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def terms(self, outputs: Outputs) -> int:
-        """The number of terms."""
+        """Return the number of terms."""
 
     @abstractmethod
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
@@ -64,7 +64,7 @@ class Likelihood(ABC):
         """`H v` for a vector at every output."""
 
     def used(self, gradient: Tensor) -> Tensor:
-        """Which terms the loss of the training loop used, by its gradient at an output: True or False for each.
+        """Return which terms the training loop's loss used, by its gradient at an output: True or False for each.
 
         A term with a gradient of exactly zero is padding, or an ignored target, or has no curvature left.
         """
@@ -228,7 +228,7 @@ class GaussianWithVariance(Likelihood):
 
 
 def likelihood_of(criterion: Any, class_dim: int | None = None) -> Likelihood:
-    """The likelihood behind a loss module of torch.
+    """Return the likelihood behind a loss module of torch.
 
     Args:
         criterion: the loss.

@@ -16,12 +16,12 @@ class Damped(NamedTuple):
     shift: Tensor
 
     def of(self, factor: Tensor) -> Tensor:
-        """The damped form of `F`, `[groups, d, d]`, or `[groups, d]` for a diagonal one."""
+        """Return the damped form of `F`, `[groups, d, d]`, or `[groups, d]` for a diagonal one."""
         scaled = self.scaled(factor)
         return shift_diagonal(scaled, self.shift) if factor.dim() == 3 else scaled + self.shift.unsqueeze(-1)
 
     def scaled(self, factor: Tensor) -> Tensor:
-        """The same without its shift."""
+        """Return `F` scaled as in the damped form, without its shift."""
         return factor * self.scale.view(-1, *(1,) * (factor.dim() - 1))
 
 

@@ -140,7 +140,7 @@ class PairInverse(Inverse[P]):
 
     @property
     def damps_jointly(self) -> bool:
-        """Whether a factor is solved for without a look at the other: λ is not shared among them."""
+        """Return whether a factor is solved for without a look at the other: then λ is not shared among them."""
         return False
 
     @abstractmethod

@@ -4,7 +4,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.attention import MultiheadAttentionAdapter
 from kfac_optim.layers.base import Adapters, LayerAdapter, WeightBiasAdapter, find_adapter
 from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter

@@ -14,7 +14,7 @@ from kfac_optim.capture.function_modes import substitute
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
-from kfac_optim.factors.layer_statistics import RowStatistics
+from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, StatisticsSink, watch_of
 from kfac_optim.specs import LayerSpec, Structure
 from kfac_optim.utils.autograd import no_view

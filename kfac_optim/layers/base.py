@@ -32,7 +32,7 @@ class StatisticsSink(Protocol):
         """Give the dtype of the moments, which follows the model when it is moved to another dtype."""
 
     def wanted(self) -> bool:
-        """Whether the next forward should be captured."""
+        """Return whether the next forward should be captured."""
 
     def emit(self, index: int, stats: LayerStatistics) -> bool:
         """Take the statistics of spec number `index` at once; `LayerStatistics.keeps_input` of them."""
@@ -96,7 +96,7 @@ class LayerAdapter(ABC, Generic[M]):
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
 
     def adds_bias_itself(self, module: M) -> bool:
-        """Whether the module, where its product with the weight is seen, adds its bias apart from that."""
+        """Return whether the module, if its product with the weight is seen, adds its bias apart from that."""
         return False
 
     @abstractmethod
@@ -105,7 +105,7 @@ class LayerAdapter(ABC, Generic[M]):
 
     @abstractmethod
     def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
-        """The matrices of `module`, empty when its weight is not trained.
+        """Return the matrices of `module`, empty when its weight is not trained.
 
         Args:
             module: the layer.
@@ -140,7 +140,7 @@ class LayerAdapter(ABC, Generic[M]):
         return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
     def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The inverse of `pack`, up to a final reshape to each parameter's shape."""
+        """Undo `pack`, up to a final reshape to each parameter's shape."""
         return (matrix[..., :-1], matrix[..., -1]) if spec.has_bias else (matrix,)
 
 
@@ -196,7 +196,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
         )
 
     def _watch(self, module: M, specs: Sequence[LayerSpec], sink: StatisticsSink) -> LayerWatch:
-        """What is asked of the layer, whoever notes its calls."""
+        """Return what is asked of the layer, whoever notes its calls."""
         (spec,) = specs
         weight = module.get_parameter("weight")
         return watch_of(weight, sink, 0, lambda call: self.statistics(module, spec, call, sink.dtype))
@@ -208,7 +208,7 @@ def weight_and_bias(trained: Collection[str]) -> tuple[str, ...]:
 
 
 def own_forward(module: nn.Module, family: type[nn.Module]) -> str | None:
-    """A reason to refuse a subclass of `family` whose forward may be another function of its input."""
+    """Return a reason to refuse a subclass of `family` whose forward may be another function of its input."""
     if type(module).forward is family.forward:
         return None
     return f"{type(module).__name__} has a forward of its own, which may not be that of {family.__name__}"
@@ -218,5 +218,5 @@ Adapters = Mapping[type[nn.Module], LayerAdapter[Any]]
 
 
 def find_adapter(module: nn.Module, adapters: Adapters) -> LayerAdapter[Any] | None:
-    """The adapter of the nearest class in the module's method resolution order."""
+    """Return the adapter of the nearest class in the module's method resolution order."""
     return next((adapters[cls] for cls in type(module).__mro__ if cls in adapters), None)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.factors.layer_call import LayerCall
-from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import product_along, turned
 from kfac_optim.factors.subsampling import Draw
 from kfac_optim.layers.base import WeightBiasAdapter, own_forward

@@ -52,7 +52,7 @@ def _in_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_of(module: nn.Module, files: tuple[str, ...]) -> bool:
-    """Whether the very class of `module` is of one of these files of torch's."""
+    """Return whether the very class of `module` is of one of these files of torch's."""
     if isinstance(module, nn.Identity):
         return True
     return type(module).__module__ in {f"torch.nn.modules.{file}" for file in files} and not isinstance(

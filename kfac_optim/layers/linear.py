@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.factors.layer_call import LayerCall
-from kfac_optim.factors.layer_statistics import LayerStatistics, RowStatistics
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import linear_rows
 from kfac_optim.layers.base import WeightBiasAdapter
 from kfac_optim.specs import LayerSpec

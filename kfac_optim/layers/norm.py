@@ -174,7 +174,7 @@ class NormAdapter(WeightBiasAdapter[M]):
     def standardiser(
         self, module: M, layer_input: Tensor, dtype: torch.dtype, training: bool
     ) -> Callable[[Tensor], Tensor]:
-        """What the layer, in that mode, does before `weight` and `bias`: makes `x̂` of some examples of its input.
+        """Return what the layer, in that mode, does before `weight` and `bias`: it makes `x̂` of examples of its input.
 
         It changes no buffer.
 

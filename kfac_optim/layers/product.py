@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.factors.layer_statistics import RowStatistics
+from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import linear_rows
 from kfac_optim.layers.base import LayerAdapter, StatisticsSink
 from kfac_optim.specs import LayerSpec

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from kfac_optim.capture.function_modes import substitute
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.factors.layer_statistics import RowStatistics
+from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, StatisticsSink, watch_of
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.hooks import Handle, Handles
@@ -212,7 +212,7 @@ STEPS = {"lstm": lstm_step, "gru": gru_step, "rnn_tanh": plain_step(torch.tanh),
 def run_stack(
     step: Step, rows: Tensor, sizes: tuple[int, ...], initial: State, options: Sequence[Any], note: Note
 ) -> tuple[Tensor, State]:
-    """All layers: output rows `[rows, directions · size]`, final states `[layers · directions, batch, size]` each.
+    """Run all layers; return rows `[rows, directions · size]`, and final states `[layers · directions, batch, size]`.
 
     `initial` is shaped like the final states; `options` are those of the fused functions, from the weights on.
     """
@@ -240,7 +240,7 @@ def run_stack(
 def run_direction(
     step: Step, rows: Tensor, sizes: tuple[int, ...], initial: State, weights: Weights, reverse: bool, note: Note
 ) -> tuple[Tensor, State]:
-    """One layer in one direction: output rows `[rows, size]`, and the state after the end of each sequence."""
+    """Run one layer in one direction: return rows `[rows, size]`, and the state after the end of each sequence."""
     gi = F.linear(rows, weights.ih, weights.b_ih)
     note(weights.ih, [rows], gi)
     if gi.device.type != "cpu":  # under autocast the fused calls of accelerators keep low precision throughout
@@ -274,7 +274,7 @@ def run_direction(
 
 
 def _offset(weight: Tensor, bias: Tensor | None, like: Tensor) -> Tensor:
-    """The bias, or zeros, `[rows, out]`, as something that a backward to `weight` alone passes through as well."""
+    """Return the bias, or zeros, `[rows, out]`, made so that a backward to `weight` alone passes through it."""
     zeros = weight[:, :0].sum(1)
     row = zeros if bias is None else zeros + bias
     return row.to(like.dtype).expand(len(like), -1)

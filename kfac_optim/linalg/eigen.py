@@ -64,7 +64,7 @@ def _try_eigh(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _all_finite(matrices: Tensor) -> Tensor:
-    """Whether every element of each matrix is finite, `[n]`."""
+    """Return whether every element of each matrix is finite, `[n]`."""
     return matrices.isfinite().flatten(1).all(1)
 
 
@@ -80,7 +80,7 @@ class Eigenpairs(NamedTuple):
 
 
 def leading_eigenpairs(matrix: Tensor, shift: Tensor, start: Tensor, iterations: int) -> Eigenpairs:
-    """The largest eigenvalues by subspace iteration on `matrix + shift·I` and Rayleigh-Ritz (Halko et al. 2011).
+    """Return the largest eigenpairs by subspace iteration on `matrix + shift·I` and Rayleigh-Ritz (Halko et al. 2011).
 
     An iteration turns the subspace away from each eigenvector left out, of eigenvalue e, and towards one kept, of
     eigenvalue d, by the factor `(d + shift) / (e + shift)`. The shift keeps what lies outside the range of a matrix of

@@ -19,7 +19,7 @@ class NewtonStart(NamedTuple):
 
 
 def newton_start(matrix: Tensor, least: Tensor, previous: Tensor, usable: Tensor) -> NewtonStart:
-    """The previous inverse where it promises fewer steps, else a multiple of the identity; no host synchronisation.
+    """Return the previous inverse if it promises fewer steps, else a multiple of the identity; nothing is waited for.
 
     The identity is scaled by `2 / (u + l)`, with `u` a norm of `F` and `l` the bound below. The previous inverse `P` is
     scaled so that the eigenvalues `μ` of `F P` get the mean 1, and once more, by `1 / (1 + b)`, unless `b < 1` for `b =

@@ -12,7 +12,7 @@ def triangle_size(dim: int) -> int:
 
 
 def pack_triangle(matrix: Tensor) -> Tensor:
-    """One triangle of each symmetric matrix, `[..., d, d]`, as a row of `triangle_size(d)` elements, `[..., t]`.
+    """Return one triangle of each symmetric matrix, `[..., d, d]`, as a row of `triangle_size(d)` elements, `[..., t]`.
 
     In the rectangular full packed format (Gustavson et al. 2010): the left half of the columns keeps its lower
     triangle, and the upper triangle of the last quarter of the matrix fills the place above it. That takes slices
@@ -32,7 +32,7 @@ def pack_triangle(matrix: Tensor) -> Tensor:
 
 
 def unpack_triangle(packed: Tensor, dim: int) -> Tensor:
-    """The symmetric matrices, `[..., d, d]`, that `pack_triangle` made into `[..., triangle_size(d)]`."""
+    """Return the symmetric matrices, `[..., d, d]`, that `pack_triangle` made into `[..., triangle_size(d)]`."""
     low, rows, column = _triangle_blocks(dim)
     columns = dim - low
     packed = packed.reshape(*packed.shape[:-1], rows, columns)
@@ -47,7 +47,7 @@ def unpack_triangle(packed: Tensor, dim: int) -> Tensor:
 
 
 def packed_diagonal(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The diagonal of the symmetric matrices that `pack_triangle` made into `[..., triangle_size(d)]`, in two parts.
+    """Return the diagonal of the matrices that `pack_triangle` made into `[..., triangle_size(d)]`, in two parts.
 
     Both are views: the first `[..., d - d // 2]`, the rest `[..., d // 2]`.
     """
@@ -58,7 +58,7 @@ def packed_diagonal(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _triangle_blocks(dim: int) -> tuple[int, int, int]:
-    """The rectangle that `d(d + 1) / 2` elements fill.
+    """Return the rectangle that `d(d + 1) / 2` elements fill.
 
     Size of the last diagonal block, which is put above the others; rows; and the column at which that block starts.
     Even `d = 2k`: `k`, `2k + 1` rows of `k`, in which the columns stand one row lower. Odd `d = 2k + 1`: `k`, `2k + 1`

@@ -54,7 +54,7 @@ class BackgroundRefresher:
         return [*refreshed, *self.collect(begun)] if self._choice.max_staleness == 0 else refreshed
 
     def _is_awaited(self, block: KFACBlock, under_way: RefreshUnderWay) -> bool:
-        """Whether the result is to be taken over at this step, waited for or not."""
+        """Return whether the result is to be taken over at this step, waited for or not."""
         age = block.clock.step - under_way.shadow.clock.step
         found = under_way.done.done() and not self._choice.deterministic
         return found or age >= self._choice.max_staleness

@@ -226,7 +226,7 @@ def _precondition(
     memory: Tensor,
     finite: Tensor | None,
 ) -> tuple[Proposal, Mapping[str, Tensor], list[str]]:
-    """The preconditioned gradients, what was measured of them, and blocks whose gradient had no inverse to meet."""
+    """Precondition the gradients; return them, their measures, and blocks whose gradient had no inverse to meet."""
     covered: list[KFACBlock] = []
     unpreconditioned: list[str] = []
     with record_function("kfac.precondition"):

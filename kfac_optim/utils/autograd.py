@@ -112,7 +112,7 @@ def with_hook(output: Tensor, hook: Callable[..., Tensor], *kept: Tensor) -> Ten
 
 
 def is_cast_of(tensor: Tensor, param: Tensor | None) -> bool:
-    """Whether it is a parameter, or what `to` made of it in another dtype."""
+    """Return whether the tensor is a parameter, or what `to` made of it in another dtype."""
     if tensor is param or torch.compiler.is_compiling():  # graphs being traced do not tell
         return tensor is param
     node = tensor.grad_fn
@@ -128,12 +128,12 @@ def version(tensor: Tensor) -> int:
 
 
 def accumulator(weight: nn.Parameter) -> Node | None:
-    """The node that accumulates into `weight.grad`. Not to be had within an operator of a compiled graph."""
+    """Return the node that accumulates into `weight.grad`; operators of compiled graphs cannot have it."""
     return torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad else None
 
 
 def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
-    """Whether the backward that is running accumulates into `weight.grad`, by its node if that is known."""
+    """Return whether the backward that is running accumulates into `weight.grad`, by its node if that is known."""
     node = node or accumulator(weight)
     if node is None or not weight.requires_grad:
         return False
@@ -155,15 +155,15 @@ def graph_is_kept() -> bool:
 
 
 def running_backward() -> int:
-    """The number of the backward that is running on this thread."""
+    """Return the number of the backward that is running on this thread."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether a backward is running, on this thread."""
+    """Return whether a backward is running on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_function_transform() -> bool:
-    """Whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
+    """Return whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -121,12 +121,12 @@ class LayerHooks:
 
 
 def is_on(mode: TorchFunctionMode | None) -> bool:
-    """Whether torch functions are now called in this very mode; traced by `torch.compile` too."""
+    """Return whether torch functions are now called in this very mode; traced by `torch.compile` too."""
     return any(_get_function_stack_at(i) is mode for i in range(_len_torch_function_stack()))
 
 
 def is_any_on(kind: type[TorchFunctionMode]) -> bool:
-    """Whether torch functions are now called in a mode of this kind, likewise."""
+    """Return whether torch functions are now called in a mode of this kind; traced by `torch.compile` too."""
     return any(isinstance(_get_function_stack_at(i), kind) for i in range(_len_torch_function_stack()))
 
 

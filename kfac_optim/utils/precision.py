@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def without_autocast(device_types: Iterable[str]) -> ExitStack:
-    """A context in which autocast is off on these kinds of device, whatever the caller has on."""
+    """Return a context in which autocast is off on these kinds of device, whatever the caller has on."""
     stack = ExitStack()
     for device_type in device_types:
         if device_type != "meta" and torch.is_autocast_enabled(device_type):
@@ -19,7 +19,7 @@ def without_autocast(device_types: Iterable[str]) -> ExitStack:
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether every element is finite, those on the meta device apart. One host synchronisation on accelerators."""
+    """Return whether every element is finite, but for those on the meta device. The host waits once."""
     dense = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
     filled = [g for g in dense if g.numel() > 0 and not g.is_meta]
     if not filled:

@@ -16,7 +16,7 @@ class RandomState:
         self._on_devices = [torch.cuda.get_rng_state(device) for device in self._devices]
 
     def replayed(self) -> ExitStack:
-        """A context that draws again what was drawn from here on, and leaves the generators as it found them."""
+        """Return a context that draws again what was drawn from here on, and leaves the generators as it found them."""
         stack = ExitStack()
         stack.enter_context(torch.random.fork_rng(self._devices))
         torch.set_rng_state(self._host)

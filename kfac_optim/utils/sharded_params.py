@@ -28,7 +28,7 @@ class ShardedParameter:
 
     @property
     def gathered(self) -> nn.Parameter | None:
-        """What modules hold in its place while it is gathered; None before it ever was."""
+        """Return what modules hold while the parameter is gathered; None before it ever was."""
         # Private, but asking for it in public (`FSDPModule.unshard`) gathers it.
         gathered: nn.Parameter | None = getattr(self._held, "_unsharded_param", None)
         return gathered
@@ -49,11 +49,11 @@ class Shards:
         self._stand_ins: dict[nn.Parameter, ShardedParameter] = {}
 
     def of(self, param: nn.Parameter) -> ShardedParameter | None:
-        """The sharded parameter that `param` is, or stands for; None where it is not kept in shards."""
+        """Return the sharded parameter that `param` is, or stands for; None if it is not kept in shards."""
         return self._of.get(param) or self._known_stand_ins().get(param)
 
     def known(self, tensor: nn.Parameter) -> nn.Parameter:
-        """The parameter as an optimizer knows it: the sharded one, where `tensor` stands for that."""
+        """Return the parameter as an optimizer knows it: the sharded one, if `tensor` stands for that."""
         sharded = self._known_stand_ins().get(tensor)
         return tensor if sharded is None else sharded.param
 
@@ -64,12 +64,12 @@ class Shards:
         return param if gathered is None else gathered
 
     def is_stand_in(self, param: Tensor) -> bool:
-        """Whether it is held by modules in the place of a sharded parameter."""
+        """Return whether modules hold the tensor as a stand-in for a sharded parameter."""
         return param in self._known_stand_ins()
 
     @contextmanager
     def passing_within_backward(self) -> Iterator[None]:
-        """A context for a backward pass within another that has more to do.
+        """Return a context for a backward pass within another that has more to do.
 
         What is gathered as it begins stays so, since the other needs it; and the pass, which accumulates no gradients,
         does not bring those of earlier backwards to other processes.
@@ -104,18 +104,18 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether processes hold parts of it: a DTensor."""
+    """Return whether processes hold parts of the tensor: it is a DTensor."""
     return hasattr(tensor, "to_local")  # the import of DTensor takes half as long as that of torch
 
 
 def is_part(param: nn.Parameter) -> bool:
-    """Whether processes hold parts of it, as a DTensor or without a sign of it in its type."""
+    """Return whether processes hold parts of the parameter, as a DTensor or without a sign of it in its type."""
     # Private, but DistributedDataParallel with a `device_mesh` puts plain tensors in the place of DTensors, so marked.
     return is_sharded(param) or hasattr(param, "_st_info")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor, which shares its memory; plain tensors are their own."""
+    """Return this process's part of a DTensor, which shares its memory; a plain tensor is returned as it is."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 

@@ -23,5 +23,5 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def without_addresses(text: str) -> str:
-    """What `repr` says, in words that are the same in every process: memory addresses are left out."""
+    """Return what `repr` says without memory addresses, so that it is the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)

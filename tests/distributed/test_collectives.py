@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kfac_optim import Cholesky, LayerSpec
 from kfac_optim.distributed import CostModel, Covered, Plan, Sharded, differences, make_plan
-from kfac_optim.distributed.communication.collectives import Communicator, Event, InFlight, Launch
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.launches import Event, InFlight, Launch
 from kfac_optim.distributed.communication.layouts import Contributions, Parcel, ReduceBucket, ShareBucket, Slot
 from kfac_optim.distributed.planning.plan import remedy
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim.distributed.communication.collectives import Cause, Event, InFlight, Launch
+from kfac_optim.distributed.communication.launches import Cause, Event, InFlight, Launch
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, Slot
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle

@@ -12,7 +12,7 @@ from torch import nn
 
 from kfac_optim import Cholesky, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Sharded
-from kfac_optim.distributed.communication.collectives import CollectiveError
+from kfac_optim.distributed.communication.launches import CollectiveError
 
 SLOW = 6.0  # seconds: longer than the time-out and the roll call
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_optim.distributed.communication.collectives import Communicator, Launch
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.launches import Launch
 
 CPU = torch.device("cpu")
 PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -160,7 +160,7 @@ def test_examples_without_a_gradient_are_not_counted_whatever_they_hold(
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numbers on the CPU be such that would have to be waited for."""
-    monkeypatch.setattr("kfac_optim.factors.layer_statistics.on_host", lambda _: False)
+    monkeypatch.setattr("kfac_optim.factors.row_statistics.on_host", lambda _: False)
     monkeypatch.setattr("kfac_optim.factors.second_moments.on_host", lambda _: False)
     monkeypatch.setattr(doubly_factored, "on_host", lambda _: False)
 

@@ -169,7 +169,7 @@ def assert_same_factors(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tensors hold is not looked at, as where an accelerator would have to be waited for."""
-    for module in ("second_moments", "patches", "layer_statistics", "kronecker_factors"):
+    for module in ("second_moments", "patches", "row_statistics", "kronecker_factors"):
         monkeypatch.setattr(f"kfac_optim.factors.{module}.on_host", lambda _: False)
     monkeypatch.setattr("kfac_optim.layers.convolution.base.on_host", lambda _: False)
 
@@ -506,7 +506,7 @@ def test_the_input_is_kept_only_where_rows_may_be_missing(monkeypatch: pytest.Mo
     assert not statistics(module, x, gradient, expand).keeps_input
     assert not packed.keeps_input
     assert statistics(module, x, some, expand).keeps_input
-    monkeypatch.setattr("kfac_optim.factors.layer_statistics.on_host", lambda _: False)
+    monkeypatch.setattr("kfac_optim.factors.row_statistics.on_host", lambda _: False)
     assert not statistics(module, x, some, expand).keeps_input
 
 

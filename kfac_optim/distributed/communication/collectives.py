@@ -25,13 +25,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch
 from kfac_optim.distributed.communication.layouts import (
     Contributions,
     Merged,
@@ -40,8 +39,6 @@ from kfac_optim.distributed.communication.layouts import (
     ShareBucket,
     listed,
 )
-
-T = TypeVar("T")
 
 # How often a rank that waits looks whether another has given up: gloo tells only those that were to hear from a rank
 # that is gone, not those that wait for them in turn.
@@ -55,71 +52,6 @@ _SHOWN = 8
 
 # Key in the store of a process group.
 _GIVEN_UP = "kfac_optim/given-up"
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed or took too long; says which, with its layers and the ranks. The process group is lost."""
-
-
-# -- what a launch gives -----------------------------------------------------------------------------------------
-
-
-class Cause(Enum):
-    """Why a collective was launched when it was."""
-
-    CALLED = "called"
-    """By its own call, at the same place in the program on all ranks."""
-    COMPLETE = "complete"
-    """The last slot of the bucket, and of all before it, was reported."""
-    LEFT_OVER = "left over"
-    """The round ended before that."""
-    AGAIN = "again"
-    """Some rank had other numbers after the launch."""
-
-
-class Launch(NamedTuple):
-    """One line of a trace."""
-
-    bucket: str
-    cause: Cause
-    sent_bytes: float
-    """By this rank to others; of an all-reduce `2(P - 1)/P` of it, as a ring moves: not always whole."""
-
-
-class Event:
-    """The end of one collective on this rank."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait: Callable[[], None] | None = wait
-
-    def wait(self) -> None:
-        """Return when the result is valid; on an accelerator, for what is queued in the present stream from now on.
-
-        Waiting again does nothing.
-
-        Raises:
-            CollectiveError: it failed, or took longer than the communicator's time-out. (With NCCL, which runs beside
-                the program, its own watchdog ends the process instead.)
-        """
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-
-
-class InFlight(NamedTuple, Generic[T]):
-    """A collective under way."""
-
-    result: T
-    """Valid once `event` was waited for."""
-    event: Event
-
-    def wait(self) -> T:
-        """The result, when it is valid; see `Event.wait`."""
-        self.event.wait()
-        return self.result
-
-
-# -- collectives -------------------------------------------------------------------------------------------------
 
 
 class Communicator:
@@ -310,7 +242,7 @@ class Communicator:
         received: tuple[Tensor, Sequence[int]],
         finish: Callable[[], None] | None = None,
     ) -> Event:
-        """An all-to-all: each buffer with the number of its elements that go to, or come from, each rank."""
+        """Launch an all-to-all: each buffer comes with the numbers of elements for, or from, each rank."""
         (source, to), (target, from_) = sent, received
         return self._launch(
             record,
@@ -375,7 +307,7 @@ class Communicator:
             ) from error
 
     def _call_the_roll(self) -> str:
-        """Which ranks do not give up too: they are gone, or not waiting."""
+        """Return the ranks that do not give up too: they are gone, or not waiting."""
         silent = [rank for rank in range(self.world_size) if rank != self.rank]
         deadline = time.monotonic() + _ROLL_CALL.total_seconds()
         try:

@@ -43,7 +43,7 @@ class Ballot(NamedTuple):
 
 
 def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
-    """The same on all ranks.
+    """Return the largest of what all ranks say, the same on all of them.
 
     Raises:
         CollectiveError: some rank never came.
@@ -74,7 +74,7 @@ def vote(communicator: Communicator, ballot: Ballot) -> Ballot:
 
 
 def _twins(number: int | None) -> tuple[int, int]:
-    """The number, of which the largest is found, and that of which the smallest is."""
+    """Return a number and its opposite: the largest of both tell the largest and the smallest number."""
     return (_SILENT, _SILENT) if number is None else (number, -number)
 
 
@@ -83,7 +83,7 @@ def _difference(largest: float, smallest: float) -> float:
 
 
 def ordered(number: float) -> int:
-    """The bits of a number that is not negative: they are in the order of the numbers."""
+    """Return the bits of a number that is not negative: they are in the order of the numbers."""
     return int.from_bytes(struct.pack(">d", number))
 
 

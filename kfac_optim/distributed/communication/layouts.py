@@ -16,7 +16,7 @@ _LISTED = 8
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, in quotes."""
+    """Return the first few names, in quotes."""
     shown = ", ".join(map(repr, names[:_LISTED]))
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
@@ -92,7 +92,7 @@ class ReduceBucket:
 
     @cached_property
     def owned(self) -> tuple[tuple[Slot, ...], ...]:
-        """The slots of each rank."""
+        """Return the slots of each rank."""
         slots: list[list[Slot]] = [[] for _ in range(self.world_size)]
         for slot in self.slots:
             slots[slot.owner].append(slot)
@@ -122,7 +122,7 @@ class ReduceBucket:
         return places
 
     def sent_bytes(self, rank: int) -> int:
-        """What `rank` sends to others in one launch. All ranks together: `P - 1` times the bucket."""
+        """Return what `rank` sends to others in one launch. All ranks together send `P - 1` times the bucket."""
         return (sum(self.wire_sections) - self.wire_sections[rank]) * self.payload.itemsize
 
     def sent_sections(self, rank: int) -> list[int]:
@@ -134,7 +134,7 @@ class ReduceBucket:
         return [0 if source == rank else self.wire_sections[rank] for source in range(self.world_size)]
 
     def encode(self, sections: Tensor, rank: int) -> Tensor:
-        """All sections, `[sum(sections)]` in the dtype of sums, as `rank` sends them, `[sum(sent_sections)]`."""
+        """Return all sections, `[sum(sections)]` in the dtype of sums, as `rank` sends them, `[sum(sent_sections)]`."""
         pieces = []
         for owner, section in enumerate(torch.split(sections, list(self.sections))):
             if owner == rank:
@@ -144,7 +144,7 @@ class ReduceBucket:
         return torch.cat(pieces) if pieces else sections.new_empty(0, dtype=self.payload)
 
     def decode(self, section: Tensor, owner: int) -> Tensor:
-        """One section of what `encode` made, `[wire_sections[owner]]`, in the dtype of sums, `[sections[owner]]`."""
+        """Return a section that `encode` made, `[wire_sections[owner]]`, in the dtype of sums, `[sections[owner]]`."""
         if self.payload == self.sum_dtype:
             return section
         values, words = self._parts(section, owner)
@@ -152,7 +152,7 @@ class ReduceBucket:
         return torch.cat((values.to(self.sum_dtype), words.clone().view(self.sum_dtype)))
 
     def merged(self, section: Tensor, owner: int) -> dict[str, "Merged"]:
-        """The slots of an owner as views of its summed section, `[sections[owner]]`."""
+        """Return the slots of an owner as views of its summed section, `[sections[owner]]`."""
         views = {}
         for slot in self.owned[owner]:
             values, mass = self.places[slot.name]
@@ -281,7 +281,7 @@ class ShareBucket:
 
     @cached_property
     def is_even_gather(self) -> bool:
-        """Whether all ranks have equally much, and all of it goes to all."""
+        """Return whether all ranks have equally much, and all of it goes to all."""
         everyone = tuple(range(self.world_size))
         held = dict.fromkeys(everyone, 0)
         for parcel in self.parcels:
@@ -289,23 +289,23 @@ class ShareBucket:
         return len(set(held.values())) == 1 and all(parcel.targets == everyone for parcel in self.parcels)
 
     def sent_by(self, rank: int) -> list[list[Parcel]]:
-        """What `rank` sends to each rank, in order."""
+        """Return what `rank` sends to each rank, in order."""
         own = [parcel for parcel in self.parcels if parcel.source == rank]
         return [[parcel for parcel in own if target in parcel.targets] for target in range(self.world_size)]
 
     def received_by(self, rank: int) -> list[list[Parcel]]:
-        """What `rank` gets from each rank, in order."""
+        """Return what `rank` gets from each rank, in order."""
         own = [parcel for parcel in self.parcels if rank in parcel.targets]
         return [[parcel for parcel in own if parcel.source == source] for source in range(self.world_size)]
 
     def sent_bytes(self, rank: int) -> int:
-        """What `rank` sends to others in one launch."""
+        """Return what `rank` sends to others in one launch."""
         going = (parcels for target, parcels in enumerate(self.sent_by(rank)) if target != rank)
         return sum(parcel.elements for parcels in going for parcel in parcels) * self.payload.itemsize
 
 
 def _check_layout(name: str, members: Sequence[str], payload: torch.dtype) -> str:
-    """What to call the bucket in messages."""
+    """Refuse a layout that is not possible; return what to call the bucket in messages."""
     where = f"bucket {name!r}"
     if not members:
         raise ValueError(f"kfac_optim: {where} holds nothing; leave it out.")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from kfac_optim.distributed.communication.collectives import CollectiveError, Launch
+from kfac_optim.distributed.communication.launches import CollectiveError, Launch
 
 Observer = Callable[[Launch], None]
 
@@ -40,7 +40,7 @@ class GroupLoan:
         self.group = lent.group
 
     def give_back(self) -> None:
-        """The holder launches nothing on the group any more."""
+        """Give the group back; the holder launches nothing on it any more."""
         self._lent.loan = None
 
     def counting(self, observe: Observer | None) -> Observer:
@@ -81,7 +81,7 @@ class OwnGroups:
         self.main = self._make(timeout)
 
     def borrow(self, largest: Callable[[Sequence[int]], Sequence[int]]) -> GroupLoan:
-        """A group for collectives that are launched in backward: a collective itself, as all ranks take the same one.
+        """Lend a group for collectives that are launched in backward; a collective, as all ranks take the same one.
 
         A collective on it that is launched in backward may wait for ranks that are longer on their way to the step, and
         then for as long as one that is launched in the step: so its own time-out is twice as long.
@@ -101,7 +101,7 @@ class OwnGroups:
         return loan
 
     def _free(self, largest: Callable[[Sequence[int]], Sequence[int]]) -> _LentGroup | None:
-        """The first group that no rank has lent, the same on all ranks."""
+        """Return the first group that no rank has lent, the same on all ranks."""
         numbers = [number for each in self._lent for number in (each.is_lent(), each.launched, -each.launched)]
         found = largest(numbers) if numbers else ()
         # Where one rank has launched what another never will, as a backward whose step never came may leave behind,
@@ -156,14 +156,14 @@ _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, OwnGroups]] =
 
 
 def world() -> dist.ProcessGroup:
-    """The group of all ranks there are."""
+    """Return the group of all ranks."""
     group = dist.group.WORLD
     assert group is not None, "an optimizer of several processes was built, or asked for a group"
     return group
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of a group, in its order.
+    """Return the ranks of a group, in its order.
 
     Raises:
         RuntimeError: the group was destroyed.
@@ -178,7 +178,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of tensors on `device` may take; torch's own default where the backend does not say."""
+    """Return how long a collective of tensors on `device` may take: torch's default if the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     found: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return found

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from kfac_optim.distributed.communication.collectives import Cause, Communicator, InFlight
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.launches import Cause, InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, listed, repeated
 
 
@@ -59,7 +60,7 @@ class Reducer:
             self._next += 1
 
     def invalidate(self, name: str) -> None:
-        """What was reported for a slot does not hold any more: it is to be reported again, or `finish` asks for it.
+        """Note that what was reported for a slot does not hold any more: it comes again, or `finish` asks for it.
 
         Raises:
             ValueError: no bucket has the name.
@@ -71,7 +72,7 @@ class Reducer:
             self._unseen[index].add(name)
 
     def launched(self, index: int) -> bool:
-        """Whether this rank has launched that bucket in this round."""
+        """Return whether this rank has launched that bucket in this round."""
         return index < self._next
 
     def stale_flags(self) -> list[bool]:
@@ -150,7 +151,7 @@ class Reducer:
             self._stale[index] = True
 
     def _contributions(self, index: int) -> Contributions:
-        """What the next launch of a bucket takes."""
+        """Return what the next launch of a bucket takes."""
         contributions = self._filling[index]
         if contributions is None:
             contributions = Contributions(self._buckets[index], self._communicator.rank, self._communicator.device)

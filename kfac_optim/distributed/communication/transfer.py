@@ -32,7 +32,7 @@ class Transfer(NamedTuple):
 
 @torch.no_grad()
 def carry_out(communicator: Communicator, transfers: Sequence[Transfer]) -> None:
-    """All of them, a few in each collective, so that what travels needs little memory; the same on all ranks.
+    """Carry out transfers, a few in each collective, so that they need little memory; the same on all ranks.
 
     Everything goes as float64, which holds all numbers of narrower dtypes, and counts up to 2^53.
 
@@ -82,7 +82,7 @@ def leaves(tensors: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[t
 
 
 def nested(found: Iterable[tuple[tuple[str, ...], Tensor]]) -> dict[str, Any]:
-    """What `leaves` took apart."""
+    """Put together what `leaves` took apart."""
     whole: dict[str, Any] = {}
     for (*path, last), tensor in found:
         inner = whole

@@ -85,5 +85,5 @@ class AveragingCheck:
 
 
 def _is_elsewhere(grad: Tensor) -> bool:
-    """Whether this rank has a part of it alone, or a list of its entries."""
+    """Return whether this rank has only a part of the parameter, or a list of its entries."""
     return isinstance(grad, DTensor) or grad.is_sparse

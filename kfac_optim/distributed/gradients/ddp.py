@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim.distributed.communication.collectives import Cause, Launch
+from kfac_optim.distributed.communication.launches import Cause, Launch
 from kfac_optim.distributed.gradients.flow import ShardedGradients
 from kfac_optim.utils.autograd import on_gradient
 from kfac_optim.utils.hooks import PicklableHook, call_if_there
@@ -162,11 +162,11 @@ class Wrappers:
 
     @property
     def latest(self) -> DistributedDataParallel | None:
-        """The wrapper whose forward was the last."""
+        """Return the wrapper whose forward was the last."""
         return None if self._latest is None else self._latest()
 
     def find(self, model: nn.Module | None) -> DistributedDataParallel | None:
-        """The wrapper among a model and its modules that is not known yet, if there is one."""
+        """Return the wrapper among a model and its modules that is not known yet; None if there is none."""
         modules = () if model is None else model.modules()
         found = next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
         return None if found in self._hooks else found
@@ -202,7 +202,7 @@ class Wrappers:
         self._latest = weakref.ref(wrapper)
 
     def synchronise(self) -> bool:
-        """Whether the backward that is running reduces gradients: it is none under `no_sync`."""
+        """Return whether the backward that is running reduces gradients; under `no_sync` it does not."""
         wrapper = self.latest
         return wrapper is not None and bool(wrapper.require_backward_grad_sync)
 
@@ -251,7 +251,7 @@ def _is(reference: weakref.ref[Any] | None, found: object) -> bool:
 def _by_owner(
     params: Sequence[Tensor], grads: Sequence[Tensor], owner_of: Mapping[Any, int], ranks: int
 ) -> list[list[Tensor]]:
-    """The gradients in a bucket, views of its buffer, of each owner."""
+    """Sort the gradients in a bucket, views of its buffer, by their owners."""
     pieces: list[list[Tensor]] = [[] for _ in range(ranks)]
     for param, grad in zip(params, grads, strict=True):
         pieces[owner_of[param]].append(grad)

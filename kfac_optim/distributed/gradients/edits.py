@@ -36,11 +36,11 @@ class EditWatch:
         self._left = None if grad is None else (weakref.ref(grad), version(grad))
 
     def forget(self) -> None:
-        """The gradients were dropped."""
+        """Forget the gradient, which was dropped."""
         self._left = None
 
     def finds_edit(self, expected: int) -> bool:
-        """Whether it was changed in place more often than that since it was left."""
+        """Return whether the gradient was changed in place more often than expected since backward left it."""
         if self._left is None:
             return False
         (left, before), self._left = self._left, None

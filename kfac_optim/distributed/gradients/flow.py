@@ -155,7 +155,7 @@ class ShardedGradients(GradientFlow):
         return total_norm(grads, order, self._communicator, self._plan.options.parameter_dtype)
 
     def _flat(self, name: str) -> Tensor:
-        """The gradients of a layer's parameters, in a row."""
+        """Return the gradients of a layer's parameters, in a row."""
         return torch.cat(
             [(torch.zeros_like(param) if param.grad is None else param.grad).flatten() for param in self._params[name]]
         )
@@ -166,7 +166,7 @@ class ShardedGradients(GradientFlow):
         read: Callable[[nn.Parameter], Tensor],
         write: Callable[[nn.Parameter, Tensor], object],
     ) -> None:
-        """What owners have of the parameters of these layers and of these others, to all other ranks."""
+        """Bring what owners have of the parameters of these pieces to all other ranks."""
         rank = self._communicator.rank
         owned = [name for name in names if self._owners.get(name) == rank]
         values = {name: torch.cat([read(param).detach().flatten() for param in self._params[name]]) for name in owned}

@@ -45,7 +45,7 @@ class Owned(NamedTuple):
 
 
 def rows_of(param: DTensor, name: str = "a parameter") -> tuple[Rows, ...]:
-    """What each rank of the shard mesh, in its order, holds of `param`.
+    """Return what each rank of the shard mesh, in its order, holds of `param`.
 
     Args:
         param: of any shape with a dimension, `Shard(0)` over the last mesh dimension and replicated over all before.
@@ -76,7 +76,7 @@ def parcel_name(name: str, rank: int) -> str:
 
 
 def to_owners(name: str, params: Sequence[Owned], world_size: int, payload: torch.dtype = torch.float32) -> ShareBucket:
-    """The bucket that brings the rows of gradients to the owners of the whole; empty shards send nothing.
+    """Return the bucket that brings rows of gradients to the owners of the whole; empty shards send nothing.
 
     Args:
         name: of the bucket.
@@ -94,13 +94,13 @@ def to_owners(name: str, params: Sequence[Owned], world_size: int, payload: torc
 def from_owners(
     name: str, params: Sequence[Owned], world_size: int, payload: torch.dtype = torch.float32
 ) -> ShareBucket:
-    """The bucket that brings rows of directions from the owners of the whole back; as `to_owners`, reversed."""
+    """Return the bucket that brings rows of directions back from the owners of the whole."""
     back = [Parcel(each.name, each.elements, each.targets[0], (each.source,)) for each in _parcels(params, world_size)]
     return ShareBucket(name, tuple(back), world_size, payload)
 
 
 def assemble(param: DTensor, name: str, pieces: Mapping[str, Tensor]) -> Tensor:
-    """The whole gradient, in the shape of `param`, from the parcels of a `to_owners` bucket, by name."""
+    """Put the whole gradient together, in the shape of `param`, from the parcels of a `to_owners` bucket, by name."""
     whole = [pieces[parcel_name(name, rank)] for rank, rows in enumerate(rows_of(param, name)) if rows.elements]
     if not whole:
         return param.to_local().new_zeros(param.shape)
@@ -108,14 +108,14 @@ def assemble(param: DTensor, name: str, pieces: Mapping[str, Tensor]) -> Tensor:
 
 
 def cut(whole: Tensor, param: DTensor, name: str) -> dict[str, Tensor]:
-    """A direction, in the shape of `param`, as the parcels of a `from_owners` bucket, by name."""
+    """Cut a direction, in the shape of `param`, into the parcels of a `from_owners` bucket, by name."""
     return {
         parcel_name(name, rank): whole[rows.held] for rank, rows in enumerate(rows_of(param, name)) if rows.elements
     }
 
 
 def like(param: DTensor, part: Tensor) -> DTensor:
-    """This rank's part of a tensor, laid out as `param`; communicates nothing.
+    """Lay this rank's part of a tensor out as `param` is; this communicates nothing.
 
     Args:
         param: the layout.

@@ -74,7 +74,7 @@ class RowGradients(GradientFlow):
         return nn.utils.get_total_norm([rows, *others], order)
 
     def _is_in_rows(self, grad: Tensor) -> bool:
-        """Whether the ranks that train together each hold a part of it."""
+        """Return whether the ranks that train together each hold a part of the gradient."""
         if not isinstance(grad, DTensor) or grad.device_mesh.ndim > 1 or not grad.placements[0].is_shard():
             return False
         return dist.get_process_group_ranks(grad.device_mesh.get_group(0)) == self._ranks

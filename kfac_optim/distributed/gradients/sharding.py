@@ -57,7 +57,7 @@ def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.Proc
 
 
 def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.ProcessGroup | None:
-    """The group over which FSDP2 keeps the first of these parameters that it has in rows; None where there is none.
+    """Return the group over which FSDP2 keeps the first of these parameters that it has in rows; None if it has none.
 
     Args:
         params: to look at.
@@ -70,7 +70,7 @@ def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.Proces
 
 
 def _are_rows(block: KFACBlock, shards: Shards, *, copied: bool = False) -> bool:
-    """Whether FSDP2 keeps it so: over one mesh dimension, or `copied`, over the last one, with copies along others."""
+    """Return whether FSDP2 keeps rows over one mesh dimension; if `copied`, over the last of several."""
     return all(shards.of(param) is not None and _is_rows(cast(DTensor, param), copied=copied) for param in block.params)
 
 
@@ -82,7 +82,7 @@ def _is_rows(param: DTensor, *, copied: bool) -> bool:
 
 
 def _one(block: KFACBlock) -> DTensor:
-    """The first of its parameters that is in parts."""
+    """Return the first parameter of the block that is in parts."""
     return cast(DTensor, next(param for param in block.params if is_sharded(param)))
 
 

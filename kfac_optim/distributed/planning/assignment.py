@@ -16,7 +16,7 @@ class Load(NamedTuple):
 
 
 def largest_first(work: Mapping[str, Load], bins: Sequence[int]) -> dict[str, int]:
-    """The bin of each piece of work, the largest first onto the bin that has least (LPT, Graham 1969).
+    """Put each piece of work, the largest first, onto the bin that has least (LPT, Graham 1969); return the bins.
 
     The fullest bin has at most `4/3 − 1/(3m)` times what the best assignment to m bins would give it. Pieces of one
     cost and size go by name, so that the order of the mapping does not matter.

@@ -37,7 +37,7 @@ class Payload(Enum):
 
     @property
     def is_control(self) -> bool:
-        """Whether it goes in small all-reduces, in words of 8 bytes."""
+        """Return whether the payload goes in small all-reduces, in words of 8 bytes."""
         return self in (Payload.VOTES, Payload.SCALARS, Payload.TRACES, Payload.STATUS)
 
 

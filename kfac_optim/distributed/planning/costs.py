@@ -78,7 +78,7 @@ class CostModel:
         return rounds * (ranks - 1) * (self.latency + size / ranks / self.bandwidth)
 
     def all_reducing(self, size: float, ranks: int) -> tuple[Collective, float]:
-        """The quicker way to sum `size` bytes on all ranks: a ring, or a tree up and down, which many ranks need.
+        """Return the quicker way to sum `size` bytes on all ranks: a ring, or for many ranks a tree up and down.
 
         Returns:
             The collective as it is called, and its seconds.
@@ -88,7 +88,7 @@ class CostModel:
         return Collective.ALL_REDUCE, min(ring, trees)
 
     def rooted(self, tree: Collective, shares: Iterable[float], ranks: int) -> tuple[Collective, float]:
-        """The quicker way to bring shares to their owners (`tree` is a reduce), or from them to all (a broadcast).
+        """Return the quicker way to bring shares to owners (`tree` is a reduce), or from them to all (a broadcast).
 
         Either one all-to-all, which takes as long as the largest share, or one tree for each. Trees follow on each
         other's heels: beyond the first each costs one latency, not its whole depth.

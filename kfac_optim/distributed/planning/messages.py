@@ -98,7 +98,7 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
 
 
 def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ...]:
-    """What refreshes gave, from the owners of parts, in forward order; see `result_name`.
+    """Return the buckets of what refreshes gave, from the owners of parts, in forward order; see `result_name`.
 
     What statistics are taken in (`Part.measuring`) goes to all ranks that take them, the rest to those that
     precondition the layer. The owner gets its own back; what no other rank needs is left out.

@@ -2,25 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from kfac_optim.distributed.planning.assignment import LayerLoad, Load, Place, largest_first, place
 from kfac_optim.distributed.planning.buckets import Bucket, Item, Payload, fill, make_buckets
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.messages import result_name
-from kfac_optim.distributed.planning.plan import (
-    STATUS_WORDS,
-    VOTE_WORDS,
-    LayerPlan,
-    Memory,
-    ParameterPlan,
-    PartPlan,
-    Plan,
-    PlanOptions,
-    Traffic,
-    vote_marks,
-)
+from kfac_optim.distributed.planning.plan import Plan
+from kfac_optim.distributed.planning.plan_options import STATUS_WORDS, VOTE_WORDS, PlanOptions, vote_marks
+from kfac_optim.distributed.planning.plan_parts import LayerPlan, Memory, ParameterPlan, PartPlan, Traffic
+from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
 from kfac_optim.distributed.planning.prediction import Compute, Seconds, predict
 from kfac_optim.distributed.planning.strategies import (
     Auto,
@@ -31,60 +21,8 @@ from kfac_optim.distributed.planning.strategies import (
     Strategy,
     check_strategy,
 )
-from kfac_optim.inverses.base import Inverse
-from kfac_optim.specs import LayerSpec, Part, Structure
+from kfac_optim.specs import Part, Structure
 from kfac_optim.utils.validation import check_integer, check_kind
-
-
-@dataclass(frozen=True, slots=True)
-class Covered:
-    """A gradient matrix that K-FAC preconditions.
-
-    Attributes:
-        spec: as its block has it.
-        inverse: its representation.
-        rows: examples × positions that one rank's batch gives it; 0 leaves its forward, backward and statistics out of
-            the prediction, as of an embedding.
-        shards: elements of its parameters that each rank holds, where they are sharded; empty is all on every rank, and
-            under `FullySharded` as many on each.
-
-    Raises:
-        TypeError: `rows` is not an integer.
-        ValueError: it is below 0.
-    """
-
-    spec: LayerSpec
-    inverse: Inverse[Any]
-    rows: int = 0
-    shards: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_integer(f"rows of {self.name!r}", self.rows, at_least=0)
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def words(self) -> int:
-        """Give the words of its gradient."""
-        return self.spec.groups * self.spec.in_dim * self.spec.out_dim
-
-
-@dataclass(frozen=True, slots=True)
-class Uncovered:
-    """A parameter that K-FAC leaves to SGD, with its fully qualified name and number of elements.
-
-    Raises:
-        TypeError: `words` is not an integer.
-        ValueError: it is below 0.
-    """
-
-    name: str
-    words: int
-
-    def __post_init__(self) -> None:
-        check_integer(f"words of {self.name!r}", self.words, at_least=0)
 
 
 def make_plan(
@@ -222,7 +160,7 @@ class _Planner:
         return tuple(
             LayerPlan(
                 name=name,
-                description=_describe(each),
+                description=each.description,
                 position=number,
                 words=each.words,
                 apply=costs[name].apply,
@@ -240,7 +178,7 @@ class _Planner:
         return tuple(ParameterPlan(each.name, number, each.words, owners.get(each.name)) for number, each in uncovered)
 
     def _items(self, payload: Payload) -> list[Item]:
-        """What is sent of one payload, in order."""
+        """Return what is sent of one payload, in order."""
         if self.ranks == 1:
             return []
         if payload.is_control:
@@ -293,7 +231,7 @@ class _Planner:
         return [result for layer in self.layers for part in layer.parts for result in self._results(layer, part)]
 
     def _results(self, layer: LayerPlan, part: PartPlan) -> list[tuple[Item, range]]:
-        """What the owner of a part sends of its result, and the group that it is sent in."""
+        """Return what the owner of a part sends of its result, and the group that it is sent in."""
         group, needed = _with_owner(layer.workers, part.owner), part.part.measuring
         # Whoever takes statistics in the bases needs them.
         takers = range(self.ranks) if self.merges else group
@@ -395,7 +333,7 @@ def _part_plans(parts: Sequence[Part], where: Place, mass: int) -> tuple[PartPla
 
 
 def _with_owner(workers: range, owner: int) -> range:
-    """The group in which an owner, who may not be among them, sends to `workers`: then there is only one of these."""
+    """Return the group in which an owner sends to `workers`; if the owner is not among them there is only one."""
     if owner in workers:
         return workers
     low, high = sorted((workers.start, owner))
@@ -404,12 +342,3 @@ def _with_owner(workers: range, owner: int) -> range:
 
 def _packed(part: Part) -> int:
     return sum(factor.packed for factor in part.sums)
-
-
-def _describe(each: Covered) -> str:
-    spec = each.spec
-    shape = f"{'+'.join(spec.params)} {spec.groups}×{spec.out_dim}×{spec.in_dim}"
-    sides = " and ".join(str(getattr(kept, "value", kept)) for kept in spec.structure)
-    shards = [f"shards {each.shards}"] if each.shards else []
-    flags = [name for name in ("shared_input", "shared_output", "opposed") if getattr(spec, name)]
-    return ", ".join([shape, sides, spec.weight_sharing.value, *flags, *shards, repr(each.inverse)])

@@ -42,13 +42,13 @@ class Seconds:
 
     @property
     def shortest(self) -> float:
-        """A step that does not refresh."""
+        """Return the seconds of a step that does not refresh."""
         computing = self.forward + self.backward + self.apply
         return computing + self.votes + self.gradients + self.preconditioned + self.parameters
 
     @property
     def longest(self) -> float:
-        """A step that does."""
+        """Return the seconds of a step that refreshes."""
         return self.shortest + self.sums + self.refresh + self.inverses + self.status
 
     @property
@@ -66,7 +66,7 @@ class Compute:
 
 
 def finished(ready: Sequence[float], seconds: Sequence[float]) -> float:
-    """When the last of some buckets has been sent, one after the other: `c_b = max(c_{b−1}, ready_b) + T(b)`."""
+    """Return when the last of some buckets is sent, one after the other: `c_b = max(c_{b−1}, ready_b) + T(b)`."""
     clock = 0.0
     for begin, duration in zip(ready, seconds, strict=True):
         clock = max(clock, begin) + duration

@@ -57,7 +57,7 @@ class Replicated:
         check_kind("statistics of Replicated", self.statistics, Statistics)
 
     def workers(self, ranks: int) -> int:
-        """How many of `ranks` precondition a layer."""
+        """Return how many of `ranks` precondition a layer."""
         most = self.inverse_worker_fraction * ranks * (1 + 1e-9)  # of 1 / ranks times ranks one is meant
         return max(number for number in divisors(ranks) if number == 1 or number <= most)
 
@@ -87,7 +87,7 @@ class Sharded:
         check_kind("statistics of Sharded", self.statistics, Statistics)
 
     def workers(self, ranks: int) -> int:
-        """How many of `ranks` precondition a layer."""
+        """Return how many of `ranks` precondition a layer."""
         return 1
 
 
@@ -116,7 +116,7 @@ class FullySharded:
         check_kind("statistics of FullySharded", self.statistics, Statistics)
 
     def workers(self, ranks: int) -> int:
-        """How many of `ranks` precondition a layer."""
+        """Return how many of `ranks` precondition a layer."""
         return 1
 
 
@@ -157,11 +157,11 @@ class Auto:
 
     @property
     def may_shard(self) -> bool:
-        """Whether `Sharded` may be chosen."""
+        """Return whether `Sharded` may be chosen."""
         return any(isinstance(each, Sharded) for each in self.candidates)
 
     def strategies(self, ranks: int) -> tuple[Strategy, ...]:
-        """What there is to choose from."""
+        """Return the strategies to choose from."""
         return self.candidates or tuple(
             Replicated(number / ranks, placement) for number in reversed(divisors(ranks)) for placement in Placement
         )

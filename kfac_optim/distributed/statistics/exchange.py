@@ -13,7 +13,9 @@ from kfac_optim.distributed.communication.layouts import Merged
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out
 from kfac_optim.distributed.planning.messages import result_buckets, result_name, slot_name, sum_buckets
-from kfac_optim.distributed.planning.plan import STATUS_WORDS, TOLD_COUNTERS, LayerPlan, PartPlan, Plan
+from kfac_optim.distributed.planning.plan import Plan
+from kfac_optim.distributed.planning.plan_options import STATUS_WORDS, TOLD_COUNTERS
+from kfac_optim.distributed.planning.plan_parts import LayerPlan, PartPlan
 from kfac_optim.distributed.planning.strategies import Statistics
 from kfac_optim.factors.factor import Elsewhere, Factor
 from kfac_optim.inverses.state import Result
@@ -61,19 +63,19 @@ class StatisticsExchange:
         return [part.owner for part in self._layers[block.name].parts]
 
     def owns(self, block: KFACBlock) -> bool:
-        """Whether this rank refreshes any of it."""
+        """Return whether this rank refreshes any part of the block."""
         return self.rank in self.owners(block)
 
     def owns_all(self, block: KFACBlock) -> bool:
-        """Whether this rank refreshes all of it."""
+        """Return whether this rank refreshes all parts of the block."""
         return set(self.owners(block)) == {self.rank}
 
     def home(self, block: KFACBlock) -> int:
-        """The rank whose state of the block is made whole for checkpoints."""
+        """Return the rank whose state of the block is made whole for checkpoints."""
         return self.owners(block)[0]
 
     def measures(self, block: KFACBlock) -> bool:
-        """Whether this rank takes statistics of it."""
+        """Return whether this rank takes statistics of the block."""
         return self.merges or self.owns(block)
 
     def reducer(self, blocks: Sequence[KFACBlock]) -> Reducer:
@@ -84,7 +86,7 @@ class StatisticsExchange:
         return self._reducers[names]
 
     def slots(self, block: KFACBlock, state: Any) -> Iterator[tuple[str, Factor]]:
-        """The running averages of a block, here or in a copy of its state, by their names on the way."""
+        """Yield the running averages of a block, here or in a copy of its state, by their names on the way."""
         for part in self._layers[block.name].parts:
             for number, factor in enumerate(state.averages(part.part.name)):
                 yield slot_name(block.name, part.part.name, number), factor
@@ -119,7 +121,7 @@ class StatisticsExchange:
         self.reducer(blocks).abandon()
 
     def forget_others(self, blocks: Sequence[KFACBlock]) -> None:
-        """What other ranks own, this one has measured nothing of."""
+        """Forget what this rank has measured of parts that other ranks own: the owners have it."""
         if self.merges:
             for block, _, part in self._parts(blocks):
                 if part.owner != self.rank:
@@ -197,7 +199,7 @@ class StatisticsExchange:
         return apart
 
     def send_off(self, blocks: Sequence[KFACBlock]) -> None:
-        """The copies that came by `bring_home` are not needed any more."""
+        """Drop the copies that came by `bring_home`."""
         self.forget_others(blocks)
         for block in blocks:
             self.place(block)
@@ -234,7 +236,7 @@ class StatisticsExchange:
         }
 
     def _knows(self, block: KFACBlock, key: str) -> bool:
-        """Whether what a counter measures was measured here; events are counted wherever they come to pass."""
+        """Return whether what a counter measures was measured here; events are counted wherever they happen."""
         if not key.startswith(("condition", "cutoff")):
             return True
         parts = self._layers[block.name].parts
@@ -297,7 +299,7 @@ _Numbered = list[tuple[int, Result]]
 
 
 def _parcels(block: KFACBlock, part: PartPlan) -> Iterator[tuple[str, _Numbered]]:
-    """The parcels that the results of a part may go in, with their numbers among these."""
+    """Return the parcels that the results of a part may go in, with their numbers among these."""
     numbered = list(enumerate(block.state.results(part.part.name)))
     for measuring in (True, False):
         chosen = [(number, each) for number, each in numbered if each.measuring is measuring]

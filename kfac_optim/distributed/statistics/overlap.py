@@ -37,7 +37,7 @@ class EarlyReports:
         self._several: set[KFACBlock] = set()
 
     def emitted(self, block: KFACBlock, due: Callable[[], Sequence[KFACBlock]]) -> None:
-        """A block took statistics; `due` are those that the coming step refreshes, the same on all ranks."""
+        """Report a block that took statistics; `due` gives those that the coming step refreshes on all ranks."""
         if not block.has_pending():
             return  # a call without examples: whether the block is folded, other ranks decide
         if block in self._reported:
@@ -52,14 +52,14 @@ class EarlyReports:
                 reducer.ready(name, factor.packed, factor.mass)
 
     def review(self, reducer: Reducer) -> None:
-        """The step has come: what was reported and does not hold is to go again."""
+        """Look at all reports again as the step has come: those that do not hold must be sent again."""
         terms = self._terms()
         for block, reported in self._reported.items():
             if not (block.has_pending() and terms is not None and _equal(terms, reported)):
                 self._invalidate(block, reducer)
 
     def end(self) -> None:
-        """The round is finished."""
+        """End the round."""
         self._reported.clear()
 
     def _invalidate(self, block: KFACBlock, reducer: Reducer) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.distributed.planning.plan import TOLD_COUNTERS
+from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports
 from kfac_optim.step.single_process import LocalStatistics

@@ -54,7 +54,7 @@ def damped_factors(state: PairState, damping: float) -> list[tuple[int, Factor, 
 
 
 def damped_jobs(state: PairState, inverses: tuple[Tensor | None, Tensor | None], damping: float) -> list[DampedJob]:
-    """One for each factor of the block that is kept here; `inverses` of `A` and `G` take them."""
+    """Return a job for each factor of the block that is kept here; `inverses` of `A` and `G` take the results."""
     jobs = []
     for side, factor, share in damped_factors(state, damping):
         inverse = inverses[side]
@@ -90,6 +90,6 @@ def invert_by_cholesky(jobs: Sequence[DampedJob]) -> None:
 
 
 def identity_like(factor: Factor, dtype: torch.dtype) -> Tensor:
-    """The inverse that stands until there is one, `[groups, d, d]`, or `[groups, d]` of a diagonal factor."""
+    """Return the inverse that stands until there is one, `[groups, d, d]`, or `[groups, d]` of a diagonal factor."""
     ones = torch.ones(factor.groups, factor.dim, dtype=dtype, device=factor.device)
     return torch.diag_embed(ones) if factor.structure is Structure.DENSE else ones

@@ -249,7 +249,7 @@ def _jobs(state: LowRankState, damping: float) -> list[FactorJob]:
 
 
 def _deflates(structure: Structure, dim: int, rank: int) -> bool:
-    """Whether thin products are at most half the operations of a product with the inverse.
+    """Return whether thin products are at most half the operations of a product with the inverse.
 
     Below that little is saved, and a good part of the curvature lost: in a network 64 wide, 32 eigenpairs of 65 take
     half as many steps again as the whole factor.
@@ -258,7 +258,7 @@ def _deflates(structure: Structure, dim: int, rank: int) -> bool:
 
 
 def _identity(factor: Factor, rank: int, dtype: torch.dtype) -> Deflation | Tensor:
-    """What stands until there is an inverse."""
+    """Return what stands until there is an inverse."""
     if not _deflates(factor.structure, factor.dim, rank):
         return identity_like(factor, dtype)
     basis = random_basis(factor.dim, rank, dtype=dtype, device=factor.device).repeat(factor.groups, 1, 1)

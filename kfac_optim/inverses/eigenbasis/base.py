@@ -92,7 +92,7 @@ class EigenbasisInverse(PairInverse[E]):
         decompose_fully(jobs)
 
     def damped(self, state: E, damping: float) -> Tensor:
-        """What to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
+        """Return what to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
         values = state.eigenvalues()
         return torch.where(state.solved[:, None, None], values + damping, 1.0)
 
@@ -215,6 +215,6 @@ def _measure_condition(state: EigenState, damping: float) -> None:
 
 
 def _unit_spectrum(factor: Factor, dtype: torch.dtype) -> Spectrum:
-    """The identity's."""
+    """Return the spectrum of the identity."""
     ones = torch.ones(factor.groups, factor.dim, dtype=dtype, device=factor.device)
     return Spectrum(ones, torch.diag_embed(ones) if factor.structure is Structure.DENSE else None)

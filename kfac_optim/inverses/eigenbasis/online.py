@@ -106,7 +106,7 @@ class OnlineEigen(EigenbasisInverse[OnlineState]):
 
 
 def orthogonal_iteration(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of orthogonal iteration: `Q` of `F·basis = QR`, and the eigenvalues that it shows, `diag(QᵀFQ)`.
+    """Take one step of orthogonal iteration: `Q` of `F·basis = QR`, and the eigenvalues that it shows, `diag(QᵀFQ)`.
 
     Columns are put into descending order first: QR takes from each what the ones before it hold already.
 

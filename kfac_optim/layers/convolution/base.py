@@ -15,9 +15,9 @@ from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
-from kfac_optim.factors.layer_statistics import RowStatistics
 from kfac_optim.factors.patch_correlation import correlated_gram, correlation_pays
 from kfac_optim.factors.patches import Patches
+from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import bordered, channel_rows, gram, on_host
 from kfac_optim.factors.subsampling import RowSample
 from kfac_optim.layers.base import M, StatisticsSink, WeightBiasAdapter
@@ -49,7 +49,7 @@ class PatchStatistics(RowStatistics):
         """Give the patches of some of the examples of the input, `[batch, channels, *space]`."""
 
     def context_by_axis(self) -> list[tuple[int, ...]]:
-        """What the context of the call tells, a number for each dimension of space."""
+        """Return what the context of the call says, a number for each dimension of space."""
         context, ndim = self.call.context, self.ndim
         return [context[start : start + ndim] for start in range(0, len(context), ndim)]
 
@@ -144,7 +144,7 @@ class PatchAdapter(WeightBiasAdapter[M]):
 
     @abstractmethod
     def context(self, module: M, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
-        """What a call of the function did, as `LayerCall.context`; None where it is not the matrix of the layer.
+        """Return what a call of the function did, as `LayerCall.context`; None if it is not the matrix of the layer.
 
         Args:
             module: the layer.
@@ -219,7 +219,7 @@ class _NotedFunction:
 
 
 def _overrides(module: nn.Module, family: type[nn.Module], methods: Collection[str]) -> bool:
-    """Whether the class of `module`, or it alone, has put something in the place of a method of `family`."""
+    """Return whether the class of `module`, or it alone, replaces a method of `family`."""
     return any(name in vars(module) or getattr(type(module), name) is not getattr(family, name) for name in methods)
 
 

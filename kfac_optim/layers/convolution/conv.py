@@ -48,7 +48,7 @@ class ConvStatistics(PatchStatistics):
 def _zeros(
     padding: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """What torch pads by, before and after along each dimension of space."""
+    """Return what torch pads by, before and after along each dimension of space."""
     if padding == "same":
         reach = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
         return tuple((total // 2, total - total // 2) for total in reach)

@@ -1,0 +1,66 @@
+"""What a collective leaves when it is launched: a line of a trace, and an event that waits for the result."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or took too long; says which, with its layers and the ranks. The process group is lost."""
+
+
+class Cause(Enum):
+    """Why a collective was launched when it was."""
+
+    CALLED = "called"
+    """By its own call, at the same place in the program on all ranks."""
+    COMPLETE = "complete"
+    """The last slot of the bucket, and of all before it, was reported."""
+    LEFT_OVER = "left over"
+    """The round ended before that."""
+    AGAIN = "again"
+    """Some rank had other numbers after the launch."""
+
+
+class Launch(NamedTuple):
+    """One line of a trace."""
+
+    bucket: str
+    cause: Cause
+    sent_bytes: float
+    """By this rank to others; of an all-reduce `2(P - 1)/P` of it, as a ring moves: not always whole."""
+
+
+class Event:
+    """The end of one collective on this rank."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
+
+    def wait(self) -> None:
+        """Return when the result is valid; on an accelerator, for what is queued in the present stream from now on.
+
+        Waiting again does nothing.
+
+        Raises:
+            CollectiveError: it failed, or took longer than the communicator's time-out. (With NCCL, which runs beside
+                the program, its own watchdog ends the process instead.)
+        """
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+
+class InFlight(NamedTuple, Generic[T]):
+    """A collective under way."""
+
+    result: T
+    """Valid once `event` was waited for."""
+    event: Event
+
+    def wait(self) -> T:
+        """Return the result when it is valid; see `Event.wait`."""
+        self.event.wait()
+        return self.result

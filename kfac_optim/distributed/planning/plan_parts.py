@@ -1,0 +1,111 @@
+"""What a plan says of one layer, one parameter, one payload and one rank."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.specs import Part
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """One part of a layer's inverse.
+
+    Attributes:
+        part: what it costs and holds.
+        owner: the rank that refreshes it.
+        sums: words that each other rank sends to the owner before a refresh: packed moments and their masses.
+    """
+
+    part: Part
+    owner: int
+    sums: int
+
+    def name_in(self, layer: str) -> str:
+        """Return the name of the part among those of all layers."""
+        return f"{layer} {self.part.name}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One covered layer.
+
+    Attributes:
+        name: of the layer.
+        description: shapes and choices that ranks must agree on.
+        position: in forward order, uncovered parameters counted too.
+        words: of its gradient.
+        apply: operations of one preconditioning.
+        workers: ranks that precondition it.
+        parts: in the order of `Inverse.parts`.
+    """
+
+    name: str
+    description: str
+    position: int
+    words: int
+    apply: float
+    workers: range
+    parts: tuple[PartPlan, ...]
+
+    @property
+    def trace_words(self) -> int:
+        """Count what its owners tell one another before a refresh: traces of both factors, each with its mass.
+
+        0 where the parts have one owner, or need no traces of each other (`Part.traces`).
+        """
+        if len({part.owner for part in self.parts}) == 1 or not any(part.part.traces for part in self.parts):
+            return 0
+        return sum(part.part.traces + 1 for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """One uncovered parameter, and the rank that updates it; None where all do."""
+
+    name: str
+    position: int
+    words: int
+    owner: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What all ranks together send of one payload, each time it is sent."""
+
+    payload: Payload
+    words: int
+    itemsize: int
+    period: int
+    """Steps from one time to the next."""
+
+    @property
+    def words_per_step(self) -> Fraction:
+        return Fraction(self.words, self.period)
+
+    @property
+    def bytes_per_step(self) -> Fraction:
+        return self.words_per_step * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank, besides the model and its gradients.
+
+    Attributes:
+        sums: averages of its own since the last refresh, packed.
+        averages: running averages of the parts that it refreshes, packed.
+        inverses: of the layers that it preconditions or refreshes.
+        buffers: packed factor sums on their way.
+        momentum: of the parameters that it updates.
+    """
+
+    sums: int
+    averages: int
+    inverses: int
+    buffers: int
+    momentum: int
+
+    @property
+    def total(self) -> int:
+        return self.sums + self.averages + self.inverses + self.buffers + self.momentum

@@ -1,0 +1,123 @@
+"""The rows of one call of a layer: which of them count, which were drawn, and what weight sharing makes of them."""
+
+from abc import abstractmethod
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.second_moments import active_rows, mean_over_shared
+from kfac_optim.factors.subsampling import Draw, RowSample
+from kfac_optim.specs import LayerSpec, WeightSharing
+
+
+class CallRows(LayerStatistics):
+    """Holds the inputs and output gradients of one call as rows; layer families say what these rows are.
+
+    A row is active when its `g` is not exactly zero in every group; see `RowStatistics`.
+
+    Args:
+        spec: the layer.
+        call: the call, in the layout of the module.
+        dtype: the dtype of the moments, and of the products that make them.
+    """
+
+    def __init__(self, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.call = call
+        self.dtype = dtype
+        self._sample: RowSample | None = None
+
+    @abstractmethod
+    def input_rows(self, layer_input: Tensor) -> Tensor:
+        """Canonical `a` without the bias column, `[groups, batch, shared, in]`."""
+
+    @abstractmethod
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        """Canonical `g`, `[groups, batch, shared, out]`; zero where a shorter example has no position."""
+
+    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
+        """Give the rows of `input_rows` that `sample` names. A family whose rows are copies makes no others."""
+        return sample.of(self.input_rows(layer_input))
+
+    def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
+        """`mean_over_shared` of `input_rows`. A family whose rows are copies makes none."""
+        return mean_over_shared(self.input_rows(layer_input), active)
+
+    def input_rows_along(self, layer_input: Tensor, directions: Tensor) -> Tensor:
+        """Multiply `input_rows` by `directions` `[in, k]`. A family whose rows are copies makes none."""
+        return self.input_rows(layer_input) @ directions
+
+    @property
+    def bias_input(self) -> int:
+        """Return what the bias is multiplied by: 1, or 0 if this call did not add it."""
+        return 1
+
+    def subsample(self, draw: Draw) -> None:
+        rows = self.gradient_rows(self.call.gradient)
+        self._sample = draw.rows(rows.shape[1], rows.shape[2], rows.device)
+
+    @property
+    def weight(self) -> float:
+        return 1.0 if self._sample is None else self._sample.weight
+
+    @property
+    def positions(self) -> int:
+        """Positions of all examples: the most rows that can be active."""
+        return self._active.numel()
+
+    @cached_property
+    def _active(self) -> Tensor:
+        """`[batch, shared]` bool: the rows that count."""
+        reach = self.call.gradient if self.call.reach is None else self.call.reach
+        return active_rows(self._sampled_gradient_rows(reach))
+
+    @cached_property
+    def active_before(self) -> Tensor | None:
+        """`[batch, shared]` bool: the rows that counted before this backward; None at the first."""
+        return None if self.call.earlier is None else active_rows(self._sampled_gradient_rows(self.call.earlier))
+
+    def _shared_mask(self, active: Tensor) -> Tensor:
+        """Return which rows `active` marks after weight sharing: `[batch, shared]` or `[batch, 1]`."""
+        return active.any(1, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else active
+
+    def _shared_inputs(self, active: Tensor | None) -> Tensor:
+        """`a` after weight sharing, without the column of ones that a bias adds.
+
+        Of the positions that `active` marks or of all; the other rows hold anything.
+        """
+        assert self.call.input is not None, "the input was released after the first backward"
+        reduce = self.spec.weight_sharing is WeightSharing.REDUCE
+        if self._sample is not None:
+            a = self.sampled_input_rows(self.call.input, self._sample).to(self.dtype)
+            return mean_over_shared(a, active) if reduce else a
+        if reduce:
+            return self.mean_input_rows(self.call.input.to(self.dtype), active)
+        return self.input_rows(self.call.input.to(self.dtype))
+
+    def _shared_gradients(self, gradient: Tensor) -> Tensor:
+        g = self._sampled_gradient_rows(gradient).to(self.dtype)
+        return g.sum(2, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else g
+
+    def _sampled_gradient_rows(self, gradient: Tensor) -> Tensor:
+        return self._latest_rows if gradient is self.call.gradient else self._sampled(self.gradient_rows(gradient))
+
+    @cached_property
+    def _latest_rows(self) -> Tensor:
+        """Give the rows of the latest sum of gradients: asked for twice, and a copy where only some are taken."""
+        return self._sampled(self.gradient_rows(self.call.gradient))
+
+    def _sampled(self, rows: Tensor) -> Tensor:
+        return rows if self._sample is None else self._sample.of(rows)
+
+    def _homogeneous(self, a: Tensor) -> Tensor:
+        """`a` `[..., in]` with its last column, where there is a bias."""
+        return F.pad(a, (0, 1), value=self.bias_input) if self.spec.has_bias else a
+
+    @property
+    def _constant(self) -> int | None:
+        """Return the last column of `a`; None without a bias."""
+        return self.bias_input if self.spec.has_bias else None

@@ -1,0 +1,106 @@
+"""Second moments of the rows of one call."""
+
+import torch
+from torch import Tensor
+
+from kfac_optim.factors.block_diagonal import cut, level_padding
+from kfac_optim.factors.call_rows import CallRows
+from kfac_optim.factors.second_moments import gram, on_host, product_along, total
+from kfac_optim.specs import Structure
+
+
+class RowStatistics(CallRows):
+    """Statistics of a layer whose output is `W a` at each position; families say what `a` and `g` are.
+
+    A row is active when its `g` is not exactly zero in every group. Others add nothing to the Fisher `Σ a aᵀ ⊗ g gᵀ`,
+    of which `A ⊗ G` takes the mean of `a aᵀ` and the sum of `g gᵀ`: zeros would water down the mean and not the sum. So
+    padding behind a mask, ignored targets and dropped rows are not counted in `A`, whatever their inputs hold, and
+    REDUCE averages the inputs of an example over its active positions.
+
+    Several backwards through one forward count as one of their sum: the rows of the gradients so far are exchanged for
+    those of the new sum. That needs the input again, which is kept where some rows were not active yet. Only the host
+    can ask for that without waiting: on an accelerator the input goes with the first backward, and rows that only a
+    later one reaches stay uncounted. Nowhere are rows taken back whose gradients cancel, where at first all counted.
+
+    Of a factor that `spec` keeps as blocks the moments and rows are those of the blocks, as `LayerSpec.by_blocks` has
+    them: cut out of the rows, so that nothing wider is formed.
+
+    Args:
+        spec: the layer.
+        call: the call, in the layout of the module.
+        dtype: of the moments, and of the products that make them.
+    """
+
+    @property
+    def keeps_input(self) -> bool:
+        return on_host(self._active) and int(self._active.sum()) < self.positions
+
+    @property
+    def has_input(self) -> bool:
+        if self.call.input is None or self.call.input.numel() == 0:
+            return False
+        if not on_host(self._active):
+            return True
+        before = self.active_before
+        return bool(self._active.any()) if before is None else not torch.equal(self._active, before)
+
+    @property
+    def count(self) -> float | Tensor:
+        if not self.has_input:
+            return 0
+        count = total(self._shared_mask(self._active))
+        if self.active_before is not None:
+            count = count - total(self._shared_mask(self.active_before))
+        return count if self._sample is None else count * self._sample.weight
+
+    def input_moment(self, structure: Structure) -> Tensor:
+        moment = self._moment_over(self._active, structure)
+        if self.active_before is not None:
+            moment -= self._moment_over(self.active_before, structure)
+        if self._sample is not None:
+            moment *= self._sample.weight
+        return level_padding(moment, self.spec.in_dim) if self.spec.blocks(0) > 1 else moment
+
+    def output_moment(self, structure: Structure) -> Tensor:
+        moment = gram(self._block_gradients(self.call.gradient), structure)
+        if self.call.earlier is not None:
+            moment -= gram(self._block_gradients(self.call.earlier), structure)
+        if self._sample is not None:
+            moment *= self._sample.weight
+        return level_padding(moment, self.spec.out_dim) if self.spec.blocks(1) > 1 else moment
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        active = self._shared_mask(self._active).unsqueeze(-1)
+        a = torch.where(active, self._block_inputs(self._active), 0)
+        return a, self.weighed_gradients()
+
+    def weighed_gradients(self) -> Tensor:
+        """Return the output gradients alone, as `rows` gives them."""
+        g = self._block_gradients(self.call.gradient)
+        return g if self._sample is None else g * self._sample.weight**0.5
+
+    def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
+        assert self.call.input is not None
+        layer_input = self.call.input.to(directions.dtype)
+        g = self.gradient_rows(self.call.gradient.to(directions.dtype))
+        if self.opposed:
+            return product_along(self._homogeneous(self.input_rows(layer_input)), g @ directions)
+        constant = directions[-1] * self.bias_input if self.spec.has_bias else None
+        a = self.input_rows_along(layer_input, directions if constant is None else directions[:-1])
+        return product_along(g, a if constant is None else a + constant)
+
+    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+        """`Σ a aᵀ` over the rows that `active` marks."""
+        marked = None if on_host(active) and bool(active.all()) else active
+        mask = None if marked is None else self._shared_mask(marked)
+        if self.spec.blocks(0) > 1:
+            return gram(self._block_inputs(marked), structure, mask)
+        return gram(self._shared_inputs(marked), structure, mask, constant=self._constant)
+
+    def _block_inputs(self, active: Tensor | None) -> Tensor:
+        """`_shared_inputs` with the column of ones, `[blocks, batch, shared, width]` where `A` is cut into blocks."""
+        return cut(self._homogeneous(self._shared_inputs(active)), -1, self.spec.blocks(0))
+
+    def _block_gradients(self, gradient: Tensor) -> Tensor:
+        """`_shared_gradients`, likewise."""
+        return cut(self._shared_gradients(gradient), -1, self.spec.blocks(1))
