@@ -146,7 +146,7 @@ def metrics(
 
 
 def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """`{layer name: (A, G)}`, copies; see `KFACOptimizer.factors`."""
+    """Return `{layer name: (A, G)}`, copies; see `KFACOptimizer.factors`."""
     result: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     for block in blocks:
         if block.clock.folds == 0:

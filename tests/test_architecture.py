@@ -192,47 +192,26 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
 
 
 # A docstring that begins so has no verb in its first sentence.
-FRAGMENTS = {
-    "After",
-    "Again",
-    "Among",
-    "And",
-    "As",
-    "At",
-    "Because",
-    "Before",
-    "Behind",
-    "Beside",
-    "But",
-    "By",
-    "For",
-    "From",
-    "If",
-    "In",
-    "Like",
-    "Likewise",
-    "None",
-    "Of",
-    "On",
-    "Or",
-    "So",
-    "That",
-    "Those",
-    "To",
-    "Until",
-    "Where",
-    "With",
-    "Within",
-    "Without",
-}
+FRAGMENTS = re.compile(
+    r"(?:After|Again|Among|And|As|At|Because|Before|Behind|Beside|But|By|For|From|If|In|Like|Likewise|None|Of|On|Or|So|That|"
+    r"Those|To|Until|Where|With|Within|Without)\b"
+)
+# A function does something, and its docstring says what by a verb.
+NO_VERBS = re.compile(
+    r"(?:A|All|An|Also|Both|Each|Every|Here|How|It|Its|No|Not|Nothing|Now|One|Only|The|Then|There|These|This|Two|What|When|"
+    r"Whether|Which|Who|Whose)\b"
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_docstrings_begin_with_a_whole_sentence(path: Path) -> None:
     for node in ast.walk(tree(path)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            first = re.match(r"\w+", ast.get_docstring(node) or "")
-            assert first is None or first[0] not in FRAGMENTS, f"{node.name}, line {node.lineno}"
+            docstring = ast.get_docstring(node) or "Return"
+            assert not FRAGMENTS.match(docstring), f"{node.name}, line {node.lineno}"
+            if isinstance(node, ast.FunctionDef):
+                assert re.match(r"[A-Z][a-z]+\b", docstring), f"{node.name}, line {node.lineno}"
+                assert not NO_VERBS.match(docstring), f"{node.name}, line {node.lineno}"
 
 
 def test_every_argument_of_the_optimizer_is_described() -> None:

@@ -118,7 +118,7 @@ class KFACBlock:
 
     @property
     def damping(self) -> float:
-        """`λ` of the inverse in the unit of the loss, and the weight decay that is part of the curvature: `λ + η`."""
+        """Return `λ + η`: `λ` in the unit of the loss, and the weight decay that is part of the curvature."""
         own: float | None = self.group["preconditioner_damping"]
         return float((self.group["damping"] if own is None else own) * self.clock.loss_unit + l2(self.group))
 
@@ -277,5 +277,5 @@ def on_device_of(param: nn.Parameter, number: float | Tensor) -> float | Tensor:
 
 
 def l2(group: Mapping[str, Any]) -> float:
-    """`η`, the weight decay of a param group that is part of the curvature."""
+    """Return `η`, the weight decay of a param group that is part of the curvature."""
     return float(group["weight_decay"]) if group["l2_in_curvature"] else 0.0

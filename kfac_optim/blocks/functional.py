@@ -1,7 +1,7 @@
 """Statistics of matrices that functions multiply by, inside the modules that own them or outside.
 
 A tied output layer is `F.linear(x, embedding.weight)`, Hugging Face's `Conv1D` is `torch.addmm`: no module hook sees
-either. So within forwards of the model, on statistics steps, every product is looked at and told by the identity of its
+either. So within forwards of the model, on statistics steps, every product is looked at and known by the id of its
 parameter. A module whose forward is such a product then leaves it to us, so that nothing counts twice; one that
 multiplies by something computed from its weight instead has no statistics then, rather than wrong ones.
 """
@@ -231,7 +231,7 @@ class FunctionalUses(ForwardListener):
         return self._blocks.get(weight)
 
     def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> Tensor:
-        """`saw_product` as `torch.compile` can trace it: what is to be decided is decided once, outside the graph."""
+        """Do what `saw_product` does as `torch.compile` can trace it: decisions are made once, outside the graph."""
         index, bias = self._index(product.weight), self._index(product.bias)
         if index < 0:
             return output

@@ -53,7 +53,7 @@ class ModuleNames:
         return [(self.shown[path], module) for path, module in self._modules.items()]
 
     def held_by(self, module: nn.Module, *, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """`module.named_parameters`, as the optimizer knows them also where the module holds what stands for them."""
+        """Yield `module.named_parameters` as the optimizer knows them, also if the module holds stand-ins."""
         for local, param in module.named_parameters(recurse=recurse):
             yield local, self.shards.known(param)
 

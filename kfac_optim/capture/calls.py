@@ -84,7 +84,7 @@ class Ledger:
         return count
 
     def summed(self) -> float:
-        """`LossCount.summed` of the terms so far."""
+        """Return `LossCount.summed` of the terms so far."""
         return self._tally.summed()
 
     def counted(self) -> int | None:
@@ -113,7 +113,7 @@ class Ledger:
 
         Args:
             root: the forward.
-            in_graph: whether this is told by an operator of a compiled graph.
+            in_graph: whether an operator of a compiled graph says so.
         """
         if not self.listening:
             return

@@ -28,7 +28,7 @@ class Product(NamedTuple):
 
 
 class ProductListener(Protocol):
-    """Is told what functions do with parameters."""
+    """Hears what functions do with parameters."""
 
     def saw_product(self, product: Product, output: Tensor) -> Tensor:
         """Note a function's product with a parameter; return what stands for its output from now on."""
@@ -41,7 +41,7 @@ class ProductMode(TorchFunctionMode):
     """Sees what functions do with parameters, whatever module asks for it.
 
     Args:
-        listener: is told of it, and held weakly: compiled graphs keep the mode.
+        listener: hears of it, and is held weakly: compiled graphs keep the mode.
     """
 
     def __init__(self, listener: "ProductListener") -> None:
@@ -132,7 +132,7 @@ _WATCHED: Mapping[Function, Function] = {func: as_one_node(func) for func in (*_
 
 @inline_only
 def traceable(func: Function) -> Function:
-    """`func`, or its equal while a mode is traced by `torch.compile`."""
+    """Return `func`, or its equal while a mode is traced by `torch.compile`."""
     if func is torch.Tensor.unflatten:
         return torch.unflatten  # which is written in Python; dynamo cannot trace the method within a mode
     # A product mode beneath is to see the function itself.
@@ -145,7 +145,7 @@ def traceable(func: Function) -> Function:
 
 @inline_only
 def _is_among(func: Function, table: Mapping[Function, Any]) -> bool:
-    """`func in table`, also where `torch.compile` cannot hash a function that a mode was handed."""
+    """Return `func in table`, also if `torch.compile` cannot hash a function that a mode was handed."""
     if torch.compiler.is_compiling():
         return any(func is known for known in table)
     return func in table

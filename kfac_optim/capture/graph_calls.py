@@ -103,7 +103,7 @@ class GraphCalls:
                 watch.node = accumulator(watch.used) or watch.node  # a frozen weight has none
 
     def _keep(self, call: ForwardCall | OutputPass) -> int:
-        """Keep what a graph has told until its backward; return the number by which the backward asks for it."""
+        """Keep a call of a graph until its backward; return the number by which the backward asks for it."""
         number = next(self._numbers)
         self._kept[number] = call
         if len(self._kept) > _MOST_CALLS:  # forwards that no step follows

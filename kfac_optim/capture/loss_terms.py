@@ -34,7 +34,7 @@ class RootCall:
     Attributes:
         model: identity of the model; `_OUTSIDE` where there is none.
         terms: what the window's rule reads off the call; None where it finds nothing to read.
-        of_layers: what the rule reads off the layers in the call, in the place of `terms`.
+        of_layers: what the rule reads off the layers in the call, if it finds no `terms`.
         counted_in: number of the window that counted it last.
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
@@ -156,7 +156,7 @@ class LossTally:
     def _is_single(self, root: RootCall) -> bool:
         """Return whether the model got a single example without a batch dimension: then it hands none to its layers.
 
-        Layers tell on statistics steps alone. On others the call is taken to be as the last one that was told of.
+        Layers show it on statistics steps alone. On others the call is taken to be like the last one that was shown.
         """
         if self._rule not in _BY_INPUT:
             return False
@@ -169,7 +169,7 @@ class LossTally:
         self._stated = terms if self._stated is None else self._stated + terms
 
     def summed(self) -> float:
-        """`LossCount.summed` so far."""
+        """Return `LossCount.summed` so far."""
         return max(self._read(), self._of_layers()) if self.is_sum else 1
 
     def result(self) -> LossCount:

@@ -22,7 +22,7 @@ def watch_root(window: CaptureWindow, model: nn.Module, args_under_way: tuple[An
     Args:
         window: the window, held weakly.
         model: the model.
-        args_under_way: the arguments of a forward that has begun, which is to be told of as well.
+        args_under_way: the arguments of a forward that has begun, which counts as well.
     """
     if isinstance(model, torch.jit.ScriptModule):  # which takes no hooks, and has no layer to listen to
         return Handles()

@@ -190,7 +190,7 @@ class CaptureWindow(Ledger):
         """Note a call as `note` does, with an `output` that nothing was made of yet.
 
         Returns:
-            What is to be used in the place of `output` from now on.
+            What stands for `output` from now on.
         """
         output = no_view(output)
         if not torch.compiler.is_compiling():
@@ -211,7 +211,7 @@ class CaptureWindow(Ledger):
         examples: int | None,
         context: tuple[int, ...],
     ) -> Tensor:
-        """`note_output` for the watch of this number, in a forward that is being traced."""
+        """Do what `note_output` does for the watch of this number, in a forward that is being traced."""
         call = self.graphs.tape.note(watch, training, -1 if examples is None else examples, context)
         return self.graphs.tape.watch(call, layer_input.detach(), output)
 
@@ -287,7 +287,7 @@ class CaptureWindow(Ledger):
             on_output_gradients(output, OutputPass(self, root))
 
     def await_sum_in_graph(self, model: int, terms: int | None, output: Any) -> None:
-        """`await_sum` for a forward that is being traced."""
+        """Do what `await_sum` does for a forward that is being traced."""
         if terms is not None:
             call = self.graphs.tape.run(model, terms)
             for tensor in outputs_with_gradient(output):

@@ -18,7 +18,7 @@ def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | 
         sharded: whether parameters are, by FSDP2, which a single rank may do as well.
 
     Raises:
-        TypeError: it is none of those that the argument may be.
+        TypeError: the argument is of another type.
         RuntimeError: a `DistributedConfig` without a process group, or of a group that this process is not in.
     """
     if distributed is not None and distributed is not False and not isinstance(distributed, DistributedConfig):
@@ -45,7 +45,7 @@ def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | 
 
 
 def described(choices: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments of an optimizer, by name, in words that are the same in every process that has the same."""
+    """Return the arguments of an optimizer by name, in words that are the same wherever the arguments are."""
     return {
         f"argument {name}": without_addresses(repr(value))
         for name, value in choices.items()
@@ -54,12 +54,12 @@ def described(choices: Mapping[str, Any]) -> dict[str, str]:
 
 
 def numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Numbers of param groups, likewise, but for those that are tensors."""
+    """Return the numbers of param groups by name, in words, but for tensors."""
     return {name: repr(value) for name, value in _options(groups) if not isinstance(value, Tensor)}
 
 
 def tensors(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Numbers of param groups that are tensors, likewise. Synchronises with the device, where there are any."""
+    """Return the tensors of param groups by name, in words. Synchronises with the device if there are any."""
     return {name: repr(value.tolist()) for name, value in _options(groups) if isinstance(value, Tensor)}
 
 

@@ -34,7 +34,7 @@ class DistributedConfig:
         cost: rates of the machines, by which `Auto` chooses and plans predict.
         observe: called with a `Launch` after each collective that this rank has launched, in their order, also from
             hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
-            told.
+            among them.
 
     Raises:
         TypeError: an argument of the wrong kind.

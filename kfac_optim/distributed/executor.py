@@ -139,7 +139,7 @@ class DistributedExecutor(SingleProcess):
         # Under Sharded() `.grad` differs between ranks; otherwise the training loop has to make it the mean.
         compares = finite and not isinstance(self.agreement.strategy(), Sharded)
         norm = self._averaging.norm(params) if compares else None
-        # Where gradients are views of what a wrapper sends, a scaler's division cannot be told from other edits.
+        # Where gradients are views of what a wrapper sends, a scaler's division looks like any other edit.
         wrapper = self._wrappers.latest
         views = wrapper is not None and wrapper.gradient_as_bucket_view
         edited = self._edits.finds_edit(expected=int(rescaled)) and not (rescaled and views)

@@ -63,7 +63,7 @@ class _Variables:
     Attributes:
         marks: it is at work where one of these is set.
         rank: and so on, as in `ProcessPlace`.
-        local_size: number of processes on this machine; None where all machines are told.
+        local_size: number of processes on this machine; None if the launcher does not say.
     """
 
     launcher: Launcher
@@ -120,7 +120,7 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
 
     Args:
         backend: as of `torch.distributed.init_process_group`; None takes gloo for the CPU and NCCL for CUDA.
-        timeout: likewise.
+        timeout: of the collectives, as of `init_process_group`.
 
     Raises:
         ValueError: see `find_place`.

@@ -197,7 +197,7 @@ def _seen(trained: Trained, loaded: str) -> tuple[Any, ...]:
 
 
 def _layout(trained: Trained) -> tuple[list[Covered | Uncovered], dict[str, Sequence[nn.Parameter]]]:
-    """Return what there is to plan, in the order of the model if it is known, and the parameters of each piece."""
+    """Return what is to be planned, in the order of the model if it is known, and the parameters of each piece."""
     names = trained.names()
     block_of = {param: block for block in trained.blocks for param in block.params}
     order = {param: number for number, param in enumerate(names)}

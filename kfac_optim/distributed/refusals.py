@@ -21,8 +21,8 @@ def check_choices(
     Args:
         config: how they train.
         refresh: as of the optimizer.
-        step_size: likewise.
-        adapt_damping: likewise.
+        step_size: the choice of the optimizer.
+        adapt_damping: the choice of the optimizer.
         in_shards: whether FSDP2 keeps parameters in shards.
     """
     if isinstance(refresh, Background) and not refresh.deterministic:

@@ -100,7 +100,7 @@ class Holdings:
             lost: those of which this rank has loaded no statistics.
 
         Returns:
-            Names of those that start anew though some other process had them.
+            Names of blocks that begin again from nothing though some other process had statistics of them.
         """
         rank, ranks = self._communicator.rank, self._communicator.world_size
         everyone = range(ranks)

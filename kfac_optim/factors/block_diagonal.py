@@ -11,7 +11,7 @@ from kfac_optim.specs import LayerSpec
 
 
 def cut(tensor: Tensor, axis: int, blocks: int) -> Tensor:
-    """`[1, …, d, …]` as `[blocks, …, ⌈d / blocks⌉, …]`: consecutive parts of one axis, zeros in what the last lacks.
+    """Cut `[1, …, d, …]` into `[blocks, …, ⌈d / blocks⌉, …]`, consecutive parts of one axis, the last filled by zeros.
 
     Args:
         tensor: of one group.

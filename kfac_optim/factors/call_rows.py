@@ -44,7 +44,7 @@ class CallRows(LayerStatistics):
         return sample.of(self.input_rows(layer_input))
 
     def mean_input_rows(self, layer_input: Tensor, active: Tensor | None) -> Tensor:
-        """`mean_over_shared` of `input_rows`. A family whose rows are copies makes none."""
+        """Return `mean_over_shared` of `input_rows`. A family whose rows are copies makes none."""
         return mean_over_shared(self.input_rows(layer_input), active)
 
     def input_rows_along(self, layer_input: Tensor, directions: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ class CallRows(LayerStatistics):
 
     @cached_property
     def _active(self) -> Tensor:
-        """`[batch, shared]` bool: the rows that count."""
+        """Return which rows count, `[batch, shared]` bool."""
         reach = self.call.gradient if self.call.reach is None else self.call.reach
         return active_rows(self._sampled_gradient_rows(reach))
 
     @cached_property
     def active_before(self) -> Tensor | None:
-        """`[batch, shared]` bool: the rows that counted before this backward; None at the first."""
+        """Return which rows counted before this backward, `[batch, shared]` bool; None at the first."""
         return None if self.call.earlier is None else active_rows(self._sampled_gradient_rows(self.call.earlier))
 
     def _shared_mask(self, active: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class CallRows(LayerStatistics):
         return active.any(1, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else active
 
     def _shared_inputs(self, active: Tensor | None) -> Tensor:
-        """`a` after weight sharing, without the column of ones that a bias adds.
+        """Return `a` after weight sharing, without the column of ones that a bias adds.
 
         Of the positions that `active` marks or of all; the other rows hold anything.
         """
@@ -114,7 +114,7 @@ class CallRows(LayerStatistics):
         return rows if self._sample is None else self._sample.of(rows)
 
     def _homogeneous(self, a: Tensor) -> Tensor:
-        """`a` `[..., in]` with its last column, where there is a bias."""
+        """Return `a` `[..., in]` with its last column, where there is a bias."""
         return F.pad(a, (0, 1), value=self.bias_input) if self.spec.has_bias else a
 
     @property

@@ -34,7 +34,7 @@ class Factor:
     how many rows and loss terms the step had.
 
     Where several ranks see samples each keeps an average of its own share. From time to time the shares go to one
-    rank, which merges them (`packed`, `merge`), and the others start anew (`forget`).
+    rank, which merges them (`packed`, `merge`), and the others begin again from nothing (`forget`).
 
     A dense average is symmetric, and kept as a triangle: whole matrices (`average`) are for refreshes and for users,
     and what every step does is done without them.
@@ -47,7 +47,7 @@ class Factor:
         mass: `[]`, on the factor's device so that refusing a sample needs no host synchronisation.
         pending: raw sum since the last fold, shaped like `average`, or None; of a dense one a triangle counts.
         elsewhere: of the whole, where another rank merges it; the average is then this rank's share, and not solved for
-            here. It is no part of checkpoints: it is told anew with every merge.
+            here. It is no part of checkpoints, as every merge sends it again.
     """
 
     __slots__ = ("dim", "elsewhere", "mass", "packed", "pending", "structure")
@@ -77,7 +77,7 @@ class Factor:
 
     @property
     def average(self) -> Tensor:
-        """`[groups, d, d]`, made anew at each call, of a dense factor; of a diagonal one `packed` itself."""
+        """Return `[groups, d, d]`, a new tensor, of a dense factor; of a diagonal one `packed` itself."""
         return unpack_triangle(self.packed, self.dim) if self._is_dense else self.packed
 
     def diagonal(self) -> Tensor:
@@ -94,7 +94,7 @@ class Factor:
             self.pending = self.pending + moment
 
     def pending_is_finite(self) -> Tensor:
-        """`[]` bool. By Cauchy-Schwarz a Gram matrix is finite when its diagonal is."""
+        """Return whether the pending sum is finite, `[]` bool: by Cauchy-Schwarz, whether its diagonal is."""
         assert self.pending is not None
         diagonal = self.pending.diagonal(dim1=-2, dim2=-1) if self._is_dense else self.pending
         return diagonal.isfinite().all()
@@ -156,17 +156,17 @@ class Factor:
         self.packed.copy_(torch.where(any_held, merged, self.packed))
 
     def forget(self) -> None:
-        """Start the average anew, in place; the sum of this step stays."""
+        """Begin the average again from nothing, in place; the sum of this step stays."""
         self.packed.zero_()
         self.mass.zero_()
 
     def held(self) -> Tensor:
-        """`[]` bool: whether any sample was ever accepted, here or, as far as was told, elsewhere."""
+        """Return whether any sample was ever accepted, here or, as far as is known, elsewhere; `[]` bool."""
         held = self.mass > 0
         return held if self.elsewhere is None else held | (self.elsewhere.mass > 0)
 
     def trace(self) -> Tensor:
-        """`[groups]`, of the whole, where that is elsewhere."""
+        """Return the trace of the whole average, `[groups]`, also if another rank keeps it."""
         return self.diagonal().sum(-1) if self.elsewhere is None else self.elsewhere.trace
 
     def tensors(self) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ class FactorPair:
         return of_part(part, self.a, self.g)
 
     def combine(self) -> None:
-        """Make anew what is made of the running averages."""
+        """Compute again what is made of the running averages."""
 
     def discard(self) -> None:
         for factor in (self.a, self.g):
@@ -89,7 +89,7 @@ class FactorPair:
         self.rows = 0
 
     def held(self) -> Tensor:
-        """`[]` bool: whether any sample was ever accepted."""
+        """Return whether any sample was ever accepted, `[]` bool."""
         present = [factor for factor in (self.a, self.g) if factor is not None]
         return torch.stack([factor.held() for factor in present]).all()
 
@@ -195,7 +195,7 @@ class OpposedPair(FactorPair):
 
 
 def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
-    """Give what belongs to one part of a block (`Part.name`), of what there is for `A` and for `G`."""
+    """Give what belongs to one part of a block (`Part.name`), from the values for `A` and for `G`."""
     assert part in ("A", "G", ""), part
     return tuple(each for name, each in (("A", a), ("G", g)) if each is not None and part in (name, ""))
 
@@ -207,17 +207,17 @@ def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> F
 
 
 def _mean_eigenvalue(factor: Factor | None) -> Tensor:
-    """`[]`, of all blocks, where it is cut into such; 1 for the identity."""
+    """Return the mean eigenvalue of all blocks of the factor, `[]`; 1 for the identity."""
     return torch.ones(()) if factor is None else factor.trace().mean() / factor.dim
 
 
 def _divide(left: Tensor, right: Tensor) -> Tensor:
-    """0 where the divisor is."""
+    """Return the quotient, and 0 where the divisor is 0."""
     return torch.where(right > 0, left / right, 0.0)
 
 
 def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) -> Tensor:
-    """`Σ weight · average`, packed; both factors are there."""
+    """Return `Σ weight · average`, packed; both factors are there."""
     mixed: Tensor | None = None
     for factor, weight in zip(factors, weights, strict=True):
         assert factor is not None

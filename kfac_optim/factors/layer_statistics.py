@@ -40,15 +40,15 @@ class LayerStatistics(ABC):
 
     @abstractmethod
     def input_moment(self, structure: Structure) -> Tensor:
-        """`Σ a aᵀ`, `[groups, in, in]`, or its diagonal `[groups, in]`, less what earlier backwards counted."""
+        """Return `Σ a aᵀ`, `[groups, in, in]`, or its diagonal `[groups, in]`, less what earlier backwards counted."""
 
     @abstractmethod
     def output_moment(self, structure: Structure) -> Tensor:
-        """`Σ g gᵀ`, `[groups, out, out]`, or its diagonal `[groups, out]`."""
+        """Return `Σ g gᵀ`, `[groups, out, out]`, or its diagonal `[groups, out]`."""
 
     @abstractmethod
     def rows(self) -> tuple[Tensor, Tensor]:
-        """`a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
+        """Return `a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
 
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Give the gradient that the call adds to the block's matrix, along some directions, for the gradient check.
@@ -79,11 +79,11 @@ class LayerStatistics(ABC):
     def squared_gradients(
         self, a_basis: Tensor | None, g_basis: Tensor | None, *, dtype: torch.dtype, per_example: bool
     ) -> Tensor:
-        """`Σ_n (U_Gᵀ ∇W_n U_A)²`, element by element, `[groups, out, in]`.
+        """Return `Σ_n (U_Gᵀ ∇W_n U_A)²`, element by element, `[groups, out, in]`.
 
         Args:
             a_basis: eigenvectors as columns, `[groups, in, in]` or of one group; None for the standard basis.
-            g_basis: likewise over `out`.
+            g_basis: eigenvectors over `out`, in the same form.
             dtype: of the bases, the computation and the result.
             per_example: whether n runs over examples, or else over their positions too.
         """

@@ -30,7 +30,7 @@ _AT_ONCE = 2**13
 
 
 def correlated_gram(patches: Patches) -> Tensor:
-    """`Σ_p patch_p patch_pᵀ` over all examples and positions, `[groups, width, width]`.
+    """Return `Σ_p patch_p patch_pᵀ` over all examples and positions, `[groups, width, width]`.
 
     Equal to the product of `patches.rows()` with themselves but for rounding: in float32 to within 5e-6 of the largest
     element, where that product errs by 1e-6.
@@ -111,7 +111,7 @@ class _Phases:
     kernel: tuple[int, ...]
 
     def columns(self, matrix: Tensor) -> Tensor:
-        """`[groups, any, columns]` with its columns as those of the strided convolution."""
+        """Return `[groups, any, columns]` with its columns as those of the strided convolution."""
         if all(count == 1 for count in self.phases):
             return matrix
         ndim = len(self.kernel)
@@ -189,7 +189,7 @@ def _operations(patches: Patches) -> float:
 
 
 def _all_correlations(patches: Patches) -> Tensor:
-    """`Σ_u x[u] x[u + dilation·(j - i)]ᵀ` over all u with both in the features: `[groups, *kernel, *kernel, C, C]`.
+    """Return `Σ_u x[u] x[u + dilation·(j - i)]ᵀ` over all u with both inside: `[groups, *kernel, *kernel, C, C]`.
 
     At stride 1; by i, then j. C are the channels of one group. At least float32.
     """
@@ -310,7 +310,7 @@ def _at_borders(kernel: int, dilation: int, zeros: tuple[int, int], size: int, a
 
 
 def _block(blocks: Tensor, axis: int, i: int, j: int) -> Tensor:
-    """`[groups, *other kernel, *other kernel, C, C]`, a view."""
+    """Return the block of one pair of elements, `[groups, *other kernel, *other kernel, C, C]`, a view."""
     ndim = (blocks.dim() - 3) // 2
     return blocks.select(1 + ndim + axis, j).select(1 + axis, i)
 

@@ -95,7 +95,7 @@ class Patches:
         return windows.permute(1, *kernel, 2, 0, *space).reshape(self.groups, self.width, -1)
 
     def marked_rows(self, marked: Tensor) -> Tensor:
-        """`[groups, 1, marked rows, width]`: the patches that `marked` `[batch, positions]` marks. Waits for a device.
+        """Return the patches that `marked` `[batch, positions]` has, `[groups, 1, marked, width]`. Waits for a device.
 
         Only their patches are copied.
         """
@@ -132,7 +132,7 @@ class Patches:
         return sums.reshape(len(padded), self.groups, self.width).transpose(0, 1)
 
     def total(self, active: Tensor | None = None) -> Tensor:
-        """`sums` of all examples, `[groups, width]`."""
+        """Return `sums` of all examples, `[groups, width]`."""
         if active is not None and not _are_all(active):
             return self.sums(active).sum(1)
         dtype = torch.promote_types(self.features.dtype, torch.float32)
@@ -148,7 +148,7 @@ class Patches:
         return slice(start, start + step * (positions - 1) + 1, step)
 
     def _windows(self) -> Tensor:
-        """`[batch, channels, *positions, *kernel]`, a view."""
+        """Return the windows of the kernel, `[batch, channels, *positions, *kernel]`, a view."""
         windows = self.padded()
         for axis, (span, step, dilation) in enumerate(zip(self.spans, self.stride, self.dilation, strict=True)):
             windows = windows.unfold(2 + axis, span, step)[..., ::dilation]
@@ -161,7 +161,7 @@ def _are_all(active: Tensor) -> bool:
 
 
 def pad(features: Tensor, amounts: Sequence[tuple[int, int]], mode: str = "constant") -> Tensor:
-    """`features` padded before and after along each dimension of space; where an amount is below 0, cropped."""
+    """Pad `features` before and after along each dimension of space; an amount below 0 crops."""
     in_order = [each for pair in reversed(amounts) for each in pair]  # of F.pad: the last dimension first
     if any(amount > 0 for amount in in_order):
         features = F.pad(features, [max(amount, 0) for amount in in_order], mode=mode)

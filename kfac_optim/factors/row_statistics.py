@@ -90,7 +90,7 @@ class RowStatistics(CallRows):
         return product_along(g, a if constant is None else a + constant)
 
     def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
-        """`Σ a aᵀ` over the rows that `active` marks."""
+        """Return `Σ a aᵀ` over the rows that `active` marks."""
         marked = None if on_host(active) and bool(active.all()) else active
         mask = None if marked is None else self._shared_mask(marked)
         if self.spec.blocks(0) > 1:
@@ -98,9 +98,9 @@ class RowStatistics(CallRows):
         return gram(self._shared_inputs(marked), structure, mask, constant=self._constant)
 
     def _block_inputs(self, active: Tensor | None) -> Tensor:
-        """`_shared_inputs` with the column of ones, `[blocks, batch, shared, width]` where `A` is cut into blocks."""
+        """Return `_shared_inputs` with the column of ones, `[blocks, batch, shared, width]` if `A` is cut."""
         return cut(self._homogeneous(self._shared_inputs(active)), -1, self.spec.blocks(0))
 
     def _block_gradients(self, gradient: Tensor) -> Tensor:
-        """`_shared_gradients`, likewise."""
+        """Return `_shared_gradients`, `[blocks, batch, shared, width]` where `G` is cut into blocks."""
         return cut(self._shared_gradients(gradient), -1, self.spec.blocks(1))

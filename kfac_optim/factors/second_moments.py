@@ -21,7 +21,7 @@ _IN_CACHE = 2**17
 
 
 def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, constant: int | None = None) -> Tensor:
-    """`Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
+    """Return `Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
 
     Args:
         rows: `r`.
@@ -56,7 +56,7 @@ def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         left: `[groups, batch, shared, out]`, of one group where all have the same.
-        right: `[groups, batch, shared, k]`, likewise.
+        right: rows `[groups, batch, shared, k]`, to multiply by.
 
     Returns:
         The sum `[groups, out, k]`; and `√(Σ ‖left‖² Σ ‖right‖² / rows)`, `[]`, by which rounding errors are judged.
@@ -124,7 +124,7 @@ def channel_moments(features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def active_rows(gradients: Tensor) -> Tensor:
-    """`[batch, shared]` bool: the rows of `[groups, batch, shared, d]` that are not exactly zero in every group."""
+    """Return which rows of `[groups, batch, shared, d]` are not exactly zero in every group, `[batch, shared]` bool."""
     if on_host(gradients) and gradients.shape[-1] > 1 and gradients.numel() > 0:
         # In most layers one feature shows already that all are.
         active = gradients[0, :, :, 0] != 0
@@ -135,7 +135,7 @@ def active_rows(gradients: Tensor) -> Tensor:
 
 
 def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
-    """`[groups, batch, 1, d]`: means of the rows that `active` `[batch, shared]` marks; of none it is 0."""
+    """Return the means of the rows that `active` `[batch, shared]` marks, `[groups, batch, 1, d]`; of none it is 0."""
     if active is None:
         return rows.mean(2, keepdim=True)
     marked = active.unsqueeze(-1)
@@ -156,32 +156,32 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def total(numbers: Tensor) -> int | Tensor:
-    """`Σ numbers`: at once on the host, else as a device scalar `[]`."""
+    """Return `Σ numbers`: at once on the host, else as a device scalar `[]`."""
     summed = numbers.sum()
     return int(summed) if on_host(summed) else summed
 
 
 def batched(tensor: Tensor, unbatched_ndim: int) -> Tensor:
-    """`tensor` with a batch dimension, which it lacks where it has `unbatched_ndim` dimensions."""
+    """Return `tensor` with a batch dimension, which it lacks if it has `unbatched_ndim` dimensions."""
     return tensor.unsqueeze(0) if tensor.dim() == unbatched_ndim else tensor
 
 
 def linear_rows(tensor: Tensor) -> Tensor:
-    """`[d]`, `[batch, d]` or `[batch, *shared, d]` as `[1, batch, shared, d]`."""
+    """Return `[d]`, `[batch, d]` or `[batch, *shared, d]` as `[1, batch, shared, d]`."""
     if tensor.dim() == 1:
         return tensor.view(1, 1, 1, -1)
     return tensor.reshape(1, tensor.shape[0], math.prod(tensor.shape[1:-1]), tensor.shape[-1])
 
 
 def channel_rows(tensor: Tensor, groups: int) -> Tensor:
-    """`[batch, channels, *space]` as `[groups, batch, shared, channels/groups]`."""
+    """Return `[batch, channels, *space]` as `[groups, batch, shared, channels/groups]`."""
     batch, channels = tensor.shape[:2]
     shared = math.prod(tensor.shape[2:])
     return tensor.reshape(batch, groups, channels // groups, shared).permute(1, 0, 3, 2)
 
 
 def sum_of_squares(a: Tensor, g: Tensor, a_basis: Tensor | None, g_basis: Tensor | None) -> Tensor:
-    """`Σ_n (U_Gᵀ (Σ_r g_nr a_nrᵀ) U_A)²`, element by element, `[groups, out, in]`.
+    """Return `Σ_n (U_Gᵀ (Σ_r g_nr a_nrᵀ) U_A)²`, element by element, `[groups, out, in]`.
 
     With one position this is a product of the squares. With R the square could be written out as `R(R + 1)/2` such
     products, which is never fewer operations than to make the matrix of each example, a part of the batch at a time:
@@ -191,7 +191,7 @@ def sum_of_squares(a: Tensor, g: Tensor, a_basis: Tensor | None, g_basis: Tensor
         a: `[groups, batch, shared, in]`, of one group where all read the same.
         g: `[groups, batch, shared, out]`.
         a_basis: eigenvectors as columns, `[groups, in, in]` or of one group; None for the standard basis.
-        g_basis: likewise over `out`.
+        g_basis: eigenvectors over `out`, in the same form.
     """
     groups, batch, shared = max(len(a), len(g)), a.shape[1], a.shape[2]
     in_dim, out_dim = a.shape[-1], g.shape[-1]
@@ -220,7 +220,7 @@ def sum_of_squares(a: Tensor, g: Tensor, a_basis: Tensor | None, g_basis: Tensor
 
 
 def turned(rows: Tensor, basis: Tensor | None) -> Tensor:
-    """`[groups, n, rows, d]` in the basis `[groups, d, d]`."""
+    """Return `[groups, n, rows, d]` in the basis `[groups, d, d]`."""
     if basis is None:
         return rows
     # As one product for each group: a fourth dimension would have the basis copied for every example.

@@ -81,7 +81,7 @@ class ForwardRecorder:
     """Keeps the forwards that a backward goes through between two steps.
 
     Args:
-        window: told of the loss terms of each, weakly held.
+        window: counts the loss terms of each forward; held weakly.
         likelihood: of the loss.
         outputs_of: takes what the loss reads from what the model returns; fewer tensors where it is not there.
         terms: of a loss that reads these outputs.
@@ -172,7 +172,7 @@ class Objective:
     def curvature(
         self, at: Mapping[nn.Parameter, Tensor], directions: Sequence[Mapping[nn.Parameter, Tensor]], count: LossCount
     ) -> Tensor:
-        """`vᵢᵀ C vⱼ` of the loss as the user wrote it, `[k, k]`.
+        """Return `vᵢᵀ C vⱼ` of the loss as the user wrote it, `[k, k]`.
 
         Args:
             at: values of the parameters.
@@ -208,7 +208,7 @@ class Objective:
 def gauss_newton(
     forwards: Sequence[KeptForward], likelihood: Likelihood, params: Tangents, directions: Sequence[Tangents]
 ) -> Tensor:
-    """`vᵢᵀ C vⱼ` of the sum of the terms' losses, `[k, k]`, with `C = Σ Jᵀ H J`.
+    """Return `vᵢᵀ C vⱼ` of the sum of the terms' losses, `[k, k]`, with `C = Σ Jᵀ H J`.
 
     By a Jacobian-vector product for each direction (Martens & Grosse 2015, §7 and appendix C).
 

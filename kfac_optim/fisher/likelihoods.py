@@ -46,11 +46,11 @@ class Likelihood(ABC):
 
     @abstractmethod
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        """`∂ℓ` at targets drawn from the model."""
+        """Return `∂ℓ` at targets drawn from the model."""
 
     @abstractmethod
     def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        """`B v` with random signs `v`."""
+        """Return `B v` with random signs `v`."""
 
     @abstractmethod
     def columns(self, outputs: Outputs) -> Iterator[Vectors]:
@@ -61,7 +61,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
-        """`H v` for a vector at every output."""
+        """Return `H v` for a vector at every output."""
 
     def used(self, gradient: Tensor) -> Tensor:
         """Return which terms the training loop's loss used, by its gradient at an output: True or False for each.
@@ -122,7 +122,7 @@ class Categorical(Likelihood):
         return logits.dim() - 1
 
     def _probabilities(self, outputs: Outputs) -> Tensor:
-        """`[..., classes]`, in at least float32."""
+        """Return the probabilities `[..., classes]`, in at least float32."""
         (logits,) = outputs
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.movedim(self._dim(logits), -1).softmax(-1)
@@ -270,7 +270,7 @@ def likelihood_of(criterion: Any, class_dim: int | None = None) -> Likelihood:
 
 
 def _apply_root(p: Tensor, vector: Tensor) -> Tensor:
-    """`(diag(√p) - p √pᵀ) v` along the last dimension."""
+    """Return `(diag(√p) - p √pᵀ) v` along the last dimension."""
     weighted = p.sqrt() * vector
     return weighted - p * weighted.sum(-1, keepdim=True)
 

@@ -185,10 +185,11 @@ def _check_padding_mask(mask: Tensor, positions: int, batch: int) -> None:
 
 
 def _with_linear(linear: Callable[..., Tensor], *, one_input: bool) -> Callable[..., Any]:
-    """`F.multi_head_attention_forward`, calling `linear` in the place of `F.linear`.
+    """Return `F.multi_head_attention_forward` made to call `linear` instead of `F.linear`.
 
     Args:
-        linear: the replacement; also told of the first group that it is to make, where three are made one by one.
+        linear: the replacement, which also gets the number of the first group that it is to make, where three are made
+            one by one.
         one_input: whether query, key and value are one; it is called once for all three then, also where torch has
             given each a batch dimension of its own.
     """

@@ -53,7 +53,7 @@ class StatisticsSink(Protocol):
         """Forget what was emitted since the last step."""
 
     def separate_inputs(self, index: int) -> None:
-        """Told of a call in which the groups of spec number `index` read different inputs."""
+        """Note a call in which the groups of spec number `index` read different inputs."""
 
 
 def watch_of(

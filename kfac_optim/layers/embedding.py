@@ -97,7 +97,7 @@ class EmbeddingStatistics(RowStatistics):
         return summed.index_add_(1, ids.flatten(), squares.flatten(1, 2)).mT
 
     def _squared_frequencies(self, active: Tensor) -> Tensor:
-        """`[batch, shared]`: what each active position adds to the square of its token's frequency in the example.
+        """Return what each active position adds to the square of its token's frequency, `[batch, shared]`.
 
         A token that stands in c of an example's R active positions has (c/R)²: c/R² from each of these positions.
         """
@@ -108,7 +108,7 @@ class EmbeddingStatistics(RowStatistics):
         return weights * repeats / weights.sum(1, keepdim=True).clamp(min=1).square()
 
     def _counts(self, weights: Tensor) -> Tensor:
-        """`[1, in]`: the sum of `weights` `[batch, shared]` over the positions of each token."""
+        """Sum `weights` `[batch, shared]` over the positions of each token: `[1, in]`."""
         counts = weights.new_zeros(self.spec.in_dim).index_add_(0, self.taken_ids.flatten(), weights.flatten())
         return counts.unsqueeze(0).to(self.dtype)
 

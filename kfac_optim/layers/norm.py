@@ -135,7 +135,7 @@ class NormStatistics(LayerStatistics):
         return torch.stack(moments).sum(0)
 
     def _columns(self, gradient: Tensor, start: int, stop: int) -> list[Tensor]:
-        """`g x̂`, and `g` where there is a bias: each `[examples, positions, features]`, of some of those taken."""
+        """Return `g x̂`, and `g` if there is a bias: each `[examples, positions, features]`, of some of those taken."""
         assert self.call.input is not None
         part = slice(start, stop) if self._sample is None else self._sample.part(start, stop)
         x = self._of_part(self.call.input, part, self.standardise)
@@ -156,7 +156,7 @@ class NormStatistics(LayerStatistics):
 
 
 def _moment(columns: Sequence[Tensor], structure: Structure) -> Tensor:
-    """`Σ u uᵀ` `[features, out, out]`, or its diagonal, of the columns of `u`."""
+    """Return `Σ u uᵀ` `[features, out, out]`, or its diagonal, of the columns of `u`."""
     if structure is Structure.DIAGONAL:
         return torch.stack([column.square().sum((0, 1)) for column in columns], dim=-1)
     size = range(len(columns))

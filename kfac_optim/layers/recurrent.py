@@ -36,7 +36,7 @@ State = tuple[Tensor, ...]
 Step = Callable[[Tensor, Tensor, State], State]
 """From what the input and `h` give the gates, `[batch, gates · hidden]` each, to the next state."""
 Note = Callable[[Tensor, Sequence[Tensor], Tensor], None]
-"""Told of a weight, its input rows in one or several parts, and its output rows."""
+"""Receives a weight, its input rows in one or several parts, and its output rows."""
 
 _WEIGHT = re.compile(r"weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
 
@@ -63,7 +63,7 @@ class SequenceStatistics(RowStatistics):
         return sizes
 
     def _by_sequence(self, rows: Tensor) -> Tensor:
-        """`[rows, d]` as `[1, batch, time, d]`."""
+        """Return `[rows, d]` as `[1, batch, time, d]`."""
         sizes = self._sizes
         if sizes[0] == sizes[-1]:
             return rows.reshape(1, len(sizes), sizes[0], rows.shape[-1]).transpose(1, 2)

@@ -12,7 +12,7 @@ _RETRY_GROWTH = 10.0
 
 
 def shift_diagonal(matrix: Tensor, shift: Tensor) -> Tensor:
-    """`matrix + shift·I`, out of place.
+    """Return `matrix + shift·I`, out of place.
 
     Args:
         matrix: `[..., d, d]`.

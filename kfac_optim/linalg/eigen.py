@@ -42,7 +42,7 @@ def eigendecomposition(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eigh_alone(matrix: Tensor) -> tuple[Tensor, Tensor, int]:
-    """`eigendecomposition` of one matrix `[1, d, d]` that failed in a batch."""
+    """Run `eigendecomposition` on one matrix `[1, d, d]` that failed in a batch."""
     rounding = torch.finfo(matrix.dtype).eps * matrix.shape[-1] * matrix.abs().amax((-2, -1))
     ways = [(matrix.dtype, 0.0), (torch.float64, 0.0), (torch.float64, 1.0)]
     for attempt, (dtype, units) in enumerate(dict.fromkeys(ways), start=1):
@@ -108,7 +108,7 @@ def random_basis(dim: int, rank: int, *, dtype: torch.dtype, device: torch.devic
 
 
 def leading_singular_triple(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`u`, `σ`, `v` of the largest singular value of each matrix, by powers of its smaller Gram matrix.
+    """Return `u`, `σ`, `v` of the largest singular value of each matrix, by powers of its smaller Gram matrix.
 
     The Gram matrix is squared ten times; the column of the largest diagonal element is then the leading eigenvector.
     That needs no starting vector, which might be orthogonal to it, and no host synchronisation. Singular values closer

@@ -56,7 +56,7 @@ def newton_start(matrix: Tensor, least: Tensor, previous: Tensor, usable: Tensor
 
 
 def newton_schulz(matrix: Tensor, start: NewtonStart, steps: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`steps` times `X ← ζ X (2I - F X)`: matrix products only, and no host synchronisation.
+    """Iterate `X ← ζ X (2I - F X)` for `steps` steps: matrix products only, and no host synchronisation.
 
     Each step squares the errors `1 - μ` of the eigenvalues of `F X`, so that small ones only double at first. Where
     they are known to lie in `[δ, 2 - δ]` the best `ζ = 2 / (1 + 2δ - δ²)` makes that fourfold, and tends to 1 as the
@@ -87,10 +87,10 @@ def newton_schulz(matrix: Tensor, start: NewtonStart, steps: int, dtype: torch.d
 
 
 def inverse_residuals(matrix: Tensor, inverse: Tensor) -> Tensor:
-    """`‖I - F X‖ / √d` in the Frobenius norm, the root mean square of the errors of the eigenvalues of `F X`, `[n]`."""
+    """Return `‖I - F X‖ / √d` in the Frobenius norm, `[n]`: the root mean square error of the eigenvalues of `F X`."""
     return _from_identity(matrix @ inverse).square().mean((-2, -1)).mul(matrix.shape[-1]).sqrt()
 
 
 def _from_identity(product: Tensor) -> Tensor:
-    """`I - product`, `[n, d, d]`."""
+    """Return `I - product`, `[n, d, d]`."""
     return shift_diagonal(-product, torch.ones_like(product[:, 0, 0]))

@@ -100,7 +100,7 @@ def _directions_before(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]
 
 
 def _slopes(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
-    """`Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
+    """Return `Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
     slope = promised = torch.zeros((), device=device)
     for group, lefts, rights in by_group(buffers):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
@@ -110,7 +110,7 @@ def _slopes(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.devic
 
 
 def _added(products: Sequence[tuple[Group, Tensor]]) -> Tensor:
-    """`Σ lr Δᵀ∇` of what is added to the momentum, `[]`."""
+    """Return `Σ lr Δᵀ∇` of what is added to the momentum, `[]`."""
     added = [
         scalar(group["lr"], product.device) * product * (1 - group["dampening"] if group["momentum"] != 0 else 1)
         for group, product in products

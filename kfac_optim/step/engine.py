@@ -266,7 +266,7 @@ def _measure(
     parts: Sequence[Parts],
     executor: Executor,
 ) -> tuple[list[tuple[Group, Tensor]], dict[str, Tensor]]:
-    """`Δᵀ∇` of each param group, as weight and bias may be of several; and the measures of a `StepRecord`."""
+    """Return `Δᵀ∇` of each param group, as weight and bias may be of several, and the measures of a `StepRecord`."""
     device = covered[0].params[0].device
     # Of every group that has covered blocks, also where these are preconditioned by other workers.
     groups: dict[int, Group] = {id(group): group for block in covered for group in block.groups}

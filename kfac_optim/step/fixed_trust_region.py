@@ -139,7 +139,7 @@ def _whole_step(proposal: Proposal, block: KFACBlock, parts: Parts) -> Parts:
 
 
 def _times_factors(block: KFACBlock, matrix: Tensor) -> Tensor:
-    """`G S A`, with the averages as they are.
+    """Return `G S A`, with the averages as they are.
 
     To unpack these at every step takes `in² + out²` writes, few beside the products.
     """

@@ -41,12 +41,12 @@ def minimum(curvature: Tensor, slope: Tensor) -> Tensor:
 
 
 def change(curvature: Tensor, slope: Tensor, weights: Tensor) -> Tensor:
-    """`slopeᵀw + ½ wᵀ curvature w`, `[]`."""
+    """Return `slopeᵀw + ½ wᵀ curvature w`, `[]`."""
     return slope @ weights + weights @ curvature @ weights / 2
 
 
 def reduction_ratio(before: float, after: float, predicted: float) -> float | None:
-    """`ρ`, the change of the loss over the change that the model predicted.
+    """Return `ρ`, the change of the loss over the change that the model predicted.
 
     Args:
         before: the loss at θ.

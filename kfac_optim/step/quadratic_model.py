@@ -109,7 +109,7 @@ class QuadraticModel(StepSize):
 def _ridge(
     groups: Iterable[Group], ways: Sequence[Direction], like: Tensor, weight: Callable[[Group], float]
 ) -> Tensor:
-    """`VᵀDV` with `D` the weight of each param group on its diagonal, `[k, k]`, of the dtype and device of `like`."""
+    """Return `VᵀDV` with `D` the weight of each param group on its diagonal, `[k, k]`, in the dtype of `like`."""
     total = torch.zeros(len(ways), len(ways), device=like.device, dtype=like.dtype)
     for group in groups:
         if (factor := weight(group)) == 0:

@@ -22,7 +22,7 @@ def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
 
 
 def lengths(products: Sequence[tuple[Group, Tensor]]) -> tuple[Tensor, Tensor]:
-    """`Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`, of the products of a proposal."""
+    """Return `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`, of the products of a proposal."""
     rates = [(scalar(group["lr"], product.device), product) for group, product in products]
     decrease = torch.stack([rate * product for rate, product in rates]).sum()
     return decrease, torch.stack([rate**2 * product for rate, product in rates]).sum()

@@ -51,7 +51,7 @@ class Trial:
     def ratio(
         self, loss: float, objective: Objective, count: LossCount, predicted: float | None, executor: Executor
     ) -> float | None:
-        """`ρ`: what the step did to the loss over what the quadratic model says that it does.
+        """Return `ρ`: what the step did to the loss over what the quadratic model says that it does.
 
         Args:
             loss: after the step.
@@ -76,7 +76,7 @@ class Trial:
         return loss + self._penalty({param: param.detach() for param in self._before})
 
     def _predicted(self, objective: Objective, count: LossCount, executor: Executor) -> float:
-        """`∇hᵀδ + ½ δᵀ (C + η) δ`."""
+        """Return `∇hᵀδ + ½ δᵀ (C + η) δ`."""
         step = {param: param.detach() - value for param, value in self._before.items()}
         device = next(iter(step)).device
         total = executor.mean_over_examples(objective.curvature(self._before, [step], count)).reshape(()).to(device) / 2
@@ -90,7 +90,7 @@ class Trial:
         return float(total)
 
     def _penalty(self, values: Mapping[nn.Parameter, Tensor]) -> float:
-        """`½ η ‖θ‖²`, where weight decay is part of the curvature."""
+        """Return `½ η ‖θ‖²`, if weight decay is part of the curvature."""
         total = 0.0
         for group in self.groups:
             if eta := l2(group):
@@ -224,7 +224,7 @@ def _same_inputs(before: Sequence[KeptForward], after: Sequence[KeptForward]) ->
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    """NaN for NaN as well: missing data may be marked by it."""
+    """Compare tensors; NaN equals NaN, as it may mark missing data."""
     if left is right:
         return True
     if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:

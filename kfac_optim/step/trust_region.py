@@ -14,7 +14,7 @@ _WIDE = (torch.float32, torch.float64)
 def trust_region_scale(
     quadratic: Tensor, decrease: Tensor, summed_terms: float, kl_clip: float | Tensor, longest: float | Tensor = 1.0
 ) -> Tensor:
-    """`ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5), on the device.
+    """Return `ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5), on the device.
 
     `sᵀFs` is taken as the larger of two estimates. One is the paper's, `lr² Δᵀ∇`, which trusts the factors: exact if
     they were the Fisher. The other is `(sᵀ∇)²`, which needs no factors: the Fisher of the batch's own gradients is
@@ -101,7 +101,7 @@ _RANGE = math.log(1e-3), math.log(1e12)  # pure noise may not shrink a region to
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:
-    """`Σ ⟨leftᵢ, rightᵢ⟩`, `[]` on `device`.
+    """Return `Σ ⟨leftᵢ, rightᵢ⟩`, `[]` on `device`.
 
     Args:
         left: tensors of any shapes, on any devices.
@@ -115,7 +115,7 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """`Σ ‖tensorᵢ‖²`, `[]` on `device`, at least float32; on an accelerator few launches for many tensors.
+    """Return `Σ ‖tensorᵢ‖²`, `[]` on `device`, at least float32; on an accelerator few launches for many tensors.
 
     Args:
         tensors: of any shapes and floating dtypes, on any devices.

@@ -74,7 +74,7 @@ def pull_back(
 
 
 def no_view(output: Tensor) -> Tensor:
-    """`output`, or the same memory as a tensor that is no view for autograd.
+    """Return `output`, or the same memory as a tensor that is no view for autograd.
 
     A change in place gives a view a new place in the graph, where a hook set on it before is not called any more.
     """

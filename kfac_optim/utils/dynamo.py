@@ -22,7 +22,7 @@ def inline_only(function: F) -> F:
 
 
 def as_one_node(function: F) -> F:
-    """`function` for modes to call while they are traced: it stands in the graph as one node, run outside all modes.
+    """Wrap `function` for modes to call while they are traced: it is one node of the graph, run outside all modes.
 
     Dynamo makes what a mode does part of the graph, and then runs the graph in that mode all the same
     (https://github.com/pytorch/pytorch/pull/196056): a backend that calls the graph's functions one by one, such as

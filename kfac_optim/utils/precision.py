@@ -34,7 +34,7 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 
 def finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
-    """`[]` bool: whether every element is finite, which nobody waits for; of at least one gradient, all dense.
+    """Return whether every element of at least one gradient, all dense, is finite, `[]` bool; nobody waits for it.
 
     A few launches for all of them, where the CPU's way would take one for each.
     """

@@ -97,7 +97,7 @@ class Shards:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the parameters that it gathers together."""
+    """Return FSDP2's own records of the parameters that it gathers together."""
     for module in model.modules():
         if (state_of := getattr(module, "_get_fsdp_state", None)) is not None:
             yield from state_of()._fsdp_param_groups
@@ -110,7 +110,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def is_part(param: nn.Parameter) -> bool:
     """Return whether processes hold parts of the parameter, as a DTensor or without a sign of it in its type."""
-    # Private, but DistributedDataParallel with a `device_mesh` puts plain tensors in the place of DTensors, so marked.
+    # Private, but DistributedDataParallel with a `device_mesh` replaces DTensors by plain tensors, so marked.
     return is_sharded(param) or hasattr(param, "_st_info")
 
 
@@ -137,7 +137,7 @@ def refuse_flat(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str
             raise NotImplementedError(
                 f"kfac_optim: {name} is kept by FullyShardedDataParallel (FSDP1) as a piece of a vector, cut anywhere, "
                 "so that no process can tell the matrix that its gradient belongs to. Shard the model by FSDP2 "
-                "instead, torch.distributed.fsdp.fully_shard(module) in the place of the wrapper, before the optimizer "
+                "instead, torch.distributed.fsdp.fully_shard(module) instead of the wrapper, before the optimizer "
                 "is built; or wrap it by DistributedDataParallel."
             )
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, LayerSpec, Structure, WeightSharing
-from kfac_optim.inverses import doubly_factored
-from kfac_optim.inverses.doubly_factored import DoublyFactoredState
+from kfac_optim.inverses import doubly_factored_state
+from kfac_optim.inverses.doubly_factored_state import DoublyFactoredState
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -162,7 +162,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numbers on the CPU be such that would have to be waited for."""
     monkeypatch.setattr("kfac_optim.factors.row_statistics.on_host", lambda _: False)
     monkeypatch.setattr("kfac_optim.factors.second_moments.on_host", lambda _: False)
-    monkeypatch.setattr(doubly_factored, "on_host", lambda _: False)
+    monkeypatch.setattr(doubly_factored_state, "on_host", lambda _: False)
 
 
 def test_a_step_in_which_the_device_finds_no_example_leaves_the_averages(monkeypatch: pytest.MonkeyPatch) -> None:

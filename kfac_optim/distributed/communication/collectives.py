@@ -65,7 +65,7 @@ class Communicator:
         group: of our own, see `groups`.
         device: that all tensors lie on.
         timeout: how long an event waits on the CPU; on accelerators that of the group counts.
-        observe: told of every launch, for traces.
+        observe: is called with every launch, for traces.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Communicator:
             mine: all that decides on the order and the sizes of collectives, by name (`Plan.agreement`).
             differences: tells in what two of these differ, in words that call the first "here" and the second "there"
                 (`plan.differences`).
-            remedy: tells what the user may do about it, likewise (`plan.remedy`).
+            remedy: says what the user may do about the differences (`plan.remedy`).
 
         Raises:
             RuntimeError: names layers, owners or options in which ranks differ.
@@ -215,7 +215,7 @@ class Communicator:
         return self.device.type != "cpu" and even and bucket.payload == bucket.sum_dtype
 
     def _joined(self, bucket: ShareBucket, parcels: Iterable[Parcel], values: Mapping[str, Tensor]) -> Tensor:
-        """`[elements of all parcels]`, as they travel."""
+        """Return the elements of all parcels, `[elements]`, as they travel."""
         pieces = [torch.empty(0, dtype=bucket.payload, device=self.device)]
         for parcel in parcels:
             value = values.get(parcel.name)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from kfac_optim.distributed.communication.collectives import Communicator
 
-# In the place of an infinite number of terms.
+# Stands for an infinite number of terms.
 _UNBOUNDED = 2**62
 
 # Of a rank that has nothing to say, below all that others say.

@@ -130,7 +130,7 @@ class ReduceBucket:
         return [0 if owner == rank else size for owner, size in enumerate(self.wire_sections)]
 
     def received_sections(self, rank: int) -> list[int]:
-        """Elements that `rank` gets from each rank, likewise."""
+        """Return the elements that `rank` gets from each rank."""
         return [0 if source == rank else self.wire_sections[rank] for source in range(self.world_size)]
 
     def encode(self, sections: Tensor, rank: int) -> Tensor:
@@ -174,7 +174,7 @@ class Merged(NamedTuple):
     """`Σ w`, `[]`, 0 where none of them had anything; None of a slot that is not weighted."""
 
     def mean(self) -> Tensor:
-        """`Σ w·S / Σ w`, `[elements]`; zeros where none of them had anything."""
+        """Return `Σ w·S / Σ w`, `[elements]`; zeros if no rank had anything."""
         assert self.mass is not None, "a slot that is not weighted has no mean"
         return torch.where(self.mass > 0, self.total / self.mass, 0.0)
 

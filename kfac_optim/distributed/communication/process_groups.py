@@ -3,7 +3,7 @@
 [Note: groups are kept] Our groups are made once for each group that trains, shared by all optimizers that train on it,
 one after the other or at the same time, and never given back: they end with the world, by the program's own
 `torch.distributed.destroy_process_group()`. Giving them back would need an agreement of all ranks on when, and each
-rank lets go of its optimizers when its garbage collector comes by. Making them anew is no way either: torch 2.13 names
+rank lets go of its optimizers when its garbage collector comes by. Making new ones is no way either: torch 2.13 names
 a group after its ranks and the number of groups there are, so that the new one would find the addresses of the old one
 in the store, and wait for it.
 
@@ -44,7 +44,7 @@ class GroupLoan:
         self._lent.loan = None
 
     def counting(self, observe: Observer | None) -> Observer:
-        """`observe` as it is to be given to the communicator of the group, which must tell of every launch."""
+        """Return `observe` as the communicator of the group is to be given it, which must report every launch."""
 
         def count(launch: Launch) -> None:
             self._lent.launched += 1
@@ -91,7 +91,7 @@ class OwnGroups:
         """
         chosen = self._free(largest)
         if chosen is None and self._lent:
-            gc.collect()  # garbage may hold loans, and groups are dear: threads and open files
+            gc.collect()  # garbage may hold loans, and groups cost threads and open files
             chosen = self._free(largest)
         if chosen is None:
             chosen = _LentGroup(self._make(2 * self._timeout))
@@ -151,7 +151,7 @@ def own_groups(parent: dist.ProcessGroup, timeout: timedelta) -> OwnGroups:
     return of_world[key]
 
 
-# By their world: one that is formed anew has none.
+# By their world: a world that is formed again has none.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, OwnGroups]] = weakref.WeakKeyDictionary()
 
 
@@ -172,7 +172,7 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
         return dist.get_process_group_ranks(group)
     except KeyError:
         raise RuntimeError(
-            "kfac_optim: the process group on which this model trains was destroyed. Wrap the model anew, or name a "
+            "kfac_optim: the process group on which this model trains was destroyed. Wrap the model again, or name a "
             "group of now by DistributedConfig(group=...), and build the optimizer again."
         ) from None
 

@@ -98,8 +98,7 @@ class Reducer:
         """
         if len(again) != len(self._buckets):
             raise ValueError(
-                f"kfac_optim: finish was told of {len(again)} buckets whether they go again, and has "
-                f"{len(self._buckets)}."
+                f"kfac_optim: finish got {len(again)} flags of buckets that go again, and has {len(self._buckets)}."
             )
         while self._next < len(self._buckets):
             if not again[self._next]:  # of what is sent twice only the second counts

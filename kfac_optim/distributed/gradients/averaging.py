@@ -21,7 +21,7 @@ class _Unseen(Enum):
     ALL = "all"
     """There is no wrapper."""
     OUTSIDE = "outside"
-    """Those that the wrapper does not have, or ignores."""
+    """Return the parameters that the wrapper does not have, or ignores."""
     UNSYNCHRONISED = "unsynchronised"
     """All, where the wrapper's last forward was one under `no_sync`, or an evaluation."""
 

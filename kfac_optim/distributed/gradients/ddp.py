@@ -28,7 +28,7 @@ class OwnersHook:
 
     Args:
         wrapper: whose gradients.
-        observe: told of every all-to-all, for traces.
+        observe: is called with every all-to-all, for traces.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, observe: Callable[[Launch], None] | None = None) -> None:
@@ -55,12 +55,12 @@ class OwnersHook:
         return _NoHook, ()
 
     def forget(self) -> None:
-        """Told that gradients were dropped, or are the mean on all ranks."""
+        """Note that gradients were dropped, or are the mean on all ranks."""
         self._to_mean.clear()
         self._stepped.clear()
 
     def stepped(self) -> None:
-        """Told that a step was taken, or skipped, by the gradients as they are."""
+        """Note that a step was taken, or skipped, by the gradients as they are."""
         self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
 
     def _before_forward(self) -> None:
@@ -138,7 +138,7 @@ class OwnersHook:
 
 
 class _NoHook:
-    """What stands in a copied wrapper in the place of an `OwnersHook`, and is never called."""
+    """Stands for an `OwnersHook` in a copied wrapper, and is never called."""
 
     def _reduce(self, state: object, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         pass
@@ -214,12 +214,12 @@ class Wrappers:
             hook.forget()
 
     def forget(self) -> None:
-        """Told that gradients were dropped, or are the mean on all ranks."""
+        """Note that gradients were dropped, or are the mean on all ranks."""
         for hook in self._of_all():
             hook.forget()
 
     def stepped(self) -> None:
-        """Told that a step was taken, or skipped, by the gradients as they are."""
+        """Note that a step was taken, or skipped, by the gradients as they are."""
         for hook in self._of_all():
             hook.stepped()
 

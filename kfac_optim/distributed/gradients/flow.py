@@ -1,4 +1,4 @@
-"""How gradients come to those that precondition them, and what becomes of it to those that update."""
+"""The way of gradients to the ranks that precondition them, and of directions to the ranks that update."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -102,7 +102,7 @@ class ShardedGradients(GradientFlow):
         self.forget()
 
     def bring(self, params: Iterable[Tensor]) -> None:
-        """Told that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
+        """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
         self._waiting.difference_update(params)
 
     def reduce(self) -> None:

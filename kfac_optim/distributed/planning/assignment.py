@@ -49,7 +49,7 @@ class LayerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rank that refreshes each part of a layer, and those that precondition it."""
+    """A place is the rank that refreshes each part of a layer, and the ranks that precondition it."""
 
     owners: Mapping[str, int]
     workers: range

@@ -27,7 +27,7 @@ class Plan:
         options: numbers that it depends on.
         cost: rates by which seconds were predicted and collectives chosen.
         layers: in forward order.
-        parameters: that are not covered, likewise.
+        parameters: the ones that are not covered, in forward order.
         buckets: those of each payload in the order in which they are sent.
         traffic: of each payload that is sent.
         refresh_loads: operations of each rank's refreshes.
@@ -92,13 +92,13 @@ class Plan:
 
     @property
     def largest_part(self) -> tuple[str, float]:
-        """Name and operations of the part that is dearest to refresh."""
+        """Return the name and the operations of the part that costs most to refresh."""
         parts = [(part.name_in(layer.name), part.part.refresh) for layer in self.layers for part in layer.parts]
         return max(parts, key=lambda named: named[1], default=("", 0.0))
 
     @property
     def refresh_floor(self) -> float:
-        """Operations of the dearest part over the mean of all ranks: no placement has a smaller imbalance.
+        """Return the operations of the largest part over the mean of all ranks: no placement has a smaller imbalance.
 
         Below 1 it does not bind. A wide factor is made cheaper by `BlockDiagonal`, `DoublyFactored` or a diagonal, and
         taken out of the longest step by `Background`; more ranks and a placement by factors do not help.

@@ -17,7 +17,7 @@ VOTE_WORDS = 13
 # about different models meet: of one size they tell what differs, while gloo ends the process over two sizes.
 _MARKS = 128
 
-# Of `Inverse.counters` those that ranks tell one another at refreshes, for metrics: those with a side are known to the
+# Of `Inverse.counters` the ones that ranks share at refreshes, for metrics: the ones with a side are known to the
 # owner of that part alone.
 TOLD_COUNTERS = (
     "condition_A",
@@ -62,7 +62,7 @@ class PlanOptions:
         momentum: whether there is a momentum buffer for each parameter.
         scalars: how many numbers each sum over parameters has that every step takes, over ranks too but under
             `Replicated`: three for the trust region with one param group, and one for its momentum.
-        totals: likewise, over ranks under every strategy.
+        totals: how many numbers each sum has that every step takes over all ranks under every strategy.
 
     Raises:
         TypeError: an argument of the wrong kind.

@@ -1,4 +1,4 @@
-"""The statistics of all ranks to those that refresh by them, and the results to those that need them."""
+"""Statistics go from all ranks to the ones that refresh, and results to the ones that need them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ class StatisticsExchange:
                 factor.elsewhere = told.get(part.part.name)
 
     def share(self, blocks: Sequence[KFACBlock]) -> None:
-        """Tell all ranks how refreshes of these blocks went, and the results to those that need them."""
+        """Share with all ranks how refreshes of these blocks went, and with some of them the results."""
         self._tell_status(blocks)
         by_name = {block.name: block for block in blocks}
         taken: set[str] = set()
@@ -249,7 +249,7 @@ class StatisticsExchange:
         for block in blocks:
             factors = {part.part.name: block.state.averages(part.part.name)[0] for _, _, part in self._parts([block])}
             for factor in factors.values():
-                factor.elsewhere = None  # what was told at the last refresh
+                factor.elsewhere = None  # known from the last refresh
             # Samples come for both at once.
             mass = torch.stack([factor.mass for factor in factors.values()]).amax()
             self._told[block.name] = {
@@ -267,7 +267,7 @@ class StatisticsExchange:
         factors, pieces = [], []
         for block, part in parts:
             (factor,) = block.state.averages(part.part.name)
-            factor.elsewhere = None  # what was told at the last refresh
+            factor.elsewhere = None  # known from the last refresh
             known = torch.cat([factor.trace().double(), factor.mass.double().reshape(1)])
             pieces.append(known if part.owner == self.rank else torch.zeros_like(known))
             factors.append(factor)

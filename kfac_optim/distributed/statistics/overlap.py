@@ -52,7 +52,7 @@ class EarlyReports:
                 reducer.ready(name, factor.packed, factor.mass)
 
     def review(self, reducer: Reducer) -> None:
-        """Look at all reports again as the step has come: those that do not hold must be sent again."""
+        """Look at all reports again as the step has come: what does not hold must be sent again."""
         terms = self._terms()
         for block, reported in self._reported.items():
             if not (block.has_pending() and terms is not None and _equal(terms, reported)):

@@ -23,7 +23,7 @@ class CholeskyState(PairState):
 
     Attributes:
         a_inverse: `[groups, in, in]`, `[groups, in]` for a diagonal factor, None for the identity.
-        g_inverse: likewise over `out`.
+        g_inverse: the same over `out`.
         applied: dtype of both.
     """
 

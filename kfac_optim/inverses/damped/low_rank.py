@@ -46,7 +46,7 @@ class LowRankState(PairState):
     Attributes:
         a: of `A`: a `Deflation` where the factor is dense and at least four ranks wide; else the inverse itself, as
             `Cholesky` has it; None for the identity.
-        g: of `G`, likewise.
+        g: of `G`, in the same form.
         cutoff: the smallest eigenvalue kept, over the damping, `[2]` for A and G, the largest of all groups; 0 where
             the inverse is exact.
     """
@@ -120,7 +120,7 @@ class LowRank(PairInverse[LowRankState]):
     `Cholesky` takes `2d`; an inverse is `r·d` numbers. Where that saves less than half of the products, on factors
     narrower than 4r, the inverse is that of `Cholesky`.
 
-    Use it where layers are wide and steps dear; the memory of inverses nearly vanishes too. Products want the full
+    Use it where layers are wide and steps cost much; the memory of inverses nearly vanishes too. Products want the full
     precision of float32: the small rest of a leading direction is a difference, so that TF32, which has 10 bits, would
     leave it off by a thousandth of the whole.
 
@@ -266,12 +266,12 @@ def _identity(factor: Factor, rank: int, dtype: torch.dtype) -> Deflation | Tens
 
 
 def _deflate_rows(side: Deflation, matrix: Tensor) -> Tensor:
-    """`(I - basis · diag(weights) · basisᵀ) matrix`, in place; `matrix` `[n, d, columns]`, `side` of n groups or 1."""
+    """Apply `I - basis · diag(weights) · basisᵀ` from the left to `[n, d, columns]`, in place."""
     parts = side.weights.unsqueeze(-1) * (side.basis.mT @ matrix)
     return matrix.baddbmm_(side.basis.expand(len(matrix), -1, -1), parts, alpha=-1)
 
 
 def _deflate_columns(side: Deflation, matrix: Tensor) -> Tensor:
-    """`matrix (I - basis · diag(weights) · basisᵀ)`, in place; `matrix` `[n, rows, d]`, `side` of n groups or 1."""
+    """Apply `I - basis · diag(weights) · basisᵀ` from the right to `[n, rows, d]`, in place."""
     parts = (matrix @ side.basis) * side.weights.unsqueeze(-2)
     return matrix.baddbmm_(parts, side.basis.mT.expand(len(matrix), -1, -1), alpha=-1)

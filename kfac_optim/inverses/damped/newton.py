@@ -195,7 +195,7 @@ def _finish(iterated: _Iterated) -> None:
     attempts = converged.to(torch.int64)
     if not bool(converged.all()):
         left = (~converged).nonzero().squeeze(-1)
-        # The factors are had anew: to keep them would take their memory at every refresh, and few fail.
+        # The factors are computed again: to keep them would take their memory at every refresh, and few fail.
         unshifted = torch.cat([job.damped.scaled(job.average()) for job in jobs])[left]
         shift = torch.cat([job.damped.shift for job in jobs])[left]
         inverses[left], attempts[left] = damped_cholesky_inverse(unshifted, shift)

@@ -66,7 +66,7 @@ class EigenState(PairState):
         return tuple(Result(tensor) for tensor in (*tensors, self.solved))
 
     def eigenvalues(self) -> Tensor:
-        """`s_G s_Aᵀ`, `[groups, out, in]`; the axis of an identity factor has size 1."""
+        """Return `s_G s_Aᵀ`, `[groups, out, in]`; the axis of an identity factor has size 1."""
         return outer(
             None if self.g is None else self.g.values, None if self.a is None else self.a.values, like=self.condition
         )
@@ -130,7 +130,7 @@ class EigenbasisInverse(PairInverse[E]):
 
 
 def outer(g_values: Tensor | None, a_values: Tensor | None, *, like: Tensor) -> Tensor:
-    """`g aᵀ` of values `[groups, d]`, in the dtype of `like`; None stands for the identity, whose axis has size 1."""
+    """Return `g aᵀ` of values `[groups, d]`, in the dtype of `like`; None stands for the identity, of axis size 1."""
     values = torch.ones((), dtype=like.dtype, device=like.device)
     if g_values is not None:
         values = values * g_values.unsqueeze(-1)

@@ -23,13 +23,13 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     A gradient becomes `U_G [(U_Gᵀ ∇ U_A) / (S + λ)] U_Aᵀ` with `S = M Σ_n (U_Gᵀ ∇W_n U_A)²`, where `∇W_n` is what
     example n adds to the gradient. `S` is the diagonal of the Fisher in the eigenbasis, for which `Eigen` takes the
     product `s_G s_Aᵀ` of the factors' eigenvalues: of all diagonals in this basis it is the nearest to the Fisher in
-    the Frobenius norm. It is sampled at every statistics step and so stays up to date while the basis, the dear part,
+    the Frobenius norm. It is sampled at every statistics step and so stays up to date while the basis, the costly part,
     ages: `inverse_update_period` can be large. λ may change at every step without a refresh.
 
     `S` is a running average weighted by loss terms, as `G` is, in the units of the loss as the user wrote it. Until it
     is sampled in a basis it is `s_G s_Aᵀ`. When a refresh changes the basis, the diagonal of `U diag(S) Uᵀ` in the new
     one takes its place and keeps its mass. (In a small network, trained on batches of 64 with a decay of 0.95, this
-    solved `(F + λI)Δ = ∇` with an error of 0.34 at a refresh every 10 steps and 0.47 every 40, `S` started anew from
+    solved `(F + λI)Δ = ∇` with an error of 0.34 at a refresh every 10 steps and 0.47 every 40, `S` begun again from
     `s_G s_Aᵀ` with 0.39 and 0.50, and `Eigen` with 0.37 and 0.53.)
 
     The examples are those of the batch axis. With weight sharing `expand` `∇W_n = Σ_r g_nr a_nrᵀ`, over the positions
@@ -47,7 +47,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     product of two factors cannot express. It wants a larger λ than `Cholesky`, as `Eigen` does.
 
     On several processes each samples `S` of its own examples, and what divides the gradient is the `S` of all as of
-    the last refresh, where one process takes it anew at every step with statistics: the two are equal where the periods
+    the last refresh, where one process updates it at every step with statistics: the two are equal where the periods
     are. So there pass an `inverse_update_period` below the default.
 
     Args:

@@ -44,7 +44,7 @@ class EKFACState(EigenState):
         expressed: whether the samples since the last fold can all be had from rows.
         substituted: folds in which they could not, `[]` int64.
         refused: samples of `S` refused alone, where those of the factors were finite, `[]` int64.
-        refused_in_a_row: likewise, since the last that was accepted, `[]` int64.
+        refused_in_a_row: such samples since the last that was accepted, `[]` int64.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class EKFACState(EigenState):
 
     @property
     def second_moments(self) -> Tensor:
-        """`S`, `[groups, out, in]`; a view."""
+        """Return `S`, `[groups, out, in]`; a view."""
         return self.scales.packed.view(self.shape)
 
     @property
@@ -133,7 +133,7 @@ class EKFACState(EigenState):
         moments.copy_(torch.where(self.scales.mass > 0, moments, self.eigenvalues()))
 
     def expected(self) -> Tensor:
-        """`S` as the factors' present averages would have it, `[groups, out, in]` or of size 1 along an axis.
+        """Return `S` as the factors' present averages would have it, `[groups, out, in]` or of size 1 along an axis.
 
         That is `diag(U_GᵀGU_G) diag(U_AᵀAU_A)ᵀ` in the present bases.
         """
@@ -281,14 +281,14 @@ def _basis(spectrum: Spectrum | None) -> Tensor | None:
 
 
 def _squared_overlaps(old: Tensor, new: Tensor) -> Tensor:
-    """`(u_j · u'_i)²`, `[groups, d, d]`; of a basis that is the same exactly the identity."""
+    """Return `(u_j · u'_i)²`, `[groups, d, d]`; of a basis that is the same exactly the identity."""
     same = (old == new).flatten(1).all(1)[:, None, None]
     identity = torch.eye(old.shape[-1], dtype=old.dtype, device=old.device)
     return torch.where(same, identity, (old.mT @ new).square())
 
 
 def _diagonal_in(factor: Factor | None, spectrum: Spectrum | None) -> Tensor | None:
-    """`diag(Uᵀ F U)`, `[groups, d]`."""
+    """Return `diag(Uᵀ F U)`, `[groups, d]`."""
     if factor is None or spectrum is None:
         return None
     average = factor.average.to(spectrum.values.dtype)
@@ -307,7 +307,7 @@ def _used(pair: FactorPair) -> int | Tensor:
 
 
 def _without_latest(stats: LayerStatistics, call: LayerCall) -> LayerStatistics:
-    """`stats` as they were before the backward they come from, which was not the first through its call."""
+    """Return `stats` as they were before the backward they come from, which was not the first through its call."""
     assert call.earlier is not None
     before = copy.copy(stats)
     for name in list(vars(before)):

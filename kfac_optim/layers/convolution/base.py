@@ -58,7 +58,7 @@ class PatchStatistics(RowStatistics):
         output, expected = (_by_times(each) for each in (self.call.gradient.shape[-self.ndim :], seen))
         raise RuntimeError(
             f"kfac_optim: the gradient of layer {self.spec.name!r} has {output} positions, which its {whose} of "
-            f"{expected} does not give: a hook, or a forward put in the place of the layer's own since the optimizer "
+            f"{expected} does not give: a hook, or a forward that replaced the layer's own since the optimizer "
             f"was built, changes what it reads or returns. Build the optimizer after that, or list the layer in "
             f"skip_layers."
         )
@@ -119,7 +119,7 @@ class PatchStatistics(RowStatistics):
         return patches
 
     def _correlated(self, patches: Patches) -> Tensor:
-        """`Σ a aᵀ` over all positions."""
+        """Return `Σ a aᵀ` over all positions."""
         moment = correlated_gram(patches)
         if not self.spec.has_bias:
             return moment
@@ -134,7 +134,7 @@ class PatchAdapter(WeightBiasAdapter[M]):
     """A convolution, in one view or another.
 
     A forward of its own may pad and crop as it likes, call torch's function several times, or hand it something
-    computed from the weight. So there the function is looked at in the place of the module: each call with the weight
+    computed from the weight. So there the function is looked at instead of the module: each call with the weight
     itself counts, as what that call does; what else is done with the weight has no statistics, rather than wrong ones.
     """
 
@@ -148,8 +148,8 @@ class PatchAdapter(WeightBiasAdapter[M]):
 
         Args:
             module: the layer.
-            args: those of the function that come after the bias.
-            kwargs: likewise.
+            args: positional arguments of the function, after the bias.
+            kwargs: keyword arguments of the function.
         """
 
     def capture(
@@ -191,7 +191,7 @@ class _NotedFunction:
         self._has_bias = has_bias
 
     def wanted(self) -> bool:
-        # Where the window's mode is on it takes the call for a use by somebody else, until it is told.
+        # Where the window's mode is on it takes the call for a use by somebody else, until `layer_ran` says otherwise.
         window, watch = self._window(), self._watch()
         return window is not None and watch is not None and (is_on(window.listener.mode) or watch.wanted())
 

@@ -128,7 +128,7 @@ class ConvTransposeAdapter(PatchAdapter[_ConvTransposeNd]):
 
 
 def _interleaved(features: Tensor, stride: Sequence[int]) -> Tensor:
-    """`[batch, channels, *(s·(space - 1) + 1)]`: `features` with `s - 1` zeros between neighbours."""
+    """Put `s - 1` zeros between neighbours of `features`: `[batch, channels, *(s·(space - 1) + 1)]`."""
     space = [step * (size - 1) + 1 for step, size in zip(stride, features.shape[2:], strict=True)]
     interleaved = features.new_zeros(*features.shape[:2], *space)
     taken = [slice(None), slice(None), *(slice(None, None, step) for step in stride)]
@@ -137,5 +137,5 @@ def _interleaved(features: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def _flipped(weight: Tensor) -> Tensor:
-    """`[..., taps]` with the kernel reversed along every dimension of space, which reverses it as a whole."""
+    """Reverse the kernel of `[..., taps]` along every dimension of space, which reverses it as a whole."""
     return weight.flip(-1)
