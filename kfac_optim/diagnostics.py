@@ -21,7 +21,7 @@ _UNSEEN = "no call of a module that holds it was seen yet"
 
 @dataclass(frozen=True)
 class Summary:
-    """Every parameter of the optimizer and how it is treated. `str()` is the table."""
+    """Lists every parameter of the optimizer and how it is treated. `str()` is the table."""
 
     blocks: tuple[BlockRecord, ...]
     parameters: tuple[ParameterRecord, ...]

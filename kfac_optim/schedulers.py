@@ -13,7 +13,7 @@ _PERIODS = ("factor_update_period", "inverse_update_period")
 
 @dataclass(frozen=True)
 class ExponentialDecay:
-    """`gamma ** (step // every)`, clipped below: a factor for `HyperparameterScheduler`.
+    """Returns `gamma ** (step // every)`, clipped below: a factor for `HyperparameterScheduler`.
 
     Ba, Grosse & Martens 2017 (§5) decay the trust region by 0.96 every half epoch, starting from 0.01.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class WeightSharing(Enum):
-    """How the shared axis of a layer (time, space) enters the factors (Eschenhagen et al. 2023)."""
+    """Says how the shared axis of a layer (time, space) enters the factors (Eschenhagen et al. 2023)."""
 
     EXPAND = "expand"
     """Every position is an example of its own; for convolutions this is KFC (Grosse & Martens 2016)."""
@@ -20,7 +20,7 @@ class WeightSharing(Enum):
 
 
 class Structure(Enum):
-    """The part of a Kronecker factor that is kept."""
+    """Says which part of a Kronecker factor is kept."""
 
     DENSE = "dense"
     DIAGONAL = "diagonal"
@@ -88,7 +88,7 @@ def narrower(one: Kept, other: Kept) -> Kept:
 
 
 class LossTerms(Enum):
-    """What the mean in the loss runs over. It fixes the scale of `G` (see `KFACOptimizer`)."""
+    """Says what the mean in the loss runs over, which fixes the scale of `G` (see `KFACOptimizer`)."""
 
     EXAMPLES = "examples"
     """First dimension of the first tensor the model receives."""
@@ -102,7 +102,7 @@ class LossTerms(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One gradient matrix `[groups, out_dim, in_dim]` and its two Kronecker factors."""
+    """Describes one gradient matrix `[groups, out_dim, in_dim]` and its two Kronecker factors."""
 
     name: str
     """Fully qualified name without wrapper prefixes; of several matrices of one module, each with a suffix."""
@@ -199,7 +199,7 @@ class FactorShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a block's inverse is recomputed as one, so by one rank: a factor, or all that hangs together."""
+    """Describes what of a block's inverse is recomputed as one, so by one rank: a factor, or several."""
 
     name: str
     """`"A"`, `"G"`; empty where the block is one part."""
@@ -218,7 +218,7 @@ class Part:
 
 
 class Cost(NamedTuple):
-    """Floating-point operations of one block, for plans and for the arithmetic floor."""
+    """Counts floating-point operations of one block, for plans and for the arithmetic floor."""
 
     refresh: float
     """One recomputation of the inverse."""
@@ -228,7 +228,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """One preconditioned block as `summary()` shows it."""
+    """Describes one preconditioned block as `summary()` shows it."""
 
     name: str
     layer: str
@@ -253,7 +253,7 @@ class BlockRecord:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRecord:
-    """One parameter of the optimizer: the block that covers it, or the reason why none does."""
+    """Describes one parameter of the optimizer: the block that covers it, or the reason why none does."""
 
     name: str
     shape: tuple[int, ...] | None

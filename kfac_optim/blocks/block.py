@@ -24,7 +24,7 @@ from kfac_optim.utils.sharded_params import Shards
 
 
 class Missing(NamedTuple):
-    """What a checkpoint tells of a block that it holds no statistics for."""
+    """Says what a checkpoint knows of a block that it holds no statistics for."""
 
     clock: Clock
     """With them."""
@@ -34,7 +34,7 @@ class Missing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerUse:
-    """One module that uses a block's parameters.
+    """Stands for one module that uses a block's parameters.
 
     Attributes:
         module: the module.
@@ -54,7 +54,7 @@ class LayerUse:
 
 
 class RefreshUnderWay(NamedTuple):
-    """A refresh that was begun at one step and is taken over at a later one."""
+    """Stands for a refresh that was begun at one step and is taken over at a later one."""
 
     shadow: "KFACBlock"
     """A copy of the block as it was at the first step, which is refreshed in its place."""
@@ -64,7 +64,7 @@ class RefreshUnderWay(NamedTuple):
 
 @dataclass(eq=False)
 class KFACBlock:
-    """One gradient matrix `[groups, out, in]` of one module, or of several that share its parameters.
+    """Preconditions one gradient matrix `[groups, out, in]` of one module, or of several that share its parameters.
 
     Attributes:
         name: fully qualified name of the (first) module; with a suffix where a module has several blocks.

@@ -20,7 +20,7 @@ from kfac_optim.specs import BlockDiagonal, Kept, LayerSpec, Structure, WeightSh
 
 @dataclass
 class Coverage:
-    """Blocks, and for every parameter that none of them covers the reason."""
+    """Holds the blocks, and for every parameter that none of them covers the reason."""
 
     blocks: list[KFACBlock] = field(default_factory=list)
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Use:
-    """One module that uses a weight; `adapter` is None where it cannot be measured.
+    """Stands for one module that uses a weight; `adapter` is None if the module cannot be measured.
 
     `params` are those it answers for, by their names within it; `trained` are some of these names.
     """
@@ -62,7 +62,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Assembly:
-    """What every block of one model is made from.
+    """Holds what every block of one model is made from.
 
     Attributes:
         names: of the model's modules.

@@ -26,7 +26,7 @@ _SGD = ("lr", "momentum", "dampening", "weight_decay")
 
 
 class Origin(Enum):
-    """Who has written a checkpoint."""
+    """Says who has written a checkpoint."""
 
     OURS = "KFACOptimizer"
     SGD = "torch.optim.SGD"

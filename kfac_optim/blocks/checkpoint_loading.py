@@ -13,7 +13,7 @@ from kfac_optim.blocks.model_binding import ModelBinding
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A checkpoint that is about to be loaded, or none.
+    """Holds a checkpoint that is about to be loaded, or none.
 
     Attributes:
         states: what it holds for blocks.

@@ -20,7 +20,7 @@ _DENSE = (Structure.DENSE, Structure.DENSE)
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """The user's choices about layers, as given to `KFACOptimizer`."""
+    """Holds the user's choices about layers, as given to `KFACOptimizer`."""
 
     adapters: Adapters
     skip_layers: Sequence[Pattern]

@@ -21,7 +21,7 @@ _WRAPPERS_OF_MODULE = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class ModuleNames:
-    """The modules of a model by their path, and the names to show for them: without what wrappers put in between.
+    """Knows the modules of a model by their path, and by the names to show, without what wrappers put in between.
 
     Attributes:
         model: the model, wrapped or not.
@@ -76,7 +76,7 @@ def matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
 
 
 class Choice(Generic[V]):
-    """One value for all layers, or a mapping from patterns to values with a default for the rest.
+    """Holds one value for all layers, or a mapping from patterns to values with a default for the rest.
 
     A pattern that matches a container covers everything inside; of several that match, the first wins.
 

@@ -33,7 +33,7 @@ from kfac_optim.utils.sharded_params import Shards
 
 
 class Ledger:
-    """The calls that backwards have committed since the last step, and the terms of their loss.
+    """Keeps the calls that backwards have committed since the last step, and the terms of their loss.
 
     Attributes:
         rule: what the mean in the loss runs over.
@@ -169,7 +169,7 @@ class Ledger:
 
 
 class ForwardCall:
-    """Tensor hook on one output of a layer: commits the call to its ledger when a backward reaches the weight.
+    """Is called as a hook on one output of a layer, and commits the call when a backward reaches the weight.
 
     Args:
         ledger: that the call may come to stand in; held weakly, as is `watch`.

@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 class Product(NamedTuple):
-    """One `input @ weightᵀ + bias`, or `input @ weight + bias` where `transposed`, as a function was asked for it."""
+    """Describes one `input @ weightᵀ + bias`, or `input @ weight + bias` if `transposed`, as a function got it."""
 
     weight: nn.Parameter
     input: Tensor

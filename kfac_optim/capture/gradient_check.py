@@ -211,7 +211,7 @@ def conclude(checks: Iterable[GradientCheck]) -> None:
 
 
 class _Added:
-    """Hook on a parameter. The check holds it, by its handle, so it holds the check weakly."""
+    """Is called as a hook on a parameter. The check holds it, by its handle, so it holds the check weakly."""
 
     def __init__(self, check: GradientCheck, index: int) -> None:
         self._check = weakref.ref(check)

@@ -48,7 +48,7 @@ class GraphListener(Protocol):
 
 
 class Tape:
-    """What graphs hold of one listener.
+    """Writes the operators of one listener into graphs.
 
     Attributes:
         number: by which operators find the listener.

@@ -13,7 +13,7 @@ from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class LayerWatch:
-    """What is asked of one layer.
+    """Says what is asked of one layer.
 
     Attributes:
         weight: the parameter that a backward must reach to count.

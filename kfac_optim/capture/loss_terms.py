@@ -16,7 +16,7 @@ _BY_INPUT = (LossTerms.EXAMPLES, LossTerms.SUM)
 
 
 class LossCount(NamedTuple):
-    """The terms of a step's loss."""
+    """Holds the terms of a step's loss."""
 
     averaged: float | Tensor
     """`M`, the terms that the mean runs over; 1 for a summed loss; a tensor `[]` where it was stated as one."""
@@ -27,7 +27,7 @@ class LossCount(NamedTuple):
 
 
 class RootCall:
-    """One forward call of the whole model, whose loss terms count once in each window that has a backward through it.
+    """Stands for one forward of the whole model, whose loss terms count once in a window with a backward through it.
 
     Layers that run outside any forward of the model share one such call in each backward.
 
@@ -73,7 +73,7 @@ def _terms_of_output(rule: LossTerms, shape: Sequence[int]) -> int:
 
 
 class LossTally:
-    """The terms counted between two steps.
+    """Counts the loss terms between two steps.
 
     Args:
         rule: what the mean in the loss runs over.

@@ -99,7 +99,7 @@ class Roots:
 
 
 class OutputPass:
-    """Tensor hook on an output of the model, which tells the ledger of every backward through it.
+    """Is called as a hook on an output of the model, and tells the ledger of every backward through it.
 
     It counts the terms of a summed loss on the steps without statistics, when no layer tells.
 

@@ -27,8 +27,8 @@ _ROUNDINGS = 4
 _SMALL = 2.0**-10
 
 
-class Factor(NamedTuple):
-    """What gradients were multiplied by.
+class ScaleChange(NamedTuple):
+    """Says what gradients were multiplied by.
 
     Attributes:
         scale: by a change of the loss's scale, which the output gradients behind `G` share.
@@ -73,33 +73,33 @@ class ScaleProbe:
             self._handle.remove()
         self._handle, self._kept, self._backwards = None, None, 0
 
-    def measure(self) -> Factor:
+    def measure(self) -> ScaleChange:
         """Tell what has become of the gradient since. Waits for the device."""
         param = None if self._param is None else self._param()
         if param is None or self._kept is None or param.grad is None or param.grad.shape != self._kept.shape:
-            return Factor()
+            return ScaleChange()
         before, after = self._kept, param.grad.detach()
         ratio, spread = _common_factor(before, after)
         if ratio == 1 and spread == 0:
             self._known = 1.0
-            return Factor()
+            return ScaleChange()
         tolerance = _ROUNDINGS * torch.finfo(param.dtype).eps
         if not (math.isfinite(ratio) and ratio > 0) or spread > tolerance * ratio:
-            return Factor()
+            return ScaleChange()
         power = 2.0 ** round(math.log2(ratio))
         # To the bit, since clipping may come near to either.
         if torch.equal(after, before * power):
             self._known = min(power, 1.0)
-            return Factor(power)
+            return ScaleChange(power)
         count = self._backwards
         if torch.equal(after, before / count) or torch.equal(after, before * (1 / count)):
             self._known = 1 / count
-            return Factor(self._known)
+            return ScaleChange(self._known)
         if ratio > 1 + tolerance:
-            return Factor(ratio)
+            return ScaleChange(ratio)
         if ratio <= self._known < 1:
-            return Factor(self._known)  # and the rest is clipping
-        return Factor(is_doubtful=ratio < _SMALL)
+            return ScaleChange(self._known)  # and the rest is clipping
+        return ScaleChange(is_doubtful=ratio < _SMALL)
 
 
 def _common_factor(before: Tensor, after: Tensor) -> tuple[float, float]:
@@ -115,7 +115,7 @@ def _common_factor(before: Tensor, after: Tensor) -> tuple[float, float]:
 
 
 class _Keep:
-    """Hook on the parameter; holds the probe weakly, which holds the hook by its handle."""
+    """Is called as a hook on the parameter; holds the probe weakly, which holds the hook by its handle."""
 
     def __init__(self, probe: ScaleProbe) -> None:
         self._probe = weakref.ref(probe)

@@ -19,7 +19,7 @@ _COST = CostModel(flop_rate=1e14, bandwidth=2e10, latency=2e-5, solver_rate=2e12
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """What the ranks of a process group share, and how. Must be equal on all of them, but for `observe`.
+    """Says what the ranks of a process group share, and how. It must be equal on all of them, but for `observe`.
 
     Args:
         strategy: who preconditions and updates what: `Replicated(...)`, the default, `Sharded(...)`, or `Auto(...)`.

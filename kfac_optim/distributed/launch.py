@@ -25,7 +25,7 @@ _SLURM_PORTS = range(15000, 30000)
 
 
 class Launcher(Enum):
-    """Who started the processes."""
+    """Says who started the processes."""
 
     NONE = "no launcher"
     TORCHRUN = "torchrun"
@@ -37,7 +37,7 @@ class Launcher(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """One process among those that were started together.
+    """Says which of the processes that were started together this one is.
 
     Attributes:
         launcher: who started them.
@@ -58,7 +58,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Variables:
-    """What a launcher calls things.
+    """Names the environment variables of a launcher.
 
     Attributes:
         marks: it is at work where one of these is set.

@@ -16,7 +16,7 @@ from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 
 
 class Holdings:
-    """What ranks hold under one plan. Methods are collectives, but for `homes` and `let_go`.
+    """Knows what ranks hold under one plan. Methods are collectives, but for `homes` and `let_go`.
 
     Args:
         plan: the plan.

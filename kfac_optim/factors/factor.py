@@ -12,7 +12,7 @@ from kfac_optim.utils import value_checks
 
 
 class Elsewhere(NamedTuple):
-    """What another rank, which keeps an average, tells of it."""
+    """Holds what another rank, which keeps an average, has said of it."""
 
     trace: Tensor
     """`[groups]`."""
@@ -21,7 +21,7 @@ class Elsewhere(NamedTuple):
 
 
 class Factor:
-    """Mass-weighted exponential average `S` of second moments.
+    """Keeps a mass-weighted exponential average `S` of second moments.
 
     With `w` the mass held and `n` the mass behind a new sample,
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class FactorPair:
-    """`A` and `G` of one block, and the rows behind the pending sum of `A`.
+    """Keeps `A` and `G` of one block, and the rows behind the pending sum of `A`.
 
     Attributes:
         a: input factor, of one group where all share their input, or None for the identity.
@@ -117,7 +117,7 @@ class FactorPair:
 
 
 class OpposedPair(FactorPair):
-    """`A` and `G` of a matrix that some calls multiply by and others by its transpose, as with tied embeddings.
+    """Keeps `A` and `G` of a matrix that some calls multiply by and others by its transpose, as with tied embeddings.
 
     Each kind of call has a pair of its own: on one side of the matrix inputs meet output gradients, which have other
     units. With `n` the mean eigenvalue, the calls of kind i give the sides `P_i`, `Q_i` and the weight

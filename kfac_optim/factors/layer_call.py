@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One forward call of a layer, as a backward through it leaves it."""
+    """Holds one forward call of a layer, as a backward through it leaves it."""
 
     input: Tensor | None
     """The layer's input. None from the second backward on, unless statistics of an earlier one kept it."""

@@ -15,7 +15,7 @@ from kfac_optim.specs import Structure
 
 
 class LayerStatistics(ABC):
-    """Second moments of one call of a layer, computed when asked for."""
+    """Computes second moments of one call of a layer, when asked for them."""
 
     opposed = False
     """Whether the call multiplied by the transpose of the block's matrix, so that the sides change places."""

@@ -14,7 +14,7 @@ from kfac_optim.factors.second_moments import channel_rows, on_host
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
-    """The patches of some feature maps; their columns are ordered `(channel, *kernel)`.
+    """Cuts feature maps into patches, whose columns are ordered `(channel, *kernel)`.
 
     Attributes:
         features: `[batch, channels, *space]`.

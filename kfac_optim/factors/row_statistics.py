@@ -10,7 +10,7 @@ from kfac_optim.specs import Structure
 
 
 class RowStatistics(CallRows):
-    """Statistics of a layer whose output is `W a` at each position; families say what `a` and `g` are.
+    """Computes the statistics of a layer with the output `W a` at each position; families say what `a` and `g` are.
 
     A row is active when its `g` is not exactly zero in every group. Others add nothing to the Fisher `Σ a aᵀ ⊗ g gᵀ`,
     of which `A ⊗ G` takes the mean of `a aᵀ` and the sum of `g gᵀ`: zeros would water down the mean and not the sum. So

@@ -15,7 +15,7 @@ from kfac_optim.utils.validation import check_integer
 
 @dataclass(frozen=True, slots=True)
 class Subsample:
-    """Take at most so many examples of a call, and of each at most so many positions, for the statistics of a layer.
+    """Takes at most so many examples of a call, and of each at most so many positions, for the statistics of a layer.
 
     Second moments of some hundred rows for each column of a factor say as much as those of all. Where rows are many
     (the positions of convolutions and sequences, large batches), taking a part of them at random makes statistics
@@ -60,7 +60,7 @@ class Subsample:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What is drawn for one layer in one step; calls of equal shape get the same rows."""
+    """Draws rows for one layer in one step; calls of equal shape get the same rows."""
 
     choice: Subsample
     step: int
@@ -91,7 +91,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSample:
-    """Some of the rows of a call.
+    """Names some of the rows of a call.
 
     Attributes:
         examples: `[examples]` int64, ascending.

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.loss_terms import LossCount, RootCall, read_terms
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.fisher.extra_backward import Estimation
+from kfac_optim.fisher.extra_backward import ExtraBackward
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors, likelihood_of
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import GradientEdge
@@ -52,7 +52,7 @@ class Estimate(ABC):
 
 
 class Empirical(Estimate):
-    """The training loss's own gradients: no extra pass, no knowledge of the loss.
+    """Takes the training loss's own gradients: no extra pass, no knowledge of the loss.
 
     The resulting `A ⊗ G` approximates the empirical Fisher, which is not the Fisher: it vanishes with the
     residuals, so near a perfect fit steps are bounded by the damping and the trust region (Kunstner et al. 2019).
@@ -71,7 +71,7 @@ class Empirical(Estimate):
 
 
 class NamedLoss(Estimate):
-    """An estimate that knows the loss and does not look at its targets: extra passes of backward on statistics steps.
+    """Knows the loss and does not look at its targets; it takes extra passes of backward on statistics steps.
 
     They run within the training loop's own `backward()`, through its own graph, before it goes on from the model's
     output. Models under `torch.compile` have no such graph, and checkpointing with `use_reentrant=True` allows no such
@@ -169,7 +169,7 @@ class _Watcher:
         if not calls:
             return
         detached = tuple(o.detach() for o in outputs)
-        Estimation(
+        ExtraBackward(
             weakref.ref(window),
             self._estimate.likelihood,
             self._estimate.vectors,
@@ -206,7 +206,7 @@ class MonteCarlo(NamedLoss):
 
 
 class CurvaturePropagation(NamedLoss):
-    """`B v`, `B Bᵀ` the Hessian of the loss, `v` random signs: the generalised Gauss-Newton matrix, in expectation.
+    """Takes `B v`, `B Bᵀ` the loss's Hessian, `v` random signs: the generalised Gauss-Newton matrix, in expectation.
 
     One pass, as `MonteCarlo`. Use it in its place where the predictions are nearly certain: its variance is then the
     smaller (Martens, Sutskever & Swersky 2012).
@@ -217,7 +217,7 @@ class CurvaturePropagation(NamedLoss):
 
 
 class ExactGGN(NamedLoss):
-    """The generalised Gauss-Newton matrix without noise: a pass for each element of an example's output, and one more.
+    """Takes the generalised Gauss-Newton matrix without noise: a pass for each element of an output, and one more.
 
     Use it for small outputs, and to test the others by.
     """

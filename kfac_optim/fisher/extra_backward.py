@@ -20,8 +20,8 @@ from kfac_optim.utils.random_state import normal_like
 
 
 @dataclass(eq=False)
-class Estimation:
-    """The passes through one forward of the model.
+class ExtraBackward:
+    """Takes the extra passes of backward through one forward of the model.
 
     Attributes:
         ledger: that the calls come to stand in, held weakly.
@@ -109,7 +109,7 @@ def _is_same(one: GradientEdge | None, other: GradientEdge) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    estimation: Estimation
+    estimation: ExtraBackward
     place: int
     output_nr: int
 

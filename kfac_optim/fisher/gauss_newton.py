@@ -28,7 +28,7 @@ Tangents = Mapping[str, Tensor]
 
 @dataclass(eq=False)
 class KeptForward:
-    """One forward of the model.
+    """Keeps one forward of the model.
 
     Attributes:
         model: that was called, without its wrappers' hooks.
@@ -154,7 +154,7 @@ class _Arrival:
 
 
 class Objective:
-    """The loss of a step's examples, as far as its curvature goes.
+    """Evaluates the loss of a step's examples, as far as its curvature goes.
 
     Args:
         recorder: has kept the forwards.

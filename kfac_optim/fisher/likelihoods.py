@@ -29,7 +29,7 @@ Vectors = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Likelihood(ABC):
-    """One loss.
+    """Describes one loss as the negative logarithm of a likelihood.
 
     Attributes:
         mean: whether the loss is the mean of its terms; else it is their sum.
@@ -73,7 +73,7 @@ class Likelihood(ABC):
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
-    """`nn.CrossEntropyLoss`: a term for each position, over logits along one dimension.
+    """Describes `nn.CrossEntropyLoss`: a term for each position, over logits along one dimension.
 
     With `p = softmax(f)`: `H = diag(p) - p pᵀ`, `B = diag(√p) - p √pᵀ`.
 
@@ -134,7 +134,7 @@ class Categorical(Likelihood):
 
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):
-    """`nn.BCEWithLogitsLoss`: a term for each element. With `p = σ(f)`: `H = p (1 - p)`, `B = √H`."""
+    """Describes `nn.BCEWithLogitsLoss`: a term for each element. With `p = σ(f)`: `H = p (1 - p)`, `B = √H`."""
 
     def terms(self, outputs: Outputs) -> int:
         return outputs[0].numel()
@@ -161,7 +161,7 @@ class Bernoulli(Likelihood):
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
-    """`nn.MSELoss`: a term `(f - y)²` for each element, a Gaussian of variance 1/2. `H = 2`, `B = √2`."""
+    """Describes `nn.MSELoss`: a term `(f - y)²` for each element, a Gaussian of variance 1/2. `H = 2`, `B = √2`."""
 
     def terms(self, outputs: Outputs) -> int:
         return outputs[0].numel()
@@ -181,7 +181,7 @@ class Gaussian(Likelihood):
 
 @dataclass(frozen=True)
 class GaussianWithVariance(Likelihood):
-    """`nn.GaussianNLLLoss` of a model that returns means and variances: a term for each element.
+    """Describes `nn.GaussianNLLLoss` of a model that returns means and variances: a term for each element.
 
     `ℓ = (log v + (f - y)² / v) / 2`, `H = diag(1 / v, 1 / (2 v²))` for the mean and the variance.
 

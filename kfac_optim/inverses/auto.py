@@ -11,7 +11,7 @@ from kfac_optim.specs import LayerSpec
 
 @dataclass(frozen=True)
 class AutoInverse(InverseRule):
-    """Choose for each layer the inverse that its shape asks for: `inverse=AutoInverse()`, or for some in a mapping.
+    """Chooses for each layer the inverse that its shape asks for: `inverse=AutoInverse()`, or for some in a mapping.
 
     1. A linear layer over a flattened feature map, wider than `max_factor_dim`: `DoublyFactored` with the channels of
        the map, where C, T and out are not wider. The map must be seen: a convolution, layers that keep its channels,

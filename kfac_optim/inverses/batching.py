@@ -18,7 +18,7 @@ _AT_ONCE = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FactorJob:
-    """One factor to solve for, on side 0 (A) or 1 (G) of the block whose state takes the result."""
+    """Names one factor to solve for, on side 0 (A) or 1 (G) of the block whose state takes the result."""
 
     state: PairState
     side: int

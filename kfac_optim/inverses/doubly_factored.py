@@ -19,7 +19,7 @@ from kfac_optim.utils.validation import check_integer
 
 @dataclass(frozen=True)
 class DoublyFactored(Inverse[DoublyFactoredState]):
-    """Three factors for a wide linear layer over a flattened feature map (Ba, Grosse & Martens 2017, §4).
+    """Keeps three factors for a wide linear layer over a flattened feature map (Ba, Grosse & Martens 2017, §4).
 
     The input of an example is a map of C channels and T positions, flattened as `nn.Flatten` does after a convolution:
     all positions of the first channel, then those of the second. As a `T × C` matrix it is taken for the leading part
@@ -122,7 +122,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """One factor to invert.
+    """Names one factor to invert.
 
     Attributes:
         state: takes the result.

@@ -18,7 +18,7 @@ from kfac_optim.utils.tensor_storage import copy_held
 
 
 class DoublyFactoredState(InverseState):
-    """Three factors of one layer, and the inverses of their damped forms.
+    """Holds three factors of one layer, and the inverses of their damped forms.
 
     Attributes:
         layer: name of the layer, for messages.

@@ -13,7 +13,7 @@ from kfac_optim.utils.tensor_storage import copy_held
 
 
 class Result(NamedTuple):
-    """One tensor that `Inverse.refresh` computed, as other ranks need it."""
+    """Holds one tensor that `Inverse.refresh` computed, as other ranks need it."""
 
     tensor: Tensor
     symmetric: bool = False

@@ -26,7 +26,7 @@ _OUT = ("out_proj.weight", "out_proj.bias")
 
 
 class _Use(NamedTuple):
-    """One linear call: the groups (query, key, value) that it made, and of what input.
+    """Describes one linear call: the groups (query, key, value) that it made, and of what input.
 
     Attributes:
         shared: whether all groups read this input.
@@ -79,7 +79,7 @@ class ProjectionStatistics(RowStatistics):
 
 
 class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
-    """Packed in-projection as one matrix of three groups, separate ones as three; and the out-projection.
+    """Takes a packed in-projection as one matrix of three groups, separate ones as three; and the out-projection.
 
     With separate weights the packed `in_proj_bias` is left to SGD, as are `bias_k` and `bias_v`.
     """
@@ -132,7 +132,7 @@ def _statistics(sink: StatisticsSink, index: int, spec: LayerSpec, call: LayerCa
 
 
 class _NotedAttention:
-    """torch's own attention, with the linear calls in it noted.
+    """Runs torch's own attention, and notes the linear calls in it.
 
     The functions made for it refer to each other, and so live until the garbage collector runs: window and watches are
     held weakly.

@@ -78,7 +78,7 @@ def watch_of(
 
 
 class LayerAdapter(ABC, Generic[M]):
-    """How one family of modules takes part in K-FAC.
+    """Says how one family of modules takes part in K-FAC.
 
     An own layer needs an adapter passed in `KFACOptimizer(adapters={**DEFAULT_ADAPTERS, MyLayer: MyAdapter()})`;
     subclasses of a module are found along its method resolution order.
@@ -145,7 +145,7 @@ class LayerAdapter(ABC, Generic[M]):
 
 
 class WeightBiasAdapter(LayerAdapter[M]):
-    """A module with one `weight` `[out, in/groups, *kernel]`, an optional `bias` `[out]`, and one output."""
+    """Handles a module with one `weight` `[out, in/groups, *kernel]`, an optional `bias` `[out]`, and one output."""
 
     is_product = False
     """Whether the forward is a product with the weight, such as `functional.py` sees."""

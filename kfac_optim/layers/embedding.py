@@ -20,7 +20,7 @@ from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 
 class EmbeddingStatistics(RowStatistics):
-    """Token counts, and output gradients, without the positions that hold `padding_idx` and train nothing.
+    """Counts tokens and takes output gradients, without positions that hold `padding_idx` and train nothing.
 
     With `reduce` an example's input is the frequency of each token among its active positions.
 

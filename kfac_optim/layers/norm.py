@@ -31,7 +31,7 @@ TrailingNorm = TypeVar("TrailingNorm", nn.LayerNorm, nn.RMSNorm)
 
 
 class NormStatistics(LayerStatistics):
-    """Unit-wise second moments.
+    """Computes unit-wise second moments.
 
     They are made of a few examples at a time, so that what they are made of stays in the cache, and of no others than
     were drawn.
@@ -165,7 +165,7 @@ def _moment(columns: Sequence[Tensor], structure: Structure) -> Tensor:
 
 
 class NormAdapter(WeightBiasAdapter[M]):
-    """A layer whose `weight` and `bias` scale and shift each feature of a normalised input."""
+    """Handles a layer whose `weight` and `bias` scale and shift each feature of a normalised input."""
 
     in_rows = True  # its matrices are never wide, and NormStatistics can take some of the rows
     family: ClassVar[type[nn.Module]]
@@ -274,7 +274,7 @@ class GroupNormAdapter(_ChannelNormAdapter[nn.GroupNorm]):
 
 
 class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
-    """Take `x̂` as given, also with statistics of the batch: an example's share in them is not differentiated."""
+    """Takes `x̂` as given, also with statistics of the batch: an example's share in them is not differentiated."""
 
     family = _BatchNorm
 

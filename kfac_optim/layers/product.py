@@ -17,7 +17,7 @@ ADDS_BIAS = (1,)
 
 
 class ProductStatistics(RowStatistics):
-    """Statistics of one product `[batch, *shared, in]` to `[batch, *shared, out]`; positions as in `nn.Linear`.
+    """Computes the statistics of one product `[batch, *shared, in]` to `[batch, *shared, out]`, as of `nn.Linear`.
 
     Where the block's bias was not added (see `ADDS_BIAS`), the bias column of `a` is zero; a product with the transpose
     has none, and its `g` is zero there.
@@ -37,7 +37,7 @@ class ProductStatistics(RowStatistics):
 
 
 class ProductAdapter(LayerAdapter[nn.Module]):
-    """A weight `[out, in]`, or `[in, out]` where `transposes`, and perhaps a bias `[out]`."""
+    """Handles a weight `[out, in]`, or `[in, out]` if `transposes`, and perhaps a bias `[out]`."""
 
     in_rows = True
 

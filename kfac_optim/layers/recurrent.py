@@ -72,7 +72,7 @@ class SequenceStatistics(RowStatistics):
 
 
 class RecurrentAdapter(LayerAdapter[_Module]):
-    """A matrix for every `weight_ih_…` and `weight_hh_…`, with its bias, and for every `weight_hr_…`."""
+    """Takes a matrix for every `weight_ih_…` and `weight_hh_…`, with its bias, and for every `weight_hr_…`."""
 
     in_rows = True
 
@@ -116,7 +116,7 @@ class RecurrentAdapter(LayerAdapter[_Module]):
 
 
 class _Forwards:
-    """The forwards of one module. Hooks hold it, so it holds the window and its watches weakly."""
+    """Follows the forwards of one module. Hooks hold it, so it holds the window and its watches weakly."""
 
     def __init__(self, window: CaptureWindow, watches: Sequence[LayerWatch], unbatched_ndim: int) -> None:
         self._window = weakref.ref(window)

@@ -69,7 +69,7 @@ def _all_finite(matrices: Tensor) -> Tensor:
 
 
 class Eigenpairs(NamedTuple):
-    """Some eigenvalues of each matrix, in ascending order, and their eigenvectors."""
+    """Holds some eigenvalues of each matrix, in ascending order, and their eigenvectors."""
 
     values: Tensor
     """`[n, r]`, none negative."""

@@ -23,7 +23,7 @@ _IDLE = 1e-3
 
 @dataclass(frozen=True)
 class AdaptiveTrustRegion(StepSize):
-    """The user's learning rate and momentum, bounded by `kl_clip` times the square of a number `m` that is found.
+    """Takes the user's learning rate and momentum, bounded by `kl_clip` times the square of a number `m` that is found.
 
     `m` is 1 at first, and stands for the unit of the loss: a loss of thousands of nats trains as one of a nat does,
     once `m` has come to thousands. It grows where the last step was held by the region and the loss still falls along

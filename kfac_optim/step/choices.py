@@ -22,7 +22,7 @@ from kfac_optim.utils.validation import check_flag, check_integer, check_kind
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What `KFACOptimizer` was given beside numbers: its arguments of these names, which its docstring describes.
+    """Holds what `KFACOptimizer` was given beside numbers: its arguments of these names, which its docstring describes.
 
     Attributes:
         options: those about layers, resolved.

@@ -25,7 +25,7 @@ from kfac_optim.utils.validation import check_kfac_numbers
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did.
+    """Holds what one step did.
 
     Attributes:
         measures: of the step by name, device scalars over the preconditioned parameters; empty where there are none.

@@ -12,7 +12,7 @@ Parts = Sequence[Tensor]
 
 
 class Trained(NamedTuple):
-    """What an optimizer trains."""
+    """Holds what an optimizer trains."""
 
     blocks: Sequence[KFACBlock]
     """All blocks, in the order of the model."""
@@ -23,7 +23,7 @@ class Trained(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What all ranks know of a step as it begins."""
+    """Holds what all ranks know of a step as it begins."""
 
     finite: bool
     """Whether every gradient is finite, on every rank."""

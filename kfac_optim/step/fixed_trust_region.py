@@ -20,7 +20,7 @@ from kfac_optim.utils.validation import check_flag
 
 @dataclass(frozen=True)
 class TrustRegion(StepSize):
-    """The user's learning rate and momentum, bounded by `kl_clip` (Ba, Grosse & Martens 2017, §5; `trust_region.py`).
+    """Takes the user's learning rate and momentum, bounded by `kl_clip` (Ba, Grosse & Martens 2017, §5).
 
     The bound is in units of the loss and stays as it is: `kl_clip` must suit the loss.
 

@@ -11,7 +11,7 @@ from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.replaced_params import refuse_replaced
 from kfac_optim.capture import gradient_check
-from kfac_optim.capture.scale_probe import Factor
+from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step import engine
@@ -42,7 +42,7 @@ def names_of(binding: ModelBinding, groups: Iterable[Mapping[str, Any]]) -> dict
 
 
 class Admission(NamedTuple):
-    """A step that is to be taken."""
+    """Admits a step that is to be taken."""
 
     agreement: Agreement
     loss_scale: float
@@ -162,7 +162,7 @@ class Gate:
         pending = any(block.has_pending() for block in self._binding.coverage.blocks)
         scale = read_loss_scale(handed, self._scaler.find, measured=pending)
         if scale is None:
-            found = self._window.probe.measure() if pending else Factor()
+            found = self._window.probe.measure() if pending else ScaleChange()
             self._warnings.unknown_scale(found)
             scale = LossScale(1 / found.scale)
         self._window.probe.end()

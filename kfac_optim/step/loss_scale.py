@@ -14,7 +14,7 @@ _SCALER_STEP = GradScaler.step.__code__
 
 
 class LossScale(NamedTuple):
-    """The scale of one step.
+    """Holds the scale of one step's loss.
 
     Attributes:
         factor: what the loss was multiplied by, and with it the output gradients behind `G`.

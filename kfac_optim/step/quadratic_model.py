@@ -16,7 +16,7 @@ from kfac_optim.step.trust_region import inner_product
 
 @dataclass(frozen=True)
 class QuadraticModel(StepSize):
-    """Learning rate and momentum that minimise the exact quadratic model of the loss (Martens & Grosse 2015, §7).
+    """Finds the learning rate and momentum that minimise the exact quadratic model (Martens & Grosse 2015, §7).
 
     The step is `δ = -α Δ + β δ₋₁`, with `Δ` the preconditioned gradient and `δ₋₁` the step before; `α` and `β` minimise
     `∇hᵀδ + ½ δᵀ (C + (λ + η) I) δ`. `C` is the Gauss-Newton matrix of this step's examples, not its Kronecker

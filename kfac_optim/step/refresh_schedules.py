@@ -11,7 +11,7 @@ from kfac_optim.utils.validation import check_flag, check_integer, check_kind
 
 
 class Schedule(ABC):
-    """How the refreshes of a model's blocks are spread over `inverse_update_period`."""
+    """Says how the refreshes of a model's blocks are spread over `inverse_update_period`."""
 
     @abstractmethod
     def phases(self, costs: Sequence[float]) -> list[Fraction]:
@@ -26,7 +26,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Together(Schedule):
-    """Every block at the same steps: the fewest and largest batches of equal shapes, and the longest single step."""
+    """Refreshes every block at the same steps: the fewest and largest batches, and the longest single step."""
 
     def phases(self, costs: Sequence[float]) -> list[Fraction]:
         return [Fraction(0)] * len(costs)
@@ -34,7 +34,7 @@ class Together(Schedule):
 
 @dataclass(frozen=True)
 class Staggered(Schedule):
-    """A few blocks at each step, so that no step is much longer than the others.
+    """Refreshes a few blocks at each step, so that no step is much longer than the others.
 
     By falling cost the blocks are laid end to end over the period, each taking of it the share that it has of all
     operations (`Inverse.flops`), and each is refreshed where it begins. With `c` the operations of one block, at most

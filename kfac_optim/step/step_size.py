@@ -25,7 +25,7 @@ Direction = dict[nn.Parameter, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The preconditioned gradient, before anything is said of its length.
+    """Holds the preconditioned gradient, before anything is said of its length.
 
     Attributes:
         groups: the optimizer's param groups.
@@ -70,7 +70,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """The step that is to be taken.
+    """Holds the step that is to be taken.
 
     Attributes:
         direction: replaces the gradient; parameters without a direction keep theirs.

@@ -20,7 +20,7 @@ from kfac_optim.utils.random_state import RandomState
 
 
 class Trial:
-    """A step that is about to be taken.
+    """Stands for a step that is about to be taken.
 
     Args:
         groups: the optimizer's param groups.

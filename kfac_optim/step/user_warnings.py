@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.capture.loss_terms import LossCount
-from kfac_optim.capture.scale_probe import Factor
+from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.warning import warn
 
@@ -129,7 +129,7 @@ class UserWarnings:
                 "optimizer.set_loss_terms(n) with the mean over the n terms that it has.",
             )
 
-    def unknown_scale(self, found: Factor) -> None:
+    def unknown_scale(self, found: ScaleChange) -> None:
         """Say that gradients were multiplied by a small number, of which nothing shows what it is."""
         if found.is_doubtful and not self._doubted:
             self._doubted = True

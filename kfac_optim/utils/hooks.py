@@ -24,7 +24,7 @@ class Handle(Protocol):
 
 
 class Handles:
-    """Several handles as one."""
+    """Removes several handles as one."""
 
     def __init__(self, *handles: Handle) -> None:
         self._handles = handles
@@ -35,7 +35,7 @@ class Handles:
 
 
 class PicklableHook:
-    """A module hook that neither pickles nor copies what it calls."""
+    """Hooks a module, and neither pickles nor copies what it calls."""
 
     __slots__ = ("_function",)
 
@@ -66,7 +66,7 @@ def _inert_hook() -> Callable[..., None]:
 
 
 class LayerHooks:
-    """Forward hooks of one layer, which can be taken off and put on again."""
+    """Holds forward hooks of one layer, which can be taken off and put on again."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ def is_any_on(kind: type[TorchFunctionMode]) -> bool:
 
 
 class ModeStack:
-    """Torch function modes that forwards under way run in.
+    """Holds the torch function modes that forwards under way run in.
 
     An interrupted forward (KeyboardInterrupt) is left without a hook being called; its modes go with the next forward
     of the model, the next `step()` or `zero_grad()`, or the optimizer itself.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class RandomState:
-    """The states of torch's generators, on the host and on the devices of a model."""
+    """Holds the states of torch's generators, on the host and on the devices of a model."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         self._devices = list(devices)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class ShardedParameter:
-    """One parameter kept in shards.
+    """Knows one parameter that is kept in shards.
 
     Attributes:
         param: the sharded parameter.
@@ -35,7 +35,7 @@ class ShardedParameter:
 
 
 class Shards:
-    """All parameters of a model that are kept in shards.
+    """Knows all parameters of a model that are kept in shards.
 
     Args:
         model: in which modules may be wrapped by `fully_shard`; None has no parameters.

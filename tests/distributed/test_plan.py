@@ -50,7 +50,7 @@ from kfac_optim.distributed import (
     predict_sgd,
 )
 from kfac_optim.distributed.planning.assignment import LayerLoad, Load, largest_first, place
-from kfac_optim.distributed.planning.buckets import Bucket, Item, Payload, fill
+from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill
 from kfac_optim.distributed.planning.prediction import Compute, exposed, finished, in_order_of_backward
 
 DENSE, DIAGONAL = Structure.DENSE, Structure.DIAGONAL
@@ -533,9 +533,9 @@ def test_seconds_of_collectives() -> None:
     assert cost.solving(3) == 3
 
 
-def bucket(seconds: float, *positions: int, payload: Payload = Payload.GRADIENTS) -> Bucket:
+def bucket(seconds: float, *positions: int, payload: Payload = Payload.GRADIENTS) -> PlannedBucket:
     items = tuple(Item(f"l{each}", 1, 0, each) for each in positions)
-    return Bucket(payload, items, 4, range(2), Collective.REDUCE, seconds)
+    return PlannedBucket(payload, items, 4, range(2), Collective.REDUCE, seconds)
 
 
 def test_backward_hides_what_is_sent_before_it_ends() -> None:

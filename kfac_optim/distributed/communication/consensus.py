@@ -18,7 +18,7 @@ _SILENT = -(2**63) + 1
 
 
 class Ballot(NamedTuple):
-    """What one rank says, and what comes of it: of all numbers the largest."""
+    """Holds what one rank says, and what comes of it: of all numbers the largest."""
 
     finite: bool
     """Whether every gradient is."""

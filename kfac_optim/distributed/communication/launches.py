@@ -8,11 +8,11 @@ T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed or took too long; says which, with its layers and the ranks. The process group is lost."""
+    """Says which collective failed or took too long, with its layers and the ranks. The process group is lost."""
 
 
 class Cause(Enum):
-    """Why a collective was launched when it was."""
+    """Says why a collective was launched when it was."""
 
     CALLED = "called"
     """By its own call, at the same place in the program on all ranks."""
@@ -25,7 +25,7 @@ class Cause(Enum):
 
 
 class Launch(NamedTuple):
-    """One line of a trace."""
+    """Holds one line of a trace."""
 
     bucket: str
     cause: Cause
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 
 class Event:
-    """The end of one collective on this rank."""
+    """Waits for the end of one collective on this rank."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait: Callable[[], None] | None = wait
@@ -54,7 +54,7 @@ class Event:
 
 
 class InFlight(NamedTuple, Generic[T]):
-    """A collective under way."""
+    """Stands for a collective under way."""
 
     result: T
     """Valid once `event` was waited for."""

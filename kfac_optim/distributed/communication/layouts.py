@@ -31,7 +31,7 @@ def repeated(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor in a `ReduceBucket`.
+    """Describes one tensor in a `ReduceBucket`.
 
     Attributes:
         name: of the layer, and of what it is of it: for messages, and to report it.
@@ -46,7 +46,7 @@ class Slot:
     weighted: bool = True
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """A place is where a slot lies in a flat tensor."""
 
     values: slice
@@ -110,13 +110,13 @@ class ReduceBucket:
         return tuple(sum(slot.elements + words * slot.weighted for slot in slots) for slots in self.owned)
 
     @cached_property
-    def places(self) -> Mapping[str, Place]:
+    def places(self) -> Mapping[str, SlotPlace]:
         """Give the place of each slot in its owner's section."""
         places = {}
         for slots in self.owned:
             start, mass = 0, sum(slot.elements for slot in slots)
             for slot in slots:
-                places[slot.name] = Place(slice(start, start + slot.elements), mass if slot.weighted else None)
+                places[slot.name] = SlotPlace(slice(start, start + slot.elements), mass if slot.weighted else None)
                 start += slot.elements
                 mass += slot.weighted
         return places
@@ -166,7 +166,7 @@ class ReduceBucket:
 
 
 class Merged(NamedTuple):
-    """One slot, summed over all ranks but its owner."""
+    """Holds one slot, summed over all ranks but its owner."""
 
     total: Tensor
     """`Σ w·S`, `[elements]`."""
@@ -180,7 +180,7 @@ class Merged(NamedTuple):
 
 
 class Contributions:
-    """What one rank gives to one launch of a bucket: zeros, until something is put in.
+    """Collects what one rank gives to one launch of a bucket: zeros, until something is put in.
 
     Args:
         bucket: which.
@@ -228,7 +228,7 @@ class Contributions:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One tensor in a `ShareBucket`.
+    """Describes one tensor in a `ShareBucket`.
 
     Attributes:
         name: of the layer, and of what it is of it: for messages, and in results.

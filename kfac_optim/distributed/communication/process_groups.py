@@ -27,7 +27,7 @@ Observer = Callable[[Launch], None]
 
 
 class GroupLoan:
-    """A process group that its holder alone launches on, until it is given back, or nobody holds the loan any more.
+    """Lends a process group to one holder, until it is given back, or nobody holds the loan any more.
 
     Attributes:
         group: the process group.
@@ -55,7 +55,7 @@ class GroupLoan:
 
 
 class _LentGroup:
-    """A group that is lent, with the number of collectives that this rank has launched on it."""
+    """Holds a group that is lent, with the number of collectives that this rank has launched on it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -67,7 +67,7 @@ class _LentGroup:
 
 
 class OwnGroups:
-    """The groups that all optimizers share which train on the same ranks, with the same time-out; see `own_groups`.
+    """Holds the groups of all optimizers that train on the same ranks with the same time-out; see `own_groups`.
 
     Attributes:
         main: for collectives that all ranks launch at the same place in the program.

@@ -16,7 +16,7 @@ from kfac_optim.utils.hooks import PicklableHook, call_if_there
 
 
 class OwnersHook:
-    """Communication hook (`register_comm_hook`) that brings the mean of a gradient to its owner, and not to the others.
+    """Brings the mean of a gradient to its owner alone, as a communication hook (`register_comm_hook`).
 
     An all-to-all moves half of what the all-reduce does. Where there is no plan yet, it is that all-reduce.
 
@@ -145,7 +145,7 @@ class _NoHook:
 
 
 class Wrappers:
-    """The wrappers that forwards of one model run in; a later one may take the place of the first.
+    """Knows the wrappers that forwards of one model run in; a later one may replace the first.
 
     Args:
         to_owners: whether gradients go to owners alone.

@@ -48,7 +48,7 @@ class GradientFlow(LocalGradients):
 
 
 class ReplicatedGradients(GradientFlow):
-    """Every rank has the mean of all gradients and updates all parameters; some precondition a layer for all."""
+    """Leaves the mean of all gradients on every rank, which updates all; some ranks precondition a layer for all."""
 
     def __init__(self, plan: Plan, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -80,7 +80,7 @@ class ReplicatedGradients(GradientFlow):
 
 
 class ShardedGradients(GradientFlow):
-    """Each layer's gradient goes to its owner, who updates; all parameters are gathered after the step.
+    """Brings each layer's gradient to its owner, who updates; all parameters are gathered after the step.
 
     Args:
         plan: of `Sharded`.

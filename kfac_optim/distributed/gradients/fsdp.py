@@ -19,7 +19,7 @@ from kfac_optim.distributed.communication.layouts import Parcel, ShareBucket
 
 
 class Rows(NamedTuple):
-    """What one rank of the shard mesh holds of a parameter.
+    """Says what one rank of the shard mesh holds of a parameter.
 
     Attributes:
         held: along the first dimension.
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """A parameter, and the rank of the shard mesh that gets its whole gradient.
+    """Names a parameter, and the rank of the shard mesh that gets its whole gradient.
 
     Attributes:
         name: fully qualified name.

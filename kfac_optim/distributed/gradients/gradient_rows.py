@@ -20,7 +20,7 @@ from kfac_optim.utils.sharded_params import local
 
 
 class RowGradients(GradientFlow):
-    """Every rank holds and updates rows of all parameters; a layer's owner preconditions the whole.
+    """Leaves rows of all parameters on every rank, which updates them; a layer's owner preconditions the whole.
 
     Args:
         plan: of `FullySharded`.

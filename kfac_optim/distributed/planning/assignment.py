@@ -9,7 +9,7 @@ from kfac_optim.distributed.planning.strategies import Placement, Strategy
 
 
 class Load(NamedTuple):
-    """What one piece of work costs; pieces of no cost are spread by their size."""
+    """Says what one piece of work costs; pieces of no cost are spread by their size."""
 
     cost: float
     size: int
@@ -48,14 +48,14 @@ class LayerLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """A place is the rank that refreshes each part of a layer, and the ranks that precondition it."""
 
     owners: Mapping[str, int]
     workers: range
 
 
-def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, period: int) -> dict[str, Place]:
+def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, period: int) -> dict[str, LayerPlace]:
     """Choose where each layer is worked on.
 
     Args:
@@ -86,7 +86,7 @@ def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, perio
         for key, rank in largest_first({key: load for key, (_, _, load) in pieces.items()}, home).items():
             name, part, _ = pieces[key]
             owners[name].update({part: rank} if apart else dict.fromkeys(layers[name].parts, rank))
-    return {name: Place(owners[name], ranges[groups[name]]) for name in layers}
+    return {name: LayerPlace(owners[name], ranges[groups[name]]) for name in layers}
 
 
 def _group_load(layer: LayerLoad, workers: int, ranks: int, period: int, apart: bool) -> Load:

@@ -10,7 +10,7 @@ from kfac_optim.distributed.planning.costs import Collective, CostModel
 
 
 class Payload(Enum):
-    """What a bucket holds. Each kind has buckets of its own."""
+    """Says what a bucket holds. Each kind has buckets of its own."""
 
     GRADIENTS = "gradients"
     """Gradients go to all ranks, or to the ranks that update (`Sharded`)."""
@@ -42,7 +42,7 @@ class Payload(Enum):
 
 
 class Item(NamedTuple):
-    """Numbers that lie in a row: a gradient, or all that one part of a block sends."""
+    """Describes numbers that lie in a row: a gradient, or all that one part of a block sends."""
 
     name: str
     words: int
@@ -53,7 +53,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class PlannedBucket:
     """Items that one collective, or one for each rank that is a root, takes in this order.
 
     Attributes:
@@ -102,10 +102,12 @@ def fill(items: Iterable[Item], limit: int) -> list[tuple[Item, ...]]:
 
 def make_buckets(
     payload: Payload, items: Sequence[Item], *, limit: int, itemsize: int, members: range, cost: CostModel
-) -> tuple[Bucket, ...]:
+) -> tuple[PlannedBucket, ...]:
     """Buckets of at most `limit` words, with the collective that the cost model finds quickest for each."""
     return tuple(
-        Bucket(payload, together, itemsize, members, *_transport(payload, together, itemsize, len(members), cost))
+        PlannedBucket(
+            payload, together, itemsize, members, *_transport(payload, together, itemsize, len(members), cost)
+        )
         for together in fill(items, limit)
     )
 

@@ -9,7 +9,7 @@ from kfac_optim.utils.validation import check_integer, check_number
 
 
 class Collective(Enum):
-    """An operation of a whole process group."""
+    """Names an operation of a whole process group."""
 
     ALL_REDUCE = "all-reduce"
     REDUCE_SCATTER = "reduce-scatter"

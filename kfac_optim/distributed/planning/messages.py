@@ -15,7 +15,7 @@ from kfac_optim.distributed.planning.strategies import Sharded
 
 
 class _Sent(NamedTuple):
-    """An item, and the group that it is sent in."""
+    """Holds an item, and the group that it is sent in."""
 
     item: Item
     members: range

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from statistics import fmean
 
-from kfac_optim.distributed.planning.buckets import Bucket, Payload
+from kfac_optim.distributed.planning.buckets import Payload, PlannedBucket
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.plan_options import PlanOptions
 from kfac_optim.distributed.planning.plan_parts import LayerPlan, Memory, ParameterPlan, Traffic
@@ -19,7 +19,7 @@ from kfac_optim.utils.text import describe_bytes, table
 
 @dataclass(frozen=True)
 class Plan:
-    """Who works on what, what is sent, and what that costs. Made by `make_plan`; `str(plan.summary())` shows it.
+    """Says who works on what, what is sent, and what that costs. `make_plan` makes it, `str(plan.summary())` shows it.
 
     Attributes:
         ranks: how many there are.
@@ -42,18 +42,18 @@ class Plan:
     cost: CostModel
     layers: tuple[LayerPlan, ...]
     parameters: tuple[ParameterPlan, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PlannedBucket, ...]
     traffic: tuple[Traffic, ...]
     refresh_loads: tuple[float, ...] = field(repr=False)
     apply_loads: tuple[float, ...] = field(repr=False)
     memory: tuple[Memory, ...] = field(repr=False)
     seconds: Seconds
 
-    def buckets_of(self, payload: Payload) -> tuple[Bucket, ...]:
+    def buckets_of(self, payload: Payload) -> tuple[PlannedBucket, ...]:
         """Give the buckets in the order in which they are sent."""
         return tuple(bucket for bucket in self.buckets if bucket.payload is payload)
 
-    def launches(self, *, refresh: bool) -> list[Bucket]:
+    def launches(self, *, refresh: bool) -> list[PlannedBucket]:
         """Return what is sent during backward, in the order in which all ranks start it.
 
         Buckets come as they are full, by the layer that backward reaches last among theirs; gradients before the sums
@@ -137,7 +137,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """`str()` is the table: each layer with its owners and what is sent for it, then the plan as a whole."""
+    """Shows a plan: `str()` is a table of the layers, with owners and what is sent, then the plan as a whole."""
 
     plan: Plan
 

@@ -50,7 +50,7 @@ def vote_marks(layers: int, buckets: int) -> int:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Numbers that a plan depends on, and that all ranks must share.
+    """Holds the numbers that a plan depends on, and that all ranks must share.
 
     Args:
         factor_update_period: steps between statistics.

@@ -9,7 +9,7 @@ from kfac_optim.specs import Part
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """One part of a layer's inverse.
+    """Plans one part of a layer's inverse.
 
     Attributes:
         part: what it costs and holds.
@@ -28,7 +28,7 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One covered layer.
+    """Plans one covered layer.
 
     Attributes:
         name: of the layer.
@@ -61,7 +61,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """One uncovered parameter, and the rank that updates it; None where all do."""
+    """Plans one uncovered parameter: the rank that updates it, or None if all do."""
 
     name: str
     position: int
@@ -71,7 +71,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What all ranks together send of one payload, each time it is sent."""
+    """Says what all ranks together send of one payload, each time it is sent."""
 
     payload: Payload
     words: int
@@ -90,7 +90,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank, besides the model and its gradients.
+    """Counts the bytes on one rank, besides the model and its gradients.
 
     Attributes:
         sums: averages of its own since the last refresh, packed.

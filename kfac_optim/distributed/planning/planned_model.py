@@ -10,7 +10,7 @@ from kfac_optim.utils.validation import check_integer
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """A gradient matrix that K-FAC preconditions.
+    """Describes a gradient matrix that K-FAC preconditions.
 
     Attributes:
         spec: as its block has it.
@@ -55,7 +55,7 @@ class Covered:
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """A parameter that K-FAC leaves to SGD, with its fully qualified name and number of elements.
+    """Describes a parameter that K-FAC leaves to SGD, by its fully qualified name and number of elements.
 
     Raises:
         TypeError: `words` is not an integer.

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from kfac_optim.distributed.planning.assignment import LayerLoad, Load, Place, largest_first, place
-from kfac_optim.distributed.planning.buckets import Bucket, Item, Payload, fill, make_buckets
+from kfac_optim.distributed.planning.assignment import LayerLoad, LayerPlace, Load, largest_first, place
+from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill, make_buckets
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.messages import result_name
 from kfac_optim.distributed.planning.plan import Plan
@@ -100,7 +100,7 @@ def predict_sgd(
 
 
 class _Planner:
-    """What the steps of making one plan share."""
+    """Shares what the steps of making one plan need."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class _Planner:
                 found.append((Item(name, words, part.owner, layer.position), members))
         return found
 
-    def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[Bucket, ...]:
+    def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[PlannedBucket, ...]:
         if payload is Payload.PRECONDITIONED:
             return self._filled(payload, items, range(0, self.ranks, self.workers))
         if payload is not Payload.INVERSES:
@@ -252,7 +252,7 @@ class _Planner:
             by_group.setdefault(members, []).append(item)
         return tuple(b for members, group in by_group.items() for b in self._filled(payload, group, members))
 
-    def _filled(self, payload: Payload, items: Sequence[Item], members: range) -> tuple[Bucket, ...]:
+    def _filled(self, payload: Payload, items: Sequence[Item], members: range) -> tuple[PlannedBucket, ...]:
         limit, itemsize = self.options.bucket_words(payload), self.options.itemsize(payload)
         return make_buckets(payload, items, limit=limit, itemsize=itemsize, members=members, cost=self.cost)
 
@@ -328,7 +328,7 @@ class _Planner:
         return Compute(forward, 2 * forward + statistics / self.options.factor_update_period / share)
 
 
-def _part_plans(parts: Sequence[Part], where: Place, mass: int) -> tuple[PartPlan, ...]:
+def _part_plans(parts: Sequence[Part], where: LayerPlace, mass: int) -> tuple[PartPlan, ...]:
     return tuple(PartPlan(part, where.owners[part.name], _packed(part) + mass * len(part.sums)) for part in parts)
 
 

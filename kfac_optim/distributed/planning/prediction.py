@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_optim.distributed.planning.buckets import Bucket, Payload
+from kfac_optim.distributed.planning.buckets import Payload, PlannedBucket
 from kfac_optim.distributed.planning.costs import CostModel
 
 
@@ -73,12 +73,12 @@ def finished(ready: Sequence[float], seconds: Sequence[float]) -> float:
     return clock
 
 
-def in_order_of_backward(buckets: Sequence[Bucket]) -> list[Bucket]:
+def in_order_of_backward(buckets: Sequence[PlannedBucket]) -> list[PlannedBucket]:
     """Buckets of gradients and factor sums as they become ready, by their last layer in backward; gradients first."""
     return sorted(buckets, key=lambda b: (-min(item.position for item in b.items), b.payload is not Payload.GRADIENTS))
 
 
-def exposed(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostModel) -> float:
+def exposed(layers: Sequence[Compute], buckets: Sequence[PlannedBucket], cost: CostModel) -> float:
     """Seconds of sending `buckets`, in this order, that backward does not hide."""
     ready, clock = [0.0] * len(layers), 0.0
     for position in reversed(range(len(layers))):
@@ -88,7 +88,7 @@ def exposed(layers: Sequence[Compute], buckets: Sequence[Bucket], cost: CostMode
     return max(0.0, finished(begins, [bucket.seconds for bucket in buckets]) - clock)
 
 
-def sharing(buckets: Sequence[Bucket]) -> float:
+def sharing(buckets: Sequence[PlannedBucket]) -> float:
     """Seconds of sending all buckets, on the rank in most of them: those of different groups go side by side."""
     by_group: defaultdict[range, float] = defaultdict(float)
     for bucket in buckets:
@@ -102,7 +102,7 @@ def sharing(buckets: Sequence[Bucket]) -> float:
 
 def predict(
     layers: Sequence[Compute],
-    buckets: Mapping[Payload, Sequence[Bucket]],
+    buckets: Mapping[Payload, Sequence[PlannedBucket]],
     *,
     refresh: float,
     apply: float,

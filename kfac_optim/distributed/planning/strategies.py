@@ -7,7 +7,7 @@ from kfac_optim.utils.validation import check_integer, check_kind, check_number
 
 
 class Placement(Enum):
-    """What has one owner."""
+    """Says what has one owner."""
 
     LAYERS = "layers"
     """A layer: one rank refreshes all of it. Where only one rank preconditions a layer, that is the same rank."""
@@ -17,7 +17,7 @@ class Placement(Enum):
 
 
 class Statistics(Enum):
-    """Whose batch the factors are taken from."""
+    """Says whose batch the factors are taken from."""
 
     ALL = "all"
     """Every rank's, as the gradient is."""
@@ -64,7 +64,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Sharded:
-    """Each layer's gradient goes to one rank, which preconditions and updates; the parameters are gathered.
+    """Brings each layer's gradient to one rank, which preconditions and updates; the parameters are gathered.
 
     As ZeRO stage 1 does with its state (Rajbhandari et al. 2020, §5.1); momentum is held by owners alone. Words sent by
     all ranks in a step: `2(P−1)n + (P−1)t/k_i`, which is plain SGD's and the factors once per refresh.
@@ -93,7 +93,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class FullySharded:
-    """Each rank holds and updates rows of all parameters, as FSDP2 does; a layer's owner preconditions the whole.
+    """Leaves rows of all parameters on each rank, which updates them as FSDP2 does; a layer's owner preconditions it.
 
     The rows of its gradient go to the owner and those of the direction come back. Words that all ranks send for K-FAC
     in a step, where rows are even: `2n(P−1)/P + (P−1)t/k_i`; FSDP2's own traffic comes on top.
@@ -125,7 +125,7 @@ Strategy = Replicated | Sharded | FullySharded
 
 @dataclass(frozen=True)
 class Auto:
-    """Take the strategy with the shortest step by the cost model, of those that fit into memory.
+    """Takes the strategy with the shortest step by the cost model, of those that fit into memory.
 
     Args:
         memory_budget: bytes that K-FAC and momentum may take on the rank that needs most (`Memory.total`); None is no

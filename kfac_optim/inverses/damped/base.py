@@ -17,7 +17,7 @@ from kfac_optim.specs import Structure
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DampedJob(FactorJob):
-    """How the factor is damped, and where its inverse goes.
+    """Says how the factor is damped, and where its inverse goes.
 
     Attributes:
         damped: the factor's share of λ.

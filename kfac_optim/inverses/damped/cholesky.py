@@ -19,7 +19,7 @@ from kfac_optim.utils.validation import check_dtype
 
 
 class CholeskyState(PairState):
-    """Factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
+    """Holds the factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
 
     Attributes:
         a_inverse: `[groups, in, in]`, `[groups, in]` for a diagonal factor, None for the identity.
@@ -52,7 +52,7 @@ class CholeskyState(PairState):
 
 @dataclass(frozen=True)
 class Cholesky(PairInverse[CholeskyState]):
-    """Inverse of each factor with π-balanced factored damping (Martens & Grosse 2015, §6.3).
+    """Inverts each factor with π-balanced factored damping (Martens & Grosse 2015, §6.3).
 
     `A + π√λ I` and `G + (√λ/π) I`, `π = √((tr A / in) / (tr G / out))`. Refreshing costs about `in³ + out³`
     operations, applying two matrix products. Factors narrower than float32 are inverted in float32.

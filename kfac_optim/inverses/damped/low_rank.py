@@ -28,7 +28,7 @@ from kfac_optim.utils.validation import check_integer
 
 
 class Deflation(NamedTuple):
-    """An inverse `scale · (I - basis · diag(weights) · basisᵀ)`, of each group."""
+    """Represents an inverse `scale · (I - basis · diag(weights) · basisᵀ)`, of each group."""
 
     basis: Tensor
     """Eigenvectors as columns, `[groups, d, r]`; before the first refresh random ones, from which it starts."""
@@ -39,7 +39,7 @@ class Deflation(NamedTuple):
 
 
 class LowRankState(PairState):
-    """Factors of one block and the inverses of their damped forms.
+    """Holds the factors of one block and the inverses of their damped forms.
 
     The condition number is that of the matrix that is inverted: of its largest eigenvalue over the one for the rest.
 
@@ -102,7 +102,7 @@ class LowRankState(PairState):
 
 @dataclass(frozen=True)
 class LowRank(PairInverse[LowRankState]):
-    """The inverses of `Cholesky`, of each wide factor only along its leading eigenvectors; the rest gets one number.
+    """Inverts each wide factor as `Cholesky` does, but only along its leading eigenvectors; the rest gets one number.
 
     A factor `F = U diag(d) Uᵀ + rest` of trace `t`, with r eigenpairs kept, counts as `U diag(d) Uᵀ + μ (I - U Uᵀ)`,
     where `μ = (t - Σ d) / (dim - r)` is the mean of all other eigenvalues: the trace stays what it is (Tipping &
@@ -202,7 +202,7 @@ class LowRank(PairInverse[LowRankState]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DeflationJob(FactorJob):
-    """How a wide factor is damped, and where what is computed goes."""
+    """Says how a wide factor is damped, and where what is computed goes."""
 
     state: LowRankState
     damped: Damped

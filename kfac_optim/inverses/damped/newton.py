@@ -23,7 +23,7 @@ from kfac_optim.utils.validation import check_dtype, check_integer, check_number
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What `refresh` computed for one factor.
+    """Holds what `refresh` computed for one factor.
 
     Attributes:
         inverse: `X` with `F X = I` for the damped factor, `[groups, d, d]`, or `[groups, d]` for a diagonal one;
@@ -36,7 +36,7 @@ class Side:
 
 
 class NewtonSchulzState(PairState):
-    """Factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
+    """Holds the factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
 
     Attributes:
         a: of `A`, None for the identity.
@@ -76,7 +76,7 @@ class NewtonSchulzState(PairState):
 
 @dataclass(frozen=True)
 class NewtonSchulz(PairInverse[NewtonSchulzState]):
-    """The inverses of `Cholesky`, by a fixed number of Newton steps `X ← ζ X (2I - F X)` for each damped factor.
+    """Inverts each damped factor by a fixed number of Newton steps `X ← ζ X (2I - F X)`.
 
     `A + π√λ I` and `G + (√λ/π) I`, `π = √((tr A / in) / (tr G / out))`. The iteration consists of matrix products,
     which accelerators do fastest, and waits for nothing. It starts from the previous inverse, scaled down where that
@@ -161,7 +161,7 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
 
 
 class _Iterated(NamedTuple):
-    """What the iteration made of jobs of one size, n groups in all."""
+    """Holds what the iteration made of jobs of one size, n groups in all."""
 
     jobs: Sequence[DampedJob]
     inverses: Tensor

@@ -19,7 +19,7 @@ from kfac_optim.utils import value_checks
 
 
 class Spectrum(NamedTuple):
-    """One factor as `basis · diag(values) · basisᵀ`."""
+    """Represents one factor as `basis · diag(values) · basisᵀ`."""
 
     values: Tensor
     """Eigenvalues, none negative, `[groups, d]`."""
@@ -28,7 +28,7 @@ class Spectrum(NamedTuple):
 
 
 class EigenState(PairState):
-    """Factors of one block and their eigendecompositions.
+    """Holds the factors of one block and their eigendecompositions.
 
     Attributes:
         a: of `A`, None for the identity.
@@ -76,7 +76,7 @@ E = TypeVar("E", bound=EigenState)
 
 
 class EigenbasisInverse(PairInverse[E]):
-    """A representation that divides the gradient by one number for each pair of eigenvectors of `A` and `G`."""
+    """Divides the gradient by one number for each pair of eigenvectors of `A` and `G`."""
 
     def refresh(self, states: Sequence[E], dampings: Sequence[float]) -> None:
         for structure, equal in batches(job for state in states for job in _eigen_jobs(state)):

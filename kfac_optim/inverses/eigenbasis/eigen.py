@@ -11,7 +11,7 @@ from kfac_optim.specs import Cost, LayerSpec
 
 @dataclass(frozen=True)
 class Eigen(EigenbasisInverse[EigenState]):
-    """Inverse of `A ⊗ G + λI` in the eigenbasis of the factors (Pauloski et al. 2020, arXiv 2007.00784).
+    """Inverts `A ⊗ G + λI` in the eigenbasis of the factors (Pauloski et al. 2020, arXiv 2007.00784).
 
     With `A = Q_A diag(s_A) Q_Aᵀ` and `G = Q_G diag(s_G) Q_Gᵀ` a gradient becomes
     `Q_G [(Q_Gᵀ ∇ Q_A) / (s_G s_Aᵀ + λ)] Q_Aᵀ`, negative eigenvalues taken as 0. λ is not split over the factors, which

@@ -18,7 +18,7 @@ from kfac_optim.utils.validation import check_flag
 
 @dataclass(frozen=True)
 class EKFAC(EigenbasisInverse[EKFACState]):
-    """Inverse of `U diag(S) Uᵀ + λI` in the eigenbasis `U = U_G ⊗ U_A` of the factors (George et al. 2018).
+    """Inverts `U diag(S) Uᵀ + λI` in the eigenbasis `U = U_G ⊗ U_A` of the factors (George et al. 2018).
 
     A gradient becomes `U_G [(U_Gᵀ ∇ U_A) / (S + λ)] U_Aᵀ` with `S = M Σ_n (U_Gᵀ ∇W_n U_A)²`, where `∇W_n` is what
     example n adds to the gradient. `S` is the diagonal of the Fisher in the eigenbasis, for which `Eigen` takes the

@@ -32,7 +32,7 @@ class Bases(NamedTuple):
 
 
 class EKFACState(EigenState):
-    """Factors of one block, their eigenbases, and the second moments of the gradient in these.
+    """Holds the factors of one block, their eigenbases, and the second moments of the gradient in these.
 
     Attributes:
         scales: running average of `S`, kept as `[groups, out · in]`; its mass is what was sampled since the block first

@@ -17,7 +17,7 @@ _STEP_FLOPS = 7.0
 
 
 class OnlineState(EigenState):
-    """Factors of one block and bases that nearly diagonalise them.
+    """Holds the factors of one block and bases that nearly diagonalise them.
 
     Attributes:
         since_full: refreshes since the last full decomposition of each factor, that one included, `[2]` int64 for A and
@@ -43,7 +43,7 @@ class OnlineState(EigenState):
 
 @dataclass(frozen=True)
 class OnlineEigen(EigenbasisInverse[OnlineState]):
-    """`Eigen` with a basis that takes one step of orthogonal (QR) iteration at most refreshes, as in SOAP.
+    """Does as `Eigen`, with a basis that takes one step of orthogonal (QR) iteration at most refreshes, as in SOAP.
 
     Of `full_period` refreshes one is a full eigendecomposition, and again the next where it failed. At the others the
     basis becomes the `Q` of `F·basis = QR`, columns in descending order of `diag(basisᵀ F basis)`, and the eigenvalues

@@ -27,7 +27,7 @@ from kfac_optim.utils.hooks import Handle, Handles, is_on
 
 
 class PatchStatistics(RowStatistics):
-    """Statistics of a layer whose rows are patches of feature maps: a convolution's, in one view or another.
+    """Computes the statistics of a layer whose rows are patches of feature maps: a convolution, in one view or another.
 
     Rows are copies, `prod(kernel)` times as large as the input. They are made where rows are asked for. Moments are had
     without: the diagonal of `A`, and `A` of means over positions, by sums of what each element of the kernel sees; all
@@ -131,7 +131,7 @@ class PatchStatistics(RowStatistics):
 
 
 class PatchAdapter(WeightBiasAdapter[M]):
-    """A convolution, in one view or another.
+    """Handles a convolution, in one view or another.
 
     A forward of its own may pad and crop as it likes, call torch's function several times, or hand it something
     computed from the weight. So there the function is looked at instead of the module: each call with the weight
@@ -168,7 +168,7 @@ class PatchAdapter(WeightBiasAdapter[M]):
 
 
 class _NotedFunction:
-    """Torch's own function, its calls with the weight of one module noted.
+    """Runs torch's own function, and notes its calls with the weight of one module.
 
     Hooks hold it, so it holds the window and the watch weakly.
     """

@@ -25,7 +25,7 @@ from kfac_optim.specs import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class ConvTransposeSpec(LayerSpec):
-    """A matrix whose weight lies transposed in the parameter."""
+    """Describes a matrix whose weight lies transposed in the parameter."""
 
     taps: int = 1
     """Elements of the kernel: it is unpacked from in front of the bias, as `[groups, out, in_channels, taps]`."""
