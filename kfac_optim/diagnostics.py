@@ -82,7 +82,7 @@ def summary(
     params: Iterable[nn.Parameter],
     owners: Callable[[KFACBlock], Sequence[int]],
 ) -> Summary:
-    """Records of all blocks and of `params`, whose names come from `names`; `owners` of a block are ranks."""
+    """Return records of all blocks and of `params`, whose names come from `names`; `owners` of a block are ranks."""
     block_of = {param: block for block in coverage.blocks for param in block.params}
     return Summary(
         blocks=tuple(_record(block, tuple(owners(block))) for block in coverage.blocks),
@@ -109,7 +109,7 @@ def metrics(
     reduction_ratio: float | None,
     counters: Callable[[KFACBlock], Mapping[str, float | Tensor]],
 ) -> dict[str, float]:
-    """Plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
+    """Return plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
     numbers: dict[str, float] = {
         "blocks": float(len(blocks)),
         "blocks_without_statistics": float(sum(block.clock.folds == 0 for block in blocks)),
@@ -172,7 +172,7 @@ def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict
 
 
 def _merged_counters(counters: Iterable[Mapping[str, float | Tensor]]) -> dict[str, float]:
-    """Counts add up over blocks; condition numbers and cutoffs report the worst."""
+    """Add counts up over blocks, and report the worst of condition numbers and cutoffs."""
     merged: dict[str, float] = {}
     for of_block in counters:
         for key, value in of_block.items():

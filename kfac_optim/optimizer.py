@@ -1,7 +1,6 @@
 """`KFACOptimizer` puts the parts together, and is what torch.optim asks for: param groups, checkpoints, copies."""
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -15,12 +14,11 @@ from kfac_optim.blocks.checkpoint_groups import check_shape
 from kfac_optim.blocks.checkpoint_loading import Incoming
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.selection import Pattern
-from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.executor import DistributedExecutor, executor_of
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.factors.subsampling import Subsample
@@ -36,7 +34,7 @@ from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import AtOnce, Executor, Refresher, Trained
-from kfac_optim.step.gate import Gate, names_of, params_of
+from kfac_optim.step.gate import Gate, group_of, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.refresh_schedules import Background, Phases, Refresh, Together
@@ -242,7 +240,11 @@ class KFACOptimizer(Optimizer):
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
         config = choice.chosen_config(distributed, sharded=any_sharded(params))
-        self._executor = executor = self._choose_executor(config, estimate)
+        self._executor: Executor = SingleProcess()
+        if config is not None:
+            arguments = choices.arguments()
+            self._executor = executor_of(self, config, step_size, arguments, self._window, estimate)
+        executor = self._executor
         self._refresher: Refresher = AtOnce(self._executor)
         if isinstance(refresh, Background):
             self._refresher = BackgroundRefresher(self._executor, refresh)
@@ -286,7 +288,7 @@ class KFACOptimizer(Optimizer):
             self._scaler,
             self._warnings,
         )
-        self._binding.start(self._group_of())
+        self._binding.start(group_of(self.param_groups))
         self._executor.attach(self._binding.model)
         self._window.worker = self._executor.worker
         self._executor.check(self._binding.coverage.blocks, self._params())
@@ -404,12 +406,12 @@ class KFACOptimizer(Optimizer):
         try:
             for choice in self._choices.whole or (None,):
                 engine.check_shards(self.param_groups[-1], len(self.param_groups) - 1, choice)
-            self._binding.bind(self._group_of())
+            self._binding.bind(group_of(self.param_groups))
             if self._binding.model is not None:
                 self._executor.check(self._binding.coverage.blocks, self._params())
         except Exception:
             del self.param_groups[-1]
-            self._binding.bind(self._group_of())
+            self._binding.bind(group_of(self.param_groups))
             raise
 
     def remove_hooks(self) -> None:
@@ -446,7 +448,7 @@ class KFACOptimizer(Optimizer):
         return self._executor.plan if isinstance(self._executor, DistributedExecutor) else None
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last step, for any logger. Synchronises with the device.
+        """Return numbers of the last step, for any logger. Synchronises with the device.
 
         `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); `kl_clip`
         (κ, as the trust region has adapted it); of `QuadraticModel` in their place `learning_rate` (in units of `lr`),
@@ -587,11 +589,11 @@ class KFACOptimizer(Optimizer):
         self._executor.states.loading(missing)
         self._binding.restore(known, waiting)
         incoming.missed.extend(block.name for block, each in missing.items() if each.elsewhere)
-        self._binding.rebind(self._group_of())
+        self._binding.rebind(group_of(self.param_groups))
         self._publish_blocks()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles take the model along: hooks bind the two. Copy or pickle both at once to have both."""
+        """Take the model along into copies and pickles, as hooks bind the two. Copy or pickle both at once."""
         choices = {
             **self._choices.arguments(),
             "adapters": dict(self._choices.adapters),  # the default is a read-only view
@@ -657,31 +659,6 @@ class KFACOptimizer(Optimizer):
         self._warnings.assumed_terms(record.count, self._window.rule)
         return True
 
-    def _choose_executor(self, config: DistributedConfig | None, estimate: Estimate) -> Executor:
-        if config is None:
-            return SingleProcess()
-        window, optimizer = self._window, weakref.ref(self)
-
-        def terms() -> tuple[LossCount, float | Tensor] | None:
-            count = None if window.scaled else window.so_far()
-            return None if count is None else (count, estimate.scale(count, 1.0))
-
-        def state() -> MutableMapping[Any, Any]:
-            known = optimizer()
-            return {} if known is None else known.state
-
-        choices = choice.described(self._choices.arguments())
-
-        def arguments() -> Mapping[str, str]:
-            known = optimizer()
-            return choices if known is None else choices | choice.numbers(known.param_groups)
-
-        def tensors() -> Mapping[str, str]:
-            known = optimizer()
-            return {} if known is None else choice.tensors(known.param_groups)
-
-        return DistributedExecutor(config, self._choices.step_size, terms, arguments, tensors, state)
-
     def _params(self) -> list[nn.Parameter]:
         return params_of(self.param_groups)
 
@@ -690,9 +667,6 @@ class KFACOptimizer(Optimizer):
 
     def _names(self) -> dict[nn.Parameter, str]:
         return names_of(self._binding, self.param_groups)
-
-    def _group_of(self) -> dict[nn.Parameter, dict[str, Any]]:
-        return {param: group for group in self.param_groups for param in group["params"]}
 
     def _publish_blocks(self) -> None:
         """Put the blocks' state where torch looks for it."""

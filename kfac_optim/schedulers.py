@@ -115,7 +115,7 @@ class HyperparameterScheduler:
         return [group[self.key] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only; the factors are code and are given again when the scheduler is rebuilt."""
+        """Return the numbers alone; the factors are code and are given again when the scheduler is rebuilt."""
         return {"key": self.key, "last_epoch": self.last_epoch, "base_values": list(self.base_values)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

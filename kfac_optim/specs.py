@@ -141,7 +141,7 @@ class LayerSpec:
         )
 
     def blocks(self, side: int) -> int:
-        """Into how many blocks the factor of side 0 (A) or 1 (G) is cut; 1 where it is not."""
+        """Return into how many blocks the factor of side 0 (A) or 1 (G) is cut; 1 if it is not cut."""
         kept = self.structure[side]
         return kept.blocks((self.in_dim, self.out_dim)[side]) if isinstance(kept, BlockDiagonal) else 1
 
@@ -166,7 +166,7 @@ class LayerSpec:
         )
 
     def factors(self) -> "tuple[FactorShape, FactorShape]":
-        """Shapes of `A` and `G`; of a spec that was taken by blocks."""
+        """Return shapes of `A` and `G`; of a spec that was taken by blocks."""
         sides = (
             (self.structure[0], self.shared_input, self.in_dim),
             (self.structure[1], self.shared_output, self.out_dim),
@@ -187,7 +187,7 @@ class FactorShape(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """Numbers of its running average as it is kept and sent: of a dense matrix one triangle."""
+        """Return numbers of its running average as it is kept and sent: of a dense matrix one triangle."""
         per_group = self.dim * (self.dim + 1) // 2 if self.structure is Structure.DENSE else self.dim
         return self.groups * per_group
 

@@ -34,7 +34,7 @@ class Coverage:
     """Parameters that were not trained, and had not been before."""
 
     def owners(self, names: ModuleNames) -> list[nn.Module]:
-        """Modules with parameters that are, or were, candidates."""
+        """Return modules with parameters that are, or were, candidates."""
         claimed = {block.params[0] for block in self.blocks if isinstance(block.adapter, ProductAdapter)}
         shown = claimed | self.candidates
         modules = names.model.modules()

@@ -102,7 +102,7 @@ def reason_of(mark: Mapping[str, Any]) -> str:
 
 
 def part(states: States) -> tuple[States, States]:
-    """States of blocks, and the marks of layers that were left to SGD."""
+    """Return states of blocks, and the marks of layers that were left to SGD."""
     marks = {param: state for param, state in states.items() if "left_out" in state}
     return {param: state for param, state in states.items() if param not in marks}, marks
 

@@ -129,7 +129,7 @@ def claim(
 
 
 def _owner(names: ModuleNames, weight: nn.Parameter) -> tuple[str, nn.Module]:
-    """Path and first module that has `weight` for its own; the model itself where none has."""
+    """Return path and first module that has `weight` for its own; the model itself where none has."""
     modules = names.model.named_modules()
     owners = ((path, module) for path, module in modules if _local_name(names, module, weight) is not None)
     return next(owners, ("", names.model))

@@ -148,7 +148,7 @@ class FunctionalUses(ForwardListener):
         self._looked |= self._looking
 
     def unmeasured(self) -> dict[nn.Parameter, str]:
-        """Parameters that a function used as another layer's weight outside their own modules, and its name."""
+        """Return parameters that a function used as another layer's weight outside their own modules, and its name."""
         return {param: names[-1] for param, names in self._others.items() if names}
 
     def layer_ran(self, weight: nn.Parameter) -> None:
@@ -242,7 +242,7 @@ class FunctionalUses(ForwardListener):
         return window.note_in_graph(watch, product.input, output, True, examples_of(product.input, 1), context)
 
     def watch_in_graph(self, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
-        """Number of the watch of a product, -1 where it has none; and whether the block's bias is added to it."""
+        """Return the number of a product's watch, -1 if it has none, and whether the block's bias is added to it."""
         window, weight = self._window(), self._in_graphs[index]
         added = self._in_graphs[bias] if bias >= 0 else None
         block = self._block_of(Product(weight, weight, added, transposed))  # its input is not asked for

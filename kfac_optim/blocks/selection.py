@@ -43,13 +43,13 @@ class ModuleNames:
                 self.shown[path] = f"{self.shown[parent]}.{last}".lstrip(".")
 
     def lineage(self, path: str) -> list[tuple[str, nn.Module]]:
-        """Shown name and module at `path` and of all that contain it, nearest first, the model itself last."""
+        """Return shown name and module at `path` and of all that contain it, nearest first, the model itself last."""
         parts = path.split(".") if path else []
         paths = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
         return [(self.shown[each], self._modules[each]) for each in paths]
 
     def all(self) -> list[tuple[str, nn.Module]]:
-        """Shown name and module of every module."""
+        """Return shown name and module of every module."""
         return [(self.shown[path], module) for path, module in self._modules.items()]
 
     def held_by(self, module: nn.Module, *, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

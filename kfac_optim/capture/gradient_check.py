@@ -224,7 +224,7 @@ class _Added:
 
 
 def _rounding(dtype: torch.dtype, device: str) -> float:
-    """Relative rounding error of products in `dtype`; those of float32 may be made in fewer bits."""
+    """Return relative rounding error of products in `dtype`; those of float32 may be made in fewer bits."""
     if dtype is torch.float32:
         if torch.get_float32_matmul_precision() == "medium":
             return torch.finfo(torch.bfloat16).eps

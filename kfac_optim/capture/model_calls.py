@@ -77,7 +77,7 @@ class Roots:
         return expected
 
     def await_backward(self, root: RootCall, output: Any) -> None:
-        """Layers that the backward from `output` runs again are to belong to `root`."""
+        """Have the layers that the backward from `output` runs again belong to `root`."""
         on_output_gradients(output, functools.partial(_enter_backward, weakref.ref(self), root))
 
     def of_layer(self, examples: int | None) -> RootCall | None:

@@ -114,7 +114,7 @@ class CaptureWindow(Ledger):
         return frozenset(self._hooks)
 
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], known: Collection[LayerHooks] = ()) -> None:
-        """Hooks but those `known` were put on a module whose forward has begun, when torch has listed those to call."""
+        """Call the hooks, but for `known`, that were put on a module whose forward has begun."""
         for layer in self._hooks:
             if layer not in known:
                 layer.begin(module, args)

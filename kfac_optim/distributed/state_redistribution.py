@@ -49,13 +49,13 @@ class Holdings:
         self.updaters: dict[nn.Parameter, int | None] = {**earlier, **planned}
 
     def homes(self, block: KFACBlock) -> set[int]:
-        """Ranks that own any of it."""
+        """Return the ranks that own any part of the block."""
         return set(self._exchange.owners(block))
 
     def handed_over(
         self, blocks: Sequence[KFACBlock], to: "Holdings"
     ) -> tuple[dict[KFACBlock, Any], dict[nn.Parameter, Tensor]]:
-        """States of these blocks and momentum that this rank is to hold under another plan."""
+        """Return states of these blocks and momentum that this rank is to hold under another plan."""
         self._exchange.merge(blocks)
         states = self.gathered({block: to.homes(block) for block in blocks})
         everyone = range(self._communicator.world_size)
@@ -66,7 +66,7 @@ class Holdings:
         return states, self.momentum_at(moves)
 
     def gathered(self, targets: Mapping[KFACBlock, Collection[int]]) -> dict[KFACBlock, Any]:
-        """Whole states of blocks, as `Inverse.tensors` gives them, on the ranks that are their targets.
+        """Return whole states of blocks, as `Inverse.tensors` gives them, on the ranks that are their targets.
 
         What ranks have measured since must have been merged.
         """
@@ -79,7 +79,7 @@ class Holdings:
         return found
 
     def momentum_at(self, targets: Mapping[nn.Parameter, Collection[int]]) -> dict[nn.Parameter, Tensor]:
-        """Buffers of parameters that one rank alone updates, on the ranks that are their targets."""
+        """Return buffers of parameters that one rank alone updates, on the ranks that are their targets."""
         communicator, updaters = self._communicator, self.updaters
         params = list(targets)
         exists = [int(updaters[param] == communicator.rank and self._momentum(param) is not None) for param in params]
@@ -158,7 +158,7 @@ class Holdings:
                 del self._state()[param]["momentum_buffer"]
 
     def _copied(self, routes: Mapping[KFACBlock, tuple[int, Collection[int]]]) -> dict[KFACBlock, Any]:
-        """States of blocks as a source has them, on their targets; there it is no copy on the source itself."""
+        """Return states of blocks as a source has them, on their targets; there it is no copy on the source itself."""
         found: dict[KFACBlock, Any] = {}
         transfers = []
         for block, (source, targets) in routes.items():
@@ -173,7 +173,7 @@ class Holdings:
         return found
 
     def _sent_momentum(self, routes: Mapping[nn.Parameter, tuple[int, Collection[int]]]) -> dict[nn.Parameter, Tensor]:
-        """Buffers as a source has them, on their targets."""
+        """Return buffers as a source has them, on their targets."""
         transfers, found = [], {}
         for number, (param, (source, targets)) in enumerate(routes.items()):
             held = self._momentum(param) if self._communicator.rank == source else torch.empty_like(param)

@@ -33,11 +33,11 @@ class CallRows(LayerStatistics):
 
     @abstractmethod
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        """Canonical `a` without the bias column, `[groups, batch, shared, in]`."""
+        """Return canonical `a` without the bias column, `[groups, batch, shared, in]`."""
 
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Canonical `g`, `[groups, batch, shared, out]`; zero where a shorter example has no position."""
+        """Return canonical `g`, `[groups, batch, shared, out]`; zero where a shorter example has no position."""
 
     def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
         """Give the rows of `input_rows` that `sample` names. A family whose rows are copies makes no others."""
@@ -66,7 +66,7 @@ class CallRows(LayerStatistics):
 
     @property
     def positions(self) -> int:
-        """Positions of all examples: the most rows that can be active."""
+        """Return positions of all examples: the most rows that can be active."""
         return self._active.numel()
 
     @cached_property

@@ -28,7 +28,7 @@ class LayerStatistics(ABC):
     @property
     @abstractmethod
     def count(self) -> float | Tensor:
-        """Rows behind the input moment, each as often as it is weighed; 0 without one.
+        """Return rows behind the input moment, each as often as it is weighed; 0 without one.
 
         A tensor where only the device can count them, `[]`, and where the groups have rows of their own, `[groups]`.
         """

@@ -165,7 +165,7 @@ def _by_phases(patches: Patches) -> _Phases:
 
 
 def _operations(patches: Patches) -> float:
-    """Multiply-adds that take the time of `correlated_gram`."""
+    """Return multiply-adds that take the time of `correlated_gram`."""
     kernel, dilation = list(patches.kernel), list(patches.dilation)
     zeros, size = list(patches.zeros), list(patches.features.shape[2:])
     channels, batch, groups = patches.channels, len(patches.features), patches.groups
@@ -269,7 +269,7 @@ def _subtract_borders(blocks: Tensor, patches: Patches, axis: int) -> None:
 
 
 def _columns(patches: Patches, axis: int, places: Sequence[int]) -> dict[int, Tensor]:
-    """Patches over the other dimensions, of the features at each of `places` along `axis`.
+    """Return patches over the other dimensions, of the features at each of `places` along `axis`.
 
     Each `[groups, width, n]`: as columns, for what follows one another in the features then does so in what is copied;
     by `(*kernel, channel)`.

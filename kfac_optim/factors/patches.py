@@ -43,7 +43,7 @@ class Patches:
 
     @property
     def width(self) -> int:
-        """Columns of a patch in one group."""
+        """Return columns of a patch in one group."""
         return self.channels * math.prod(self.kernel)
 
     @property
@@ -58,7 +58,7 @@ class Patches:
         return tuple((size + sum(zeros) - span) // step + 1 for size, zeros, span, step in space)
 
     def rows(self, positions: Tensor | None = None) -> Tensor:
-        """Canonical rows `[groups, batch, positions, width]`.
+        """Return canonical rows `[groups, batch, positions, width]`.
 
         Args:
             positions: of each example those that are wanted, `[batch, wanted]`, counted along the last dimension of

@@ -67,7 +67,7 @@ def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:
-    """Second moments of rows with a constant column behind them, `[groups, d + 1, d + 1]`.
+    """Return second moments of rows with a constant column behind them, `[groups, d + 1, d + 1]`.
 
     Args:
         moment: of the rows, `[groups, d, d]`.
@@ -103,7 +103,7 @@ def examples_at_once(tensor: Tensor) -> int:
 
 
 def channel_moments(features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Means and variances of the channels of `[batch, channels, *space]`, each `[channels]` in `dtype` or a wider one.
+    """Return means and variances of the channels of `[batch, channels, *space]`, each `[channels]`, in `dtype` or wider.
 
     On a host as sums over one example and channel at a time, which torch makes several times as fast as its own moments
     of channels. The mean is taken off before the square: however far from zero, no digits are lost.

@@ -67,7 +67,7 @@ class Draw:
     layer: str
 
     def rows(self, batch: int, shared: int, device: torch.device) -> "RowSample | None":
-        """Rows of a call of `batch` examples with `shared` positions each; None where all are taken."""
+        """Return rows of a call of `batch` examples with `shared` positions each; None where all are taken."""
         positions = min(shared, self.choice.positions or shared)
         examples = min(batch, self.choice.examples or batch)
         if self.choice.rows is not None and positions > 0:
@@ -104,7 +104,7 @@ class RowSample:
     weight: float
 
     def part(self, start: int, stop: int) -> "RowSample":
-        """Some of the examples that were drawn."""
+        """Return some of the examples that were drawn."""
         positions = None if self.positions is None else self.positions[start:stop]
         return replace(self, examples=self.examples[start:stop], positions=positions)
 

@@ -120,7 +120,7 @@ class NamedLoss(Estimate):
 
     @abstractmethod
     def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
-        """Gradients of single terms with respect to `outputs`, one pass of backward for each."""
+        """Return gradients of single terms with respect to `outputs`, one pass of backward for each."""
 
     def arm(self, window: CaptureWindow) -> None:
         window.listening = True

@@ -54,7 +54,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def columns(self, outputs: Outputs) -> Iterator[Vectors]:
-        """Columns of `B`, each of all examples (the first dimension) at once.
+        """Return columns of `B`, each of all examples (the first dimension) at once.
 
         Positions of an example may interact in the model, examples do not.
         """

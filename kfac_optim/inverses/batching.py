@@ -45,7 +45,7 @@ J = TypeVar("J", bound=FactorJob)
 
 
 def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
-    """Jobs of one structure, size, dtype and device: what one batched call can take.
+    """Return jobs of one structure, size, dtype and device: what one batched call can take.
 
     No more than make `_AT_ONCE` elements of full matrices, or one job that has more: what a refresh needs besides what
     it leaves is so much a few times over, however many layers are alike.

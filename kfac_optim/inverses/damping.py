@@ -26,7 +26,7 @@ class Damped(NamedTuple):
 
 
 def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: float) -> list[Damped]:
-    """Factored Tikhonov damping with the trace norm (Martens & Grosse 2015, §6.3; for k factors as in kfac-jax).
+    """Share λ by factored Tikhonov damping with the trace norm (Martens & Grosse 2015, §6.3; k factors as in kfac-jax).
 
     With `n_i = tr(F_i)/d_i`, factor i of k gets `λ^{1/k} n_i / (∏ n)^{1/k}` on its diagonal: for two factors
     `π√λ` and `√λ/π`, `π = √(n_A / n_G)`. If any trace is zero each gets `λ^{1/k}`.

@@ -95,7 +95,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
         )
 
     def refusal(self, spec: LayerSpec) -> str | None:
-        """Why a layer cannot be factored like this; None where it can."""
+        """Return why a layer cannot be factored like this; None if it can."""
         columns = weight_columns(spec)
         if spec.groups > 1:
             return f"it has {spec.groups} groups, or a factor in as many blocks"

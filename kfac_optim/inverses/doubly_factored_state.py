@@ -179,7 +179,7 @@ class DoublyFactoredState(InverseState):
             tensor.copy_(tensors[name])
 
     def _maps(self, stats: LayerStatistics) -> tuple[Tensor, int | Tensor]:
-        """Inputs of the examples that this call adds, `[n, C, T]`, and how many; others are left out or zero."""
+        """Return inputs of the examples that this call adds, `[n, C, T]`, and how many; others are left out or zero."""
         a, g = stats.rows()
         channels, positions = (self.by_name[name].dim for name in ("channels", "positions"))
         columns = channels * positions
@@ -200,5 +200,5 @@ class DoublyFactoredState(InverseState):
 
 
 def weight_columns(spec: LayerSpec) -> int:
-    """Inputs without the bias."""
+    """Return the number of inputs without the bias."""
     return spec.in_dim - 1 if spec.has_bias else spec.in_dim

@@ -145,7 +145,7 @@ class PairInverse(Inverse[P]):
 
     @abstractmethod
     def result(self, factor: FactorShape) -> tuple[int, int]:
-        """Numbers of what is computed for one factor: as it is sent to other ranks, and as kept, flags aside."""
+        """Return numbers of what is computed for one factor: as it is sent to other ranks, and as kept, flags aside."""
 
     def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
         a, g = spec.factors()
@@ -176,7 +176,7 @@ class PairInverse(Inverse[P]):
 
 
 def dense_sides(spec: LayerSpec) -> list[tuple[int, int]]:
-    """Size, and number of groups, of each factor that is dense."""
+    """Return size, and number of groups, of each factor that is dense."""
     return [(dim, groups) for kept, groups, dim in spec.factors() if kept is Structure.DENSE]
 
 

@@ -73,7 +73,7 @@ class ProjectionStatistics(RowStatistics):
         return _Use._make(self.call.context)
 
     def _among_all(self, used: Tensor) -> Tensor:
-        """Zeros for the groups that this call did not make."""
+        """Return zeros for the groups that this call did not make."""
         after = self.spec.groups - self._use.first - self._use.groups
         return F.pad(used, (0, 0) * (used.dim() - 1) + (self._use.first, after))
 
@@ -179,7 +179,7 @@ class _NotedAttention:
 
 
 def _check_padding_mask(mask: Tensor, positions: int, batch: int) -> None:
-    """Torch's check of `key_padding_mask`, whose message is made where `torch.compile` cannot follow."""
+    """Run torch's check of `key_padding_mask`, whose message is made where `torch.compile` cannot follow."""
     if mask.shape != (batch, positions):
         raise AssertionError(f"Expected key_padding_mask of shape {[batch, positions]}, but got {list(mask.shape)}")
 

@@ -101,7 +101,7 @@ class LayerAdapter(ABC, Generic[M]):
 
     @abstractmethod
     def refusal(self, module: M) -> str | None:
-        """Why this very module cannot be preconditioned, or None when it can. Asked at every step, so it is cheap."""
+        """Return why this very module cannot be preconditioned; None if it can. Every step asks."""
 
     @abstractmethod
     def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
@@ -132,7 +132,7 @@ class LayerAdapter(ABC, Generic[M]):
         """
 
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors shaped like the parameters of `spec` as one matrix `[groups, out, in]`.
+        """Return tensors shaped like the parameters of `spec` as one matrix `[groups, out, in]`.
 
         As it stands, for a weight `[groups · out, *in]` and perhaps a bias `[groups · out]`.
         """
@@ -152,14 +152,14 @@ class WeightBiasAdapter(LayerAdapter[M]):
 
     @abstractmethod
     def unbatched_ndim(self, module: M) -> int:
-        """Dimensions of an input that has no batch dimension."""
+        """Return dimensions of an input that has no batch dimension."""
 
     @abstractmethod
     def statistics(self, module: M, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
-        """Moments of one call."""
+        """Return the moments of one call."""
 
     def groups(self, module: M) -> int:
-        """Independent matrices that the weight is made of."""
+        """Return independent matrices that the weight is made of."""
         return 1
 
     def refusal(self, module: M) -> str | None:

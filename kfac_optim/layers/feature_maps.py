@@ -12,7 +12,7 @@ _NEITHER = (nn.GLU, nn.MultiheadAttention)
 
 
 def flattened_channels(lineage: Sequence[nn.Module]) -> int | None:
-    """Channels C of the feature map that a linear layer reads as `[batch, C · positions]`; None where that is not seen.
+    """Return the channels C of the feature map that a linear layer reads as `[batch, C · positions]`; None if unknown.
 
     It is seen where `nn.Sequential`s, one inside the other or not, have before the layer a convolution, then whatever
     keeps its channels (activations, pooling, normalisation, dropout), and then an `nn.Flatten()` of all but the batch.

@@ -81,13 +81,13 @@ class NormStatistics(LayerStatistics):
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """Examples, and positions of each, that there are to draw from."""
+        """Return examples, and positions of each, that there are to draw from."""
         gradient = batched(self.call.gradient, self.unbatched_ndim)
         return len(gradient), gradient.numel() // max(1, len(gradient) * self.spec.groups)
 
     @property
     def _taken(self) -> tuple[int, int]:
-        """Examples, and positions of each, that are taken."""
+        """Return examples, and positions of each, that are taken."""
         examples, positions = self._shape
         if self._sample is None:
             return examples, positions
@@ -187,7 +187,7 @@ class NormAdapter(WeightBiasAdapter[M]):
 
     @abstractmethod
     def canonical(self, module: M, tensor: Tensor) -> Tensor:
-        """Examples of input, output or gradient as `[examples, shared, features]`."""
+        """Return examples of input, output or gradient as `[examples, shared, features]`."""
 
     def refusal(self, module: M) -> str | None:
         return own_forward(module, self.family) or super().refusal(module)

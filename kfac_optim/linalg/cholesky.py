@@ -24,7 +24,7 @@ def shift_diagonal(matrix: Tensor, shift: Tensor) -> Tensor:
 
 
 def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of `matrix + shift·I` by Cholesky factorisation, retried with a larger shift where it fails.
+    """Return inverse of `matrix + shift·I` by Cholesky factorisation, retried with a larger shift where it fails.
 
     The test for failure is one host synchronisation per call.
 
@@ -54,7 +54,7 @@ def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tens
 
 
 def _try_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverses `[n, d, d]` and whether each is usable `[n]`."""
+    """Return inverses `[n, d, d]` and whether each is usable `[n]`."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     # cholesky_inverse raises on a zero pivot.
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0).unsqueeze(-1), 1)

@@ -18,7 +18,7 @@ _SQUARINGS = 10
 
 
 def eigendecomposition(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues and eigenvectors; a matrix that fails is tried again by itself.
+    """Return eigenvalues and eigenvectors; a matrix that fails is tried again by itself.
 
     `torch.linalg.eigh` raises for the whole batch when one matrix does not converge, or is not finite. Then each is
     decomposed alone; what fails alone, in float64; and then with all eigenvalues shifted by a rounding error of
@@ -54,7 +54,7 @@ def _eigh_alone(matrix: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _try_eigh(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues `[n, d]`, eigenvectors `[n, d, d]`, and whether each decomposition is usable `[n]`."""
+    """Return eigenvalues `[n, d]`, eigenvectors `[n, d, d]`, and whether each decomposition is usable `[n]`."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but missing from torch's __all__
@@ -101,7 +101,7 @@ def leading_eigenpairs(matrix: Tensor, shift: Tensor, start: Tensor, iterations:
 
 
 def random_basis(dim: int, rank: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random orthonormal columns `[dim, rank]`: always the same of one size, and no generator of torch moves."""
+    """Return random orthonormal columns `[dim, rank]`: always the same of one size, and no generator of torch moves."""
     generator = torch.Generator().manual_seed(dim)
     basis: Tensor = torch.linalg.qr(torch.randn(dim, rank, dtype=torch.float64, generator=generator)).Q
     return basis.to(device, dtype)
@@ -145,5 +145,5 @@ def leading_singular_triple(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Their quotient, 0 where both are."""
+    """Return the quotient, 0 where both are."""
     return numerator / torch.where(denominator == 0, 1, denominator)

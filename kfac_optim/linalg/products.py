@@ -51,7 +51,7 @@ def _fill_symmetric(rows: Tensor, out: Tensor) -> None:
 
 
 def norm1(matrix: Tensor) -> Tensor:
-    """Largest column sum of magnitudes of `[..., d, d]`, `[...]`."""
+    """Return largest column sum of magnitudes of `[..., d, d]`, `[...]`."""
     return matrix.abs().sum(-2).amax(-1)
 
 

@@ -7,7 +7,7 @@ from kfac_optim.linalg.products import _mirror_lower
 
 
 def triangle_size(dim: int) -> int:
-    """Elements of a packed symmetric `[d, d]` matrix: `d(d + 1) / 2`."""
+    """Return elements of a packed symmetric `[d, d]` matrix: `d(d + 1) / 2`."""
     return dim * (dim + 1) // 2
 
 

@@ -101,7 +101,7 @@ def _refresh(
     lanes: Sequence[_Lane],
     threads: int,
 ) -> None:
-    """Runs on the worker, where grad mode and torch's threads are not those of the caller, and autocast is off."""
+    """Refresh on the worker, where grad mode and torch's threads are not those of the caller, and autocast is off."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)  # as in the step: results depend on it bitwise
     with torch.no_grad(), ExitStack() as stack:

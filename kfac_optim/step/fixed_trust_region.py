@@ -102,7 +102,7 @@ class TrustRegion(StepSize):
 
 
 def _buffers(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
-    """Momentum of the parameters that are updated here and covered, with its param group and `∇h`.
+    """Return momentum of the parameters that are updated here and covered, with its param group and `∇h`.
 
     Of each the part that is here.
     """

@@ -32,6 +32,11 @@ def params_of(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
     return [param for group in groups for param in group["params"]]
 
 
+def group_of(groups: Iterable[dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the param group of each parameter."""
+    return {param: group for group in groups for param in group["params"]}
+
+
 def names_of(binding: ModelBinding, groups: Iterable[Mapping[str, Any]]) -> dict[nn.Parameter, str]:
     """Return the fully qualified names of parameters: as the model has them, or else as the groups were given them."""
     names = binding.names()

@@ -121,6 +121,6 @@ def _ridge(
 
 
 def _dot(left: Direction, right: Direction, device: torch.device) -> Tensor:
-    """Over the parameters that both have."""
+    """Return the inner product over the parameters that both have."""
     shared = [param for param in left if param in right]
     return inner_product([left[param] for param in shared], [right[param] for param in shared], device)

@@ -39,7 +39,7 @@ def trust_region_scale(
 
 
 def momentum_scale(decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:
-    """Factor in (0, 1] for the momentum `b` of earlier steps, on the device.
+    """Return factor in (0, 1] for the momentum `b` of earlier steps, on the device.
 
     The bound on the new step is of no use where the momentum of earlier ones, taken before the curvature rose, goes on
     uphill. So it too may not raise the loss by more than `√κ`: where `lr μ bᵀ∇ < 0` it is scaled to that, for good

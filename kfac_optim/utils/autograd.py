@@ -66,7 +66,7 @@ def running_edge(output_nr: int) -> GradientEdge:
 def pull_back(
     outputs: Sequence[GradientEdge], vectors: Sequence[Tensor], to: Sequence[GradientEdge]
 ) -> list[Tensor | None]:
-    """Gradients at the edges `to` of `Σ ⟨vector, output⟩`, None where they do not depend on it.
+    """Return gradients at the edges `to` of `Σ ⟨vector, output⟩`, None where they do not depend on it.
 
     The graph is kept, nothing is accumulated, and hooks on gradients between are called.
     """
@@ -123,7 +123,7 @@ def is_cast_of(tensor: Tensor, param: Tensor | None) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Counts the changes in place; inference tensors allow none and have no counter."""
+    """Return the count of changes in place; inference tensors allow none and have no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -20,7 +20,7 @@ class Handle(Protocol):
     """Takes hooks off a module."""
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Return remove the hook; to do so again does nothing."""
 
 
 class Handles:

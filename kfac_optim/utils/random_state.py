@@ -31,5 +31,5 @@ def random_state(params: Iterable[Tensor]) -> RandomState:
 
 
 def normal_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers from `generator`, in shape, dtype and device like `tensor`."""
+    """Return normal numbers from `generator`, in shape, dtype and device like `tensor`."""
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)

@@ -14,7 +14,7 @@ def describe_bytes(count: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table in columns, the first row its header."""
+    """Return lines of a table in columns, the first row its header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -82,7 +82,7 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
 
 
 def plain_number(value: Any) -> Any:
-    """Numpy's scalars as Python's, which `torch.load(weights_only=True)` reads; anything else as it is."""
+    """Turn numpy's scalars into Python's, which `torch.load(weights_only=True)` reads; leave anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

@@ -12,19 +12,19 @@ _ROUNDING = 1e-2
 
 
 def finite(tensor: Tensor) -> str | None:
-    """Any number will do."""
+    """Accept any number."""
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         return "not finite"
     return None
 
 
 def not_negative(tensor: Tensor) -> str | None:
-    """Masses, counts and eigenvalues are 0 at least."""
+    """Refuse negative masses, counts and eigenvalues."""
     return finite(tensor) or measured(tensor)
 
 
 def second_moments(tensor: Tensor) -> str | None:
-    """Means of squares are 0 at least, but for rounding."""
+    """Refuse negative means of squares, but for rounding."""
     if (wrong := finite(tensor)) is not None or tensor.numel() == 0:
         return wrong
     return "negative" if bool(tensor.min() < -_ROUNDING * tensor.abs().max()) else None
@@ -36,12 +36,12 @@ def measured(tensor: Tensor) -> str | None:
 
 
 def share(tensor: Tensor) -> str | None:
-    """Shares go from 0 to 1."""
+    """Refuse shares beyond 0 and 1."""
     return not_negative(tensor) or ("above 1" if bool((tensor > 1).any()) else None)
 
 
 def unit_vectors(tensor: Tensor) -> str | None:
-    """Vectors of length 1 have no larger element."""
+    """Refuse vectors with an element above 1, which no vector of length 1 has."""
     return finite(tensor) or ("longer than 1" if bool((tensor.abs() > 1 + _ROUNDING).any()) else None)
 
 

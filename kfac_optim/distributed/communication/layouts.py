@@ -22,7 +22,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def repeated(names: Sequence[str]) -> list[str]:
-    """Names that are there more than once."""
+    """Return names that are there more than once."""
     return [name for name, count in Counter(names).items() if count > 1]
 
 
@@ -100,12 +100,12 @@ class ReduceBucket:
 
     @cached_property
     def sections(self) -> tuple[int, ...]:
-        """Elements of each owner's section in the dtype of sums."""
+        """Return elements of each owner's section in the dtype of sums."""
         return tuple(sum(slot.elements + slot.weighted for slot in slots) for slots in self.owned)
 
     @cached_property
     def wire_sections(self) -> tuple[int, ...]:
-        """Elements of each owner's section in the dtype of the payload."""
+        """Return elements of each owner's section in the dtype of the payload."""
         words = self.sum_dtype.itemsize // self.payload.itemsize
         return tuple(sum(slot.elements + words * slot.weighted for slot in slots) for slots in self.owned)
 
@@ -126,7 +126,7 @@ class ReduceBucket:
         return (sum(self.wire_sections) - self.wire_sections[rank]) * self.payload.itemsize
 
     def sent_sections(self, rank: int) -> list[int]:
-        """Elements that `rank` sends to each rank, in the dtype of the payload: to itself none."""
+        """Return elements that `rank` sends to each rank, in the dtype of the payload: to itself none."""
         return [0 if owner == rank else size for owner, size in enumerate(self.wire_sections)]
 
     def received_sections(self, rank: int) -> list[int]:
@@ -160,7 +160,7 @@ class ReduceBucket:
         return views
 
     def _parts(self, section: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """Values and masses."""
+        """Return values and masses."""
         count = sum(slot.elements for slot in self.owned[owner])
         return section[:count], section[count:]
 

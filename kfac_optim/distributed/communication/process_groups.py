@@ -133,7 +133,7 @@ class OwnGroups:
 
 
 def own_groups(parent: dist.ProcessGroup, timeout: timedelta) -> OwnGroups:
-    """Groups of the same ranks, in the same order, that only this package launches on; see [Note: groups are kept].
+    """Return groups of the same ranks, in the same order, for this package alone; see [Note: groups are kept].
 
     Where there are none yet this is a collective, so it comes at a place in the program that all ranks reach.
 

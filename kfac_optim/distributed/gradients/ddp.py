@@ -51,7 +51,7 @@ class OwnersHook:
             ) from error
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
-        """Wrappers list their hooks, and a copied or pickled one is to have none of this optimizer's."""
+        """Copy or pickle the hook as one that does nothing: a copied wrapper is none of this optimizer's."""
         return _NoHook, ()
 
     def forget(self) -> None:
@@ -207,7 +207,7 @@ class Wrappers:
         return wrapper is not None and bool(wrapper.require_backward_grad_sync)
 
     def use(self, flow: ShardedGradients | None) -> None:
-        """Gradients have other owners from now on; None brings them to all ranks."""
+        """Bring gradients to other owners from now on; None brings them to all ranks."""
         self._flow = flow
         for hook in self._of_all():
             hook.flow = flow

@@ -197,7 +197,7 @@ def _set_gradient(param: nn.Parameter, value: Tensor) -> None:
 
 
 def sum_scalars(values: Tensor, communicator: Communicator) -> Tensor:
-    """Over ranks, in float64: a rank that owns nothing has zeros of no particular dtype."""
+    """Sum over ranks, in float64: a rank that owns nothing has zeros of no particular dtype."""
     return communicator.all_reduce(Payload.SCALARS.value, values.double()).wait()
 
 

@@ -110,12 +110,12 @@ def _norm(grad: Tensor, order: float) -> Tensor:
 
 
 def _gradient(param: nn.Parameter, group: Mapping[str, object]) -> Tensor:
-    """Zeros where only other parameters of the layer have one."""
+    """Return the gradient of a parameter, zeros if only other parameters of the layer have one."""
     return torch.zeros_like(param) if param.grad is None else regularised(param, group)
 
 
 def _filled(params: Iterable[Owned], limit: int) -> Iterator[list[Owned]]:
-    """Parameters in their order, in lists of at most `limit` elements, or of one."""
+    """Return parameters in their order, in lists of at most `limit` elements, or of one."""
     filling: list[Owned] = []
     elements = 0
     for each in params:

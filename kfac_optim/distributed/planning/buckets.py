@@ -78,12 +78,12 @@ class PlannedBucket:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the bytes of the bucket."""
         return self.words * self.itemsize
 
 
 def fill(items: Iterable[Item], limit: int) -> list[tuple[Item, ...]]:
-    """Items in their order, in buckets of at most `limit` words; what is larger has a bucket of its own.
+    """Put items, in their order, into buckets of at most `limit` words; a larger item has a bucket of its own.
 
     Items of no words are left out. Without some of the items there are never more buckets.
     """
@@ -103,7 +103,7 @@ def fill(items: Iterable[Item], limit: int) -> list[tuple[Item, ...]]:
 def make_buckets(
     payload: Payload, items: Sequence[Item], *, limit: int, itemsize: int, members: range, cost: CostModel
 ) -> tuple[PlannedBucket, ...]:
-    """Buckets of at most `limit` words, with the collective that the cost model finds quickest for each."""
+    """Return buckets of at most `limit` words, with the collective that the cost model finds quickest for each."""
     return tuple(
         PlannedBucket(
             payload, together, itemsize, members, *_transport(payload, together, itemsize, len(members), cost)

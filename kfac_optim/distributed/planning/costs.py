@@ -53,15 +53,15 @@ class CostModel:
             check_number("solver_rate of CostModel (None is flop_rate)", self.solver_rate, above=0)
 
     def computing(self, flops: float) -> float:
-        """Seconds of matrix products of so many operations."""
+        """Return seconds of matrix products of so many operations."""
         return flops / self.flop_rate
 
     def solving(self, flops: float) -> float:
-        """Seconds of a refresh of so many operations."""
+        """Return seconds of a refresh of so many operations."""
         return flops / (self.solver_rate or self.flop_rate)
 
     def communicating(self, collective: Collective, size: float, ranks: int) -> float:
-        """Seconds of one collective.
+        """Return seconds of one collective.
 
         Args:
             collective: which.

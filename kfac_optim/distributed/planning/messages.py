@@ -47,7 +47,7 @@ def _joined(*words: str) -> str:
 
 
 def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]:
-    """Running averages to the owners of parts, a slot for each of `Part.sums`, in the order of backward.
+    """Return running averages to the owners of parts, a slot for each of `Part.sums`, in the order of backward.
 
     Args:
         plan: whose.
@@ -73,7 +73,7 @@ def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]
 
 
 def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, ...]:
-    """Gradients to who updates, plain sums, in the order of backward; under `Sharded` alone.
+    """Return gradients to who updates, plain sums, in the order of backward; under `Sharded` alone.
 
     Args:
         plan: whose.
@@ -122,7 +122,7 @@ def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ..
 
 
 def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ...]:
-    """Preconditioned gradients from who has them to the others, in forward order; see `preconditioned_name`.
+    """Return preconditioned gradients from who has them to the others, in forward order; see `preconditioned_name`.
 
     Where w ranks precondition a layer, the one of place j among them sends to those of place j in all other groups. It
     gets its own back, so that all ranks have the same bits whatever the payload.
@@ -149,7 +149,7 @@ def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBu
 
 
 def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, ...]:
-    """Parameters from who updates them to the others, in forward order; under `Sharded` alone.
+    """Return parameters from who updates them to the others, in forward order; under `Sharded` alone.
 
     Args:
         plan: whose.

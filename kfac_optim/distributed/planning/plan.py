@@ -77,12 +77,12 @@ class Plan:
 
     @property
     def memory_per_rank(self) -> int:
-        """Bytes, on the rank that needs most."""
+        """Return bytes, on the rank that needs most."""
         return max(each.total for each in self.memory)
 
     @property
     def refresh_imbalance(self) -> float:
-        """Operations of the busiest rank's refreshes over the mean; 1 is balanced."""
+        """Return operations of the busiest rank's refreshes over the mean; 1 is balanced."""
         return _imbalance(self.refresh_loads)
 
     @property

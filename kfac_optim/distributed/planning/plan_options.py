@@ -36,7 +36,7 @@ STATUS_WORDS = 3 + len(TOLD_COUNTERS)
 
 
 def vote_marks(layers: int, buckets: int) -> int:
-    """Words of a vote that are about the plan, besides `VOTE_WORDS`.
+    """Return words of a vote that are about the plan, besides `VOTE_WORDS`.
 
     One for each layer says whether it has a gradient, and statistics; one for each bucket of factor sums, whether it
     goes again; the rest is zeros.
@@ -99,7 +99,7 @@ class PlanOptions:
 
     @property
     def mass_words(self) -> int:
-        """Words of `sent_dtype` that the mass of a factor sum takes: it is not rounded to less than float32."""
+        """Return words of `sent_dtype` that the mass of a factor sum takes: it is not rounded to less than float32."""
         return torch.promote_types(self.sent_dtype, torch.float32).itemsize // self.sent_dtype.itemsize
 
     @property
@@ -108,7 +108,7 @@ class PlanOptions:
         return torch.promote_types(self.factor_dtype, torch.float32)
 
     def itemsize(self, payload: Payload) -> int:
-        """Bytes of a word of each kind of bucket."""
+        """Return bytes of a word of each kind of bucket."""
         if payload.is_control:
             return torch.int64.itemsize  # and float64's
         if payload is Payload.SUMS:

@@ -77,7 +77,7 @@ def make_plan(
 def predict_sgd(
     model: Sequence[Covered | Uncovered], ranks: int, cost: CostModel, options: PlanOptions | None = None
 ) -> Seconds:
-    """Seconds of a step of plain SGD under DDP, by the same model; arguments as of `make_plan`."""
+    """Return seconds of a step of plain SGD under DDP, by the same model; arguments as of `make_plan`."""
     options = PlanOptions() if options is None else options
     items = [Item(each.name, each.words, -1, number) for number, each in enumerate(model)][::-1]
     gradients = make_buckets(
@@ -219,7 +219,7 @@ class _Planner:
         return (sum(layer.trace_words for layer in self.layers) if self.merges else 0,)
 
     def _matrices(self) -> list[Item]:
-        """Gradients, or parameters, in forward order."""
+        """Return gradients, or parameters, in forward order."""
         sharded = isinstance(self.strategy, Sharded)
         found = [Item(p.name, p.words, -1 if p.owner is None else p.owner, p.position) for p in self.parameters]
         found += [Item(lp.name, lp.words, lp.workers.start if sharded else -1, lp.position) for lp in self.layers]
@@ -272,7 +272,7 @@ class _Planner:
         return Traffic(payload, words, self.options.itemsize(payload), period)
 
     def _held_by_owner(self, item: Item) -> int:
-        """Elements of a sharded layer that its owner need not be sent."""
+        """Return elements of a sharded layer that its owner need not be sent."""
         layer = self.model[item.position]
         shards = layer.shards if isinstance(layer, Covered) else ()
         return shards[item.rank] if shards else item.words // self.ranks

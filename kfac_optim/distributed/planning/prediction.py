@@ -53,7 +53,7 @@ class Seconds:
 
     @property
     def mean(self) -> float:
-        """Over the period."""
+        """Return the mean seconds of a step over the period."""
         return self.shortest + (self.longest - self.shortest) / self.period
 
 
@@ -74,12 +74,12 @@ def finished(ready: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def in_order_of_backward(buckets: Sequence[PlannedBucket]) -> list[PlannedBucket]:
-    """Buckets of gradients and factor sums as they become ready, by their last layer in backward; gradients first."""
+    """Sort buckets of gradients and factor sums as they become ready, by their last layer in backward."""
     return sorted(buckets, key=lambda b: (-min(item.position for item in b.items), b.payload is not Payload.GRADIENTS))
 
 
 def exposed(layers: Sequence[Compute], buckets: Sequence[PlannedBucket], cost: CostModel) -> float:
-    """Seconds of sending `buckets`, in this order, that backward does not hide."""
+    """Return seconds of sending `buckets`, in this order, that backward does not hide."""
     ready, clock = [0.0] * len(layers), 0.0
     for position in reversed(range(len(layers))):
         clock += cost.computing(layers[position].backward)
@@ -89,7 +89,7 @@ def exposed(layers: Sequence[Compute], buckets: Sequence[PlannedBucket], cost: C
 
 
 def sharing(buckets: Sequence[PlannedBucket]) -> float:
-    """Seconds of sending all buckets, on the rank in most of them: those of different groups go side by side."""
+    """Return seconds of sending all buckets, on the rank in most of them: those of different groups go side by side."""
     by_group: defaultdict[range, float] = defaultdict(float)
     for bucket in buckets:
         by_group[bucket.members] += bucket.seconds
@@ -109,7 +109,7 @@ def predict(
     period: int,
     cost: CostModel,
 ) -> Seconds:
-    """Seconds of a step of a plan.
+    """Return seconds of a step of a plan.
 
     Args:
         layers: in forward order.

@@ -222,7 +222,7 @@ class StatisticsExchange:
             self.status[block.name] = Status(not nothing_held, refused, failed, counters)
 
     def _numbers(self, blocks: Sequence[KFACBlock]) -> dict[KFACBlock, tuple[float, float, dict[str, float]]]:
-        """Setbacks and counters of each block, as they are here."""
+        """Return setbacks and counters of each block, as they are here."""
         device, counted = self._main.device, {block: block.state.counters() for block in blocks}
         tensors = [
             number.to(device, torch.float64)

@@ -72,7 +72,7 @@ def _equal(one: Terms, other: Terms) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tensors are not looked at, which would synchronise."""
+    """Compare two values; tensors count as equal only if identical, as to look at them would synchronise."""
     return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
 
 

@@ -44,7 +44,7 @@ class DampedJob(FactorJob):
 
 
 def damped_factors(state: PairState, damping: float) -> list[tuple[int, Factor, Damped]]:
-    """Side and share of λ of each factor of the block that is kept here; λ is shared among all."""
+    """Return side and share of λ of each factor of the block that is kept here; λ is shared among all."""
     present = [(side, factor) for side, factor in enumerate((state.pair.a, state.pair.g)) if factor is not None]
     traces = [factor.trace().to(state.condition.dtype) for _, factor in present]
     shares = factored_tikhonov(traces, [factor.dim for _, factor in present], damping)

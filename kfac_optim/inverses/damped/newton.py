@@ -141,7 +141,7 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
         return sandwich(g, grad.to(state.condition.dtype), a)
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
-        """Rounding may leave an inverse a little asymmetric, so it goes whole, and `solved` with it."""
+        """Return the numbers of an inverse, which goes whole, as rounding may leave it asymmetric, and of `solved`."""
         return factor.numel + factor.groups, factor.numel
 
     def flops(self, spec: LayerSpec) -> Cost:

@@ -105,7 +105,7 @@ class EigenbasisInverse(PairInverse[E]):
         return True
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
-        """Basis and eigenvalues."""
+        """Return the numbers of basis and eigenvalues."""
         values = factor.groups * factor.dim
         numbers = values + (factor.numel if factor.structure is Structure.DENSE else 0)
         return numbers, numbers

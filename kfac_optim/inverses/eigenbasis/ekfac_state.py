@@ -83,7 +83,7 @@ class EKFACState(EigenState):
         return (self.scales.packed if self.applied is None else self.applied).view(self.shape)
 
     def results(self, part: str) -> tuple[Result, ...]:
-        """Bases, `solved` and `S`; eigenvalues are for the rank that refreshes.
+        """Return bases, `solved` and `S`; eigenvalues are for the rank that refreshes.
 
         Samples of `S` stay on each rank, so that what is applied is another tensor there. Where it is not sampled it is
         one of the results, which may be dropped.

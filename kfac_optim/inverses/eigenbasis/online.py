@@ -100,7 +100,7 @@ class OnlineEigen(EigenbasisInverse[OnlineState]):
                 since[job.side] = (since[job.side] + 1) % self.full_period
 
     def flops(self, spec: LayerSpec) -> Cost:
-        """Averaged over `full_period` refreshes."""
+        """Return the cost averaged over `full_period` refreshes."""
         per_cube = (EIGH_FLOPS + (self.full_period - 1) * _STEP_FLOPS) / self.full_period
         return dense_flops(spec, per_cube=per_cube, products=2)
 
