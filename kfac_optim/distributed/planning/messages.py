@@ -5,8 +5,10 @@ Buckets of different groups, which the plan sends side by side, go in one launch
 """
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
+
+import torch
 
 from kfac_optim.distributed.communication.layouts import Parcel, ReduceBucket, ShareBucket, Slot, listed
 from kfac_optim.distributed.planning.buckets import Item, Payload, fill
@@ -64,10 +66,9 @@ def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]
         for layer in plan.layers
         for part in layer.parts
     }
+    dtype = plan.options.sent_dtype
     return tuple(
-        ReduceBucket(
-            name, tuple(slot for item, _ in sent for slot in slots[item.name]), plan.ranks, plan.options.sent_dtype
-        )
+        ReduceBucket(name, tuple(slot for item, _ in sent for slot in slots[item.name]), plan.ranks, dtype)
         for name, sent in _launches(plan, Payload.SUMS, layers)
     )
 
@@ -83,13 +84,9 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
         ValueError: the plan has no such layer or parameter, or is not `Sharded`.
     """
     _check_sharded(plan)
+    dtype = plan.options.parameter_dtype
     return tuple(
-        ReduceBucket(
-            name,
-            tuple(Slot(item.name, item.words, item.rank, weighted=False) for item, _ in sent),
-            plan.ranks,
-            plan.options.parameter_dtype,
-        )
+        ReduceBucket(name, tuple(Slot(i.name, i.words, i.rank, weighted=False) for i, _ in sent), plan.ranks, dtype)
         for name, sent in _launches(plan, Payload.GRADIENTS, names)
     )
 
@@ -110,15 +107,12 @@ def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ..
     Raises:
         ValueError: the plan has no such layer.
     """
-    return tuple(
-        ShareBucket(
-            name,
-            tuple(Parcel(item.name, item.words, item.rank, tuple(members)) for item, members in sent),
-            plan.ranks,
-            plan.options.inverse_dtype,
-        )
-        for name, sent in _launches(plan, Payload.INVERSES, layers)
-    )
+
+    def parcel(sent: _Sent) -> Iterator[Parcel]:
+        item, members = sent
+        yield Parcel(item.name, item.words, item.rank, tuple(members))
+
+    return _shared(plan, Payload.INVERSES, layers, parcel, plan.options.inverse_dtype)
 
 
 def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ...]:
@@ -136,16 +130,14 @@ def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBu
     """
     workers = plan.strategy.workers(plan.ranks)
 
-    def parcels(item: Item) -> Iterator[Parcel]:
+    def parcels(sent: _Sent) -> Iterator[Parcel]:
+        item = sent.item
         for place in range(workers):
             source = item.rank * workers + place
             targets = range(place, plan.ranks, workers)
             yield Parcel(preconditioned_name(item.name, place), item.words, source, tuple(targets))
 
-    return tuple(
-        ShareBucket(name, tuple(p for item, _ in sent for p in parcels(item)), plan.ranks, plan.options.parameter_dtype)
-        for name, sent in _launches(plan, Payload.PRECONDITIONED, layers)
-    )
+    return _shared(plan, Payload.PRECONDITIONED, layers, parcels, plan.options.parameter_dtype)
 
 
 def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, ...]:
@@ -159,21 +151,28 @@ def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, 
         ValueError: the plan has no such layer or parameter, or is not `Sharded`.
     """
     _check_sharded(plan)
-    return tuple(
-        ShareBucket(
-            name,
-            tuple(
-                Parcel(item.name, item.words, item.rank, tuple(rank for rank in members if rank != item.rank))
-                for item, members in sent
-            ),
-            plan.ranks,
-            plan.options.parameter_dtype,
-        )
-        for name, sent in _launches(plan, Payload.PARAMETERS, names)
-    )
+
+    def parcel(sent: _Sent) -> Iterator[Parcel]:
+        item, members = sent
+        yield Parcel(item.name, item.words, item.rank, tuple(rank for rank in members if rank != item.rank))
+
+    return _shared(plan, Payload.PARAMETERS, names, parcel, plan.options.parameter_dtype)
 
 
 # -- what they share ---------------------------------------------------------------------------------------------
+
+
+def _shared(
+    plan: Plan,
+    payload: Payload,
+    names: Collection[str],
+    parcels: Callable[[_Sent], Iterator[Parcel]],
+    dtype: torch.dtype,
+) -> tuple[ShareBucket, ...]:
+    return tuple(
+        ShareBucket(name, tuple(parcel for each in sent for parcel in parcels(each)), plan.ranks, dtype)
+        for name, sent in _launches(plan, payload, names)
+    )
 
 
 def _launches(plan: Plan, payload: Payload, names: Collection[str]) -> Iterator[tuple[str, list[_Sent]]]:

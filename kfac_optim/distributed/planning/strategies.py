@@ -63,7 +63,23 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class _OneWorker:
+    """Has one rank precondition each layer."""
+
+    placement: Placement = Placement.LAYERS
+    statistics: Statistics = Statistics.ALL
+
+    def __post_init__(self) -> None:
+        check_kind(f"placement of {type(self).__name__}", self.placement, Placement)
+        check_kind(f"statistics of {type(self).__name__}", self.statistics, Statistics)
+
+    def workers(self, ranks: int) -> int:
+        """Return how many of `ranks` precondition a layer."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Sharded(_OneWorker):
     """Brings each layer's gradient to one rank, which preconditions and updates; the parameters are gathered.
 
     As ZeRO stage 1 does with its state (Rajbhandari et al. 2020, §5.1); momentum is held by owners alone. Words sent by
@@ -79,20 +95,9 @@ class Sharded:
         TypeError: an argument of the wrong kind.
     """
 
-    placement: Placement = Placement.LAYERS
-    statistics: Statistics = Statistics.ALL
-
-    def __post_init__(self) -> None:
-        check_kind("placement of Sharded", self.placement, Placement)
-        check_kind("statistics of Sharded", self.statistics, Statistics)
-
-    def workers(self, ranks: int) -> int:
-        """Return how many of `ranks` precondition a layer."""
-        return 1
-
 
 @dataclass(frozen=True)
-class FullySharded:
+class FullySharded(_OneWorker):
     """Leaves rows of all parameters on each rank, which updates them as FSDP2 does; a layer's owner preconditions it.
 
     The rows of its gradient go to the owner and those of the direction come back. Words that all ranks send for K-FAC
@@ -107,17 +112,6 @@ class FullySharded:
     Raises:
         TypeError: an argument of the wrong kind.
     """
-
-    placement: Placement = Placement.LAYERS
-    statistics: Statistics = Statistics.ALL
-
-    def __post_init__(self) -> None:
-        check_kind("placement of FullySharded", self.placement, Placement)
-        check_kind("statistics of FullySharded", self.statistics, Statistics)
-
-    def workers(self, ranks: int) -> int:
-        """Return how many of `ranks` precondition a layer."""
-        return 1
 
 
 Strategy = Replicated | Sharded | FullySharded
