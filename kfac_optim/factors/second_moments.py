@@ -103,7 +103,7 @@ def examples_at_once(tensor: Tensor) -> int:
 
 
 def channel_moments(features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return means and variances of the channels of `[batch, channels, *space]`, `[channels]` each, at least in `dtype`.
+    """Return means and variances of the channels of `[batch, channels, *space]`: `[channels]`, at least in `dtype`.
 
     On a host as sums over one example and channel at a time, which torch makes several times as fast as its own moments
     of channels. The mean is taken off before the square: however far from zero, no digits are lost.
