@@ -13,6 +13,6 @@
     python -m benchmarks scaling            how does it scale to 1,024 ranks, as plans predict it?
     python -m benchmarks faults             does a run whose ranks are killed go on as if nothing had happened?
 
-They need ``pip install -e ".[benchmarks]"``. A new question is a new module with ``add_arguments(parser)`` and
-``run(args)``, and one line in ``__main__.py``.
+They need ``pip install -e ".[benchmarks]"``. A new question is a new module with ``run(args)``, its arguments in
+``options.py``, and one line in ``__main__.py``.
 """

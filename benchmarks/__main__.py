@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
-# The module of a benchmark has its name, with `_` for `-`. Only the one that is asked for is imported: torch and what
-# is compared with it take seconds.
+from benchmarks.options import ADD
+
+# The module of a benchmark has its name, with `_` for `-`. Only the one that is asked for is imported, once its
+# arguments are known to be right: torch, and what is compared with it, take seconds.
 _BENCHMARKS = {
     "compare": "which optimizer gets to the same quality in the fewest steps and seconds, all tuned alike?",
     "scoreboard": "how does K-FAC stand over all problems that compare was run on?",
@@ -43,16 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # What comes after the name is read once the module is there.
         commands.add_parser(name, help=question, add_help=False).set_defaults(name=name)
     name = parser.parse_known_args(words[:1])[0].name
-    module = _imported(name)
-    from benchmarks.arguments import UsageError
-    from benchmarks.data import DataError
-
     command = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
-        description=module.__doc__,
+        description=ast.get_docstring(ast.parse(_file(name).read_text())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    module.add_arguments(command)
+    ADD[name](command)
     args = command.parse_args(words[1:])
     if (out := getattr(args, "out", None)) is not None and not getattr(args, "list", False):
         folder = out.parent if out.suffix else out
@@ -60,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             command.error(f"argument --out: {folder} cannot be made: {error.strerror}")
+    module = _imported(name)
+    from benchmarks.arguments import UsageError
+    from benchmarks.data import DataError
+
     try:
         module.run(args)
     except (UsageError, DataError) as error:
@@ -68,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = "the same command goes on where it stopped" if name in _RESUMING else "nothing was written"
         print(f"{command.prog}: interrupted; {kept}", file=sys.stderr)
         sys.exit(130)  # as a shell reports it; the progress bar has already been closed
+
+
+def _file(name: str) -> Path:
+    return Path(__file__).with_name(f"{name.replace('-', '_')}.py")
 
 
 def _imported(name: str) -> ModuleType:

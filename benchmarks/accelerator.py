@@ -23,7 +23,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import arguments
 from benchmarks.arguments import Periods
-from benchmarks.harness import Contender, median_ratio, synchronize, time_interleaved, write_json
+from benchmarks.harness import Contender, chosen_device, median_ratio, synchronize, time_interleaved, write_json
 from benchmarks.memory import peak_growth
 from benchmarks.models import ResNet50, Transformer
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
@@ -182,26 +181,10 @@ class ModelCost:
     profile: list[Share]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: both")
-    parser.add_argument("--device", type=arguments.device, metavar="DEVICE", help="cuda (default) or cpu")
-    parser.add_argument(
-        "--periods",
-        nargs="+",
-        type=arguments.periods,
-        metavar="FACTOR,INVERSE",
-        help="steps between statistics and between refreshes; the first pair has all variants "
-        "(default: 10,100 1,10; with --quick 2,4 1,2)",
-    )
-    parser.add_argument("--repeats", type=arguments.positive_int, default=3, metavar="N", help="rounds (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("accelerator.json"), help="JSON file (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="tiny models, one round: shows that it runs")
-
-
 def run(args: argparse.Namespace) -> None:
     if args.device is None and not torch.cuda.is_available():
         raise arguments.UsageError("--device: this torch sees no CUDA device; pass --device cpu --quick to see it run")
-    device = args.device or torch.device("cuda")
+    device = chosen_device(args.device or "cuda")
     periods = args.periods or ([Periods(2, 4), Periods(1, 2)] if args.quick else [Periods(10, 100), Periods(1, 10)])
     console = Console()
     torch.manual_seed(0)

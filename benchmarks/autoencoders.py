@@ -52,7 +52,6 @@ from kfac_optim import (
     TrustRegion,
 )
 
-_BATCH = 2000  # images, where no other number is asked for
 _MOMENTUM = 0.9
 _READ = 5000  # training images on which the error is read off
 _CURVES = 20_000  # training images, as in the original
@@ -225,28 +224,6 @@ class Course:
         )
         finite = [reading for reading in readings if math.isfinite(reading.cross_entropy)]
         return history.diverged or len(finite) < len(readings), finite
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dataset", choices=list(PROBLEMS), default="curves", help="default: curves, no download")
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=list(METHODS),
-        default=list(METHODS),
-        metavar="METHOD",
-        help=f"some of {', '.join(METHODS)} (default: all)",
-    )
-    parser.add_argument("--steps", type=arguments.positive_int, metavar="N", help="default: 100 (mnist), 200 (curves)")
-    parser.add_argument(
-        "--batch-size", type=arguments.positive_int, default=_BATCH, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("autoencoders-results"), help="folder for PNG and JSON (default: %(default)s)"
-    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -21,10 +21,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import arguments
-from benchmarks.compare import add_study_arguments, arrival_in_words, curve, load, prepare, problem_name, seeds, trials
+from benchmarks.compare import arrival_in_words, curve, load, prepare, seeds, trials
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.harness import pin_threads, write_json
+from benchmarks.options import BATCH_SIZES, EXAMPLES, QUICK_EXAMPLES
 from benchmarks.plots import plot_batch_sizes
 from benchmarks.problem import Aim, FixedBatch, Problem
 from benchmarks.problems import PROBLEMS
@@ -33,35 +33,11 @@ from benchmarks.study import Run, RunFolder, Runs, Study
 
 _OPTIMIZERS = ("SGD", "KFAC-default")
 _BASELINE = "SGD"
-_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _QUICK_SIZES = (16, 64)
-_EXAMPLES = 600_000
-_QUICK_EXAMPLES = 640
 _POINTS = 40  # of a curve in the JSON, at most
 
 Repeats = Mapping[tuple[int, Aim], Runs]
 """By batch size and by the measure the trial was chosen for."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--problem", type=problem_name, default="mnist-mlp", metavar="PROBLEM", help="of compare (default: mnist-mlp)"
-    )
-    parser.add_argument(
-        "--batch-sizes",
-        nargs="+",
-        type=arguments.positive_int,
-        metavar="N",
-        help=f"default: {' '.join(map(str, _SIZES))}",
-    )
-    parser.add_argument(
-        "--examples",
-        type=arguments.positive_int,
-        metavar="N",
-        help=f"that a run sees at least (default: {_EXAMPLES}, with --quick {_QUICK_EXAMPLES}, none with --steps)",
-    )
-    steps = "of a run at least (default: the problem's own), more where it is to see --examples"
-    add_study_arguments(parser, trials=8, seeds=3, steps=steps, out="batch-size-results")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     pin_threads(args.threads)
     problem = prepare(PROBLEMS[args.problem], args)
     examples = load(problem, args)
-    sizes = sorted(set(args.batch_sizes or (_QUICK_SIZES if args.quick else _SIZES)))
+    sizes = sorted(set(args.batch_sizes or (_QUICK_SIZES if args.quick else BATCH_SIZES)))
     studies = {
         size: Study(
             f"{args.problem}-{size}",
@@ -119,7 +95,7 @@ def at_least(args: argparse.Namespace) -> int:
         return int(args.examples)
     if args.steps is not None:
         return 0
-    return _QUICK_EXAMPLES if args.quick else _EXAMPLES
+    return QUICK_EXAMPLES if args.quick else EXAMPLES
 
 
 def of_size(problem: Problem, size: int, examples: int) -> Problem:

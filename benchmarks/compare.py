@@ -38,61 +38,6 @@ from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials,
 from benchmarks.study import Reading, Run, RunFolder, Runs, Study
 
 
-def problem_name(word: str) -> str:
-    if word not in PROBLEMS:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PROBLEMS)}, got {word!r}")
-    return word
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "problems",
-        nargs="*",
-        type=problem_name,
-        default=["digits"],
-        metavar="PROBLEM",
-        help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
-    )
-    parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        choices=list(CONTESTANTS),
-        metavar="OPTIMIZER",
-        help=f"some of {', '.join(CONTESTANTS)} (default: all)",
-    )
-    parser.add_argument("--list", action="store_true", help="show the problems and the search spaces, and run nothing")
-    add_study_arguments(
-        parser, trials=16, seeds=3, steps="of a run (default: the problem's own)", out="compare-results"
-    )
-
-
-def add_study_arguments(parser: argparse.ArgumentParser, trials: int, seeds: int, steps: str, out: str) -> None:
-    """Those of every command that makes studies; ``steps`` tells what that number is."""
-    count = arguments.positive_int
-    parser.add_argument(
-        "--trials", type=count, default=trials, metavar="N", help="settings tried of each (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seeds", type=count, default=seeds, metavar="N", help="repeats of the best trial (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--search-seed", type=int, default=0, metavar="N", help="of the settings to try (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=count, metavar="N", help=steps)
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="PATH",
-        help="folder with folders mnist and cifar10 of parquet files and tinyshakespeare of input.txt "
-        "(default: from the hub)",
-    )
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path(out), help="folder for runs, PNG and JSON (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="small models, few steps and trials: shows that it runs")
-
-
 def run(args: argparse.Namespace) -> None:
     console = Console()
     if args.list:

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from benchmarks import arguments, data
+from benchmarks import data
 from benchmarks.compare import load
 from benchmarks.data import Split
 from benchmarks.examples import Examples
@@ -112,7 +112,6 @@ PROBLEMS = {
     "mnist-a": COMPARED["mnist-a"].lasting(100),
     "mnist-b": COMPARED["mnist-b"].lasting(100),
 }
-_WITHOUT_DOWNLOAD = tuple(name for name, problem in PROBLEMS.items() if problem.folder is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,38 +133,7 @@ class Run:
         return math.inf if self.loss is None else self.loss
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "problems",
-        nargs="*",
-        metavar="PROBLEM",
-        default=list(_WITHOUT_DOWNLOAD),
-        help=f"some of {', '.join(PROBLEMS)} (default: {', '.join(_WITHOUT_DOWNLOAD)}, no download)",
-    )
-    parser.add_argument(
-        "--steps", type=arguments.positive_int, metavar="N", help="of a run (default: the problem's own)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument(
-        "--data-dir", type=Path, metavar="PATH", help="folder with a folder mnist (default: from the hub)"
-    )
-    parser.add_argument(
-        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("defaults-results"), help="folder for JSON (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small models, few steps, one rate each: shows that it runs"
-    )
-
-
 def run(args: argparse.Namespace) -> None:
-    unknown = [name for name in args.problems if name not in PROBLEMS]
-    if unknown:
-        raise arguments.UsageError(
-            f"argument PROBLEM: expected some of {', '.join(PROBLEMS)}, got {', '.join(map(repr, unknown))}"
-        )
     console = Console()
     pin_threads(args.threads)
     chosen = {name: PROBLEMS[name].quick() if args.quick else PROBLEMS[name] for name in args.problems}

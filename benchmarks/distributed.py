@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks import arguments, processes
+from benchmarks import processes
 from benchmarks.arguments import Periods, UsageError
 from benchmarks.harness import Contender, median_ratio, pin_threads, time_interleaved, write_json
 from benchmarks.variants import LR, MOMENTUM, NEVER
@@ -81,30 +81,6 @@ class ModelCost:
     sgd_held_bytes: int
     sgd_seconds: float
     layouts: list[LayoutCost]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
-    parser.add_argument(
-        "--ranks",
-        type=arguments.positive_int,
-        metavar="P",
-        help="processes to start where no launcher did (default: 2)",
-    )
-    parser.add_argument("--threads", type=arguments.positive_int, default=1, metavar="N", help="of a rank (default: 1)")
-    parser.add_argument(
-        "--periods",
-        nargs="+",
-        type=arguments.periods,
-        default=[Periods(10, 100), Periods(1, 10)],
-        metavar="FACTOR,INVERSE",
-        help="steps between statistics and between refreshes (default: 10,100 1,10)",
-    )
-    parser.add_argument("--repeats", type=arguments.positive_int, default=15, metavar="N", help="rounds (default: 15)")
-    parser.add_argument("--out", type=Path, default=Path("distributed.json"), help="JSON file (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, an eighth of the batch: shows that it runs, not what it costs"
-    )
 
 
 @dataclass(frozen=True, slots=True)

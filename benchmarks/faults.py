@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import arguments
-from benchmarks.fault_training import EXAMPLES, STRATEGIES, read_beacon
+from benchmarks.fault_training import EXAMPLES, read_beacon
 from benchmarks.harness import write_json
 
 _PHASES = ("forward", "backward", "step", "checkpoint")
@@ -59,22 +59,6 @@ class Kill:
     resumed_at: int
     ranks_after: int
     seconds: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=arguments.positive_int, default=20, metavar="N", help="default: 20")
-    parser.add_argument(
-        "--ranks", type=arguments.positive_int, nargs="+", default=[2, 4, 1], metavar="N", help="default: 2 4 1"
-    )
-    parser.add_argument(
-        "--max-restarts", type=arguments.positive_int, default=3, metavar="N", help="of one torchrun (default: 3)"
-    )
-    parser.add_argument(
-        "--period", type=arguments.positive_int, default=5, metavar="N", help="steps between checkpoints (default: 5)"
-    )
-    parser.add_argument("--strategy", choices=[*STRATEGIES], default="sharded", help="default: sharded")
-    parser.add_argument("--seed", type=int, default=0, help="of ranks and moments (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("faults.json"), help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> None:

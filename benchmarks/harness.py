@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import UsageError
+
 
 def pin_threads(threads: int | None) -> None:
     """Fix the number of torch's CPU threads; None keeps torch's own choice."""
@@ -44,6 +46,16 @@ def write_json(path: Path, report: Mapping[str, Any], device: torch.device) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "machine": describe_machine(device), **report}
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def chosen_device(word: str) -> torch.device:
+    """Give the device of that name; raise `UsageError` where torch does not see it."""
+    device = torch.device(word)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices, got {word!r}; use --device cpu"
+        )
+    return device
 
 
 _SLICES = 8  # of a block

@@ -13,7 +13,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -30,17 +29,6 @@ from kfac_optim import KFACOptimizer
 _BATCH = 512
 _PERIOD = 10  # steps between two readings of the cosine
 _LAST = 10  # readings whose median is reported: the last 100 steps
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
-    parser.add_argument("--steps", type=arguments.positive_int, default=300, metavar="N", help="default: 300")
-    parser.add_argument("--lr", type=arguments.positive_float, default=0.1, help="learning rate (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("preconditioning.json"), help="JSON file (default: %(default)s)"
-    )
 
 
 def run(args: argparse.Namespace) -> None:

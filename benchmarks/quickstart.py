@@ -106,25 +106,6 @@ class Run:
         return next((point for point in self.checkpoints if point.train_loss <= target), None)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dataset", choices=list(PROBLEMS), default="digits", help="default: digits, no download")
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
-    parser.add_argument("--epochs", type=arguments.positive_int, metavar="N", help="default: tuned to the data set")
-    parser.add_argument("--setting", choices=list(SETTINGS), default="exact", help="of K-FAC (default: its defaults)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument(
-        "--threads",
-        type=arguments.positive_int,
-        default=1,
-        metavar="N",
-        help="CPU threads (default: 1, small matrices)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("quickstart-results"), help="folder for PNG and JSON (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="one learning rate each, few epochs: shows that it runs")
-
-
 def run(args: argparse.Namespace) -> None:
     if args.dataset == "digits" and args.data_dir is not None:
         raise arguments.UsageError(

@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich import box
@@ -30,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks import arguments, data, plots
-from benchmarks.harness import pin_threads, synchronize, write_json
+from benchmarks.harness import chosen_device, pin_threads, synchronize, write_json
 from benchmarks.models import Autoencoder
 from benchmarks.workloads import reconstruction_loss
 from kfac_optim import Background, KFACOptimizer, LossTerms, MonteCarlo, Staggered, Together, TrustRegion
@@ -70,22 +69,8 @@ class StepTimes:
     loss: float | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: random pixels)")
-    parser.add_argument("--batch-size", type=arguments.positive_int, default=512, metavar="N", help="default: 512")
-    parser.add_argument("--period", type=arguments.positive_int, default=20, metavar="N", help="inverse (default: 20)")
-    parser.add_argument("--repeats", type=arguments.positive_int, default=5, metavar="N", help="periods (default: 5)")
-    parser.add_argument("--lr", type=arguments.positive_float, default=0.3, help="of K-FAC (default: 0.3)")
-    parser.add_argument("--sgd-lr", type=arguments.positive_float, default=3e-3, help="of SGD (default: 0.003)")
-    parser.add_argument("--damping", type=arguments.positive_float, default=0.3, help="default: 0.3")
-    parser.add_argument("--kl-clip", type=arguments.positive_float, default=0.1, help="default: 0.1")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--device", type=arguments.device, default=torch.device("cpu"), help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument("--out", type=Path, default=Path("refresh"), help="folder (default: %(default)s)")
-
-
 def run(args: argparse.Namespace) -> None:
+    args.device = chosen_device(args.device)
     console = Console()
     pin_threads(args.threads)
     images = _images(args).to(args.device)

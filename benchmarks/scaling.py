@@ -19,7 +19,6 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import arguments, shapes
+from benchmarks import shapes
 from benchmarks.harness import write_json
 from kfac_optim import BlockDiagonal, NewtonSchulz, Structure
 from kfac_optim.distributed import (
@@ -43,11 +42,8 @@ from kfac_optim.distributed import (
 )
 
 _MODELS = {"resnet50": shapes.resnet50, "bert-large": shapes.bert_large, "7b": shapes.transformer_7b}
-_RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
 _SHOWN = (64, 256, 1024)
 _NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
-_BANDWIDTHS = [3e9, 12.5e9, 50e9]  # bytes per second: about 25, 100 and 400 Gbit/s
-_FLOP_RATES = [1e13, 1e14]  # float32 on one accelerator, TF32 on another
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,43 +100,6 @@ class Remedy:
     refresh_seconds: float
     longest: float
     seconds: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=[*_MODELS], default=[*_MODELS], help="default: all")
-    parser.add_argument(
-        "--ranks", type=arguments.positive_int, default=_RANKS, nargs="+", metavar="N", help="default: 8 to 1024"
-    )
-    parser.add_argument(
-        "--bandwidths",
-        type=arguments.positive_float,
-        default=_BANDWIDTHS,
-        help="bytes per second of one rank (default: 3e9 12.5e9 50e9)",
-        nargs="+",
-        metavar="N",
-    )
-    parser.add_argument(
-        "--flop-rates",
-        type=arguments.positive_float,
-        default=_FLOP_RATES,
-        help="operations per second of one rank (default: 1e13 1e14)",
-        nargs="+",
-        metavar="N",
-    )
-    parser.add_argument(
-        "--latency", type=arguments.positive_float, default=1e-5, metavar="S", help="of a message (default: 1e-5)"
-    )
-    parser.add_argument(
-        "--solver-share",
-        type=arguments.positive_float,
-        default=0.1,
-        metavar="X",
-        help="rate of factorisations over that of products (default: 0.1)",
-    )
-    parser.add_argument(
-        "--periods", type=arguments.periods, default=arguments.Periods(10, 100), help="FACTOR,INVERSE (default: 10,100)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("scaling-results"), help="folder (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:

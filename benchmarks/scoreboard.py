@@ -25,17 +25,6 @@ from benchmarks.plots import plot_profile
 Report = Mapping[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reports", nargs="+", type=Path, metavar="JSON", help="of compare")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("scoreboard.png"),
-        metavar="PNG",
-        help="of the profile (default: %(default)s)",
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     reports = [read_report(path) for path in args.reports]
     # Not cut at the width of a terminal: it is to be copied.

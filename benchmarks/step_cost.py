@@ -15,7 +15,6 @@ import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,17 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks import arguments, floor
+from benchmarks import floor
 from benchmarks.arguments import Periods
-from benchmarks.harness import Contender, matmul_rate, median_ratio, pin_threads, time_interleaved, write_json
+from benchmarks.harness import (
+    Contender,
+    chosen_device,
+    matmul_rate,
+    median_ratio,
+    pin_threads,
+    time_interleaved,
+    write_json,
+)
 from benchmarks.memory import peak_growth
 from benchmarks.settings import SETTINGS
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
@@ -91,27 +98,8 @@ class ModelCost:
     periods: list[PeriodCost]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
-    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="default: all")
-    parser.add_argument("--device", type=arguments.device, default=torch.device("cpu"), help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--periods",
-        nargs="+",
-        type=arguments.periods,
-        default=[Periods(1, 1), Periods(1, 10), Periods(10, 100)],
-        metavar="FACTOR,INVERSE",
-        help="steps between statistics and between refreshes (default: 1,1 1,10 10,100)",
-    )
-    parser.add_argument("--repeats", type=arguments.positive_int, default=3, metavar="N", help="rounds (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("step-cost.json"), help="JSON file (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, an eighth of the batch: shows that it runs, not what it costs"
-    )
-
-
 def run(args: argparse.Namespace) -> None:
+    args.device = chosen_device(args.device)
     console = Console()
     pin_threads(args.threads)
     torch.manual_seed(0)

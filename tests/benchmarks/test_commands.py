@@ -4,6 +4,8 @@ import argparse
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,19 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import autoencoders, quickstart, refresh, shapes, step_cost
+from benchmarks import (
+    accelerator,
+    autoencoders,
+    compare,
+    defaults,
+    fault_training,
+    quickstart,
+    refresh,
+    scaling,
+    shapes,
+    step_cost,
+)
+from benchmarks import options as command_options
 from benchmarks.__main__ import main
 from benchmarks.curves import curves
 from benchmarks.models import Autoencoder, ResNet50, Transformer
@@ -59,7 +73,7 @@ def test_kfac_takes_the_setting_and_sgd_does_not() -> None:
 
 def test_on_several_processes_each_samples_a_quarter_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
-    quickstart.add_arguments(parser)
+    command_options.ADD["quickstart"](parser)
     seen = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(quickstart, "run_grids", seen)
     with pytest.raises(KeyboardInterrupt):
@@ -170,7 +184,7 @@ def test_autoencoders_takes_the_best_of_each_grid_and_leaves_a_table_a_plot_and_
         "MonteCarlo+EKFAC": replace(autoencoders.METHODS["MonteCarlo+EKFAC"], grid=({"lr": 0.1, "damping": 10.0},)),
     }
     monkeypatch.setattr(autoencoders, "METHODS", methods)
-    run("autoencoders", "--batch-size", 100, "--out", tmp_path)
+    run("autoencoders", "--methods", *methods, "--batch-size", 100, "--out", tmp_path)
     assert "Training error" in capsys.readouterr().out
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "curves.json").read_text())
@@ -245,6 +259,36 @@ def test_refresh_times_every_step_of_every_schedule(
     assert report["variants"][1]["loss"] < report["variants"][0]["loss"], "K-FAC is ahead of SGD"
 
 
+def test_the_names_that_arguments_may_have_are_those_of_the_benchmarks() -> None:
+    for names, table in (
+        (command_options.PROBLEMS, compare.PROBLEMS),
+        (command_options.CONTESTANTS, compare.CONTESTANTS),
+        (command_options.SETTINGS, SETTINGS),
+        (command_options.DATASETS, quickstart.PROBLEMS),
+        (command_options.DEFAULTS_PROBLEMS, defaults.PROBLEMS),
+        (command_options.WORKLOADS, step_cost.WORKLOADS),
+        (command_options.LARGE_MODELS, accelerator.MODELS),
+        (command_options.AUTOENCODER_DATASETS, autoencoders.PROBLEMS),
+        (command_options.METHODS, autoencoders.METHODS),
+        (command_options.PLANNED_MODELS, scaling._MODELS),
+        (command_options.STRATEGIES, fault_training.STRATEGIES),
+    ):
+        assert names == tuple(table)
+    assert all(defaults.PROBLEMS[name].folder is None for name in command_options.WITHOUT_DOWNLOAD)
+
+
+def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from benchmarks.__main__ import main\n"
+        "try:\n    main(['compare', 'mnist-z'])\n"
+        "except SystemExit as error:\n    print(error.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 False"
+    assert "expected one of digits, " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -259,7 +303,7 @@ def test_refresh_times_every_step_of_every_schedule(
         (["autoencoders", "--batch-size", "20001"], "--batch-size: expected at most 20000.*got 20001"),
         (["scaling", "--bandwidths", "0"], "--bandwidths: expected a number above 0, got '0'"),
         (["scaling", "--models", "gpt"], "--models: invalid choice: 'gpt'"),
-        (["defaults", "mnist-c"], "PROBLEM: expected some of regression, regression-1000,.* got 'mnist-c'"),
+        (["defaults", "mnist-c"], "PROBLEM: expected one of regression, regression-1000,.* got 'mnist-c'"),
         (["refresh", "--period", "0"], "--period: expected a whole number of at least 1, got '0'"),
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
         (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),

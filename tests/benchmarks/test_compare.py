@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import batch_size, compare, contestants
+from benchmarks import batch_size, compare, contestants, options
 from benchmarks.__main__ import main
 from benchmarks.plots import plot_batch_sizes, plot_comparison
 from benchmarks.problem import Aim
@@ -175,7 +175,7 @@ def test_the_target_of_batch_sizes_is_met_by_sgd_at_half_of_them(lowest: tuple[f
 )
 def test_steps_alone_are_the_steps_of_every_batch_size(words: tuple[str, ...], examples: int) -> None:
     parser = argparse.ArgumentParser()
-    batch_size.add_arguments(parser)
+    options.ADD["batch-size"](parser)
     assert batch_size.at_least(parser.parse_args(words)) == examples
 
 
