@@ -28,10 +28,7 @@ def by_module(blocks: Iterable[KFACBlock]) -> dict[nn.Module, tuple[Attachment, 
 
 
 def attach(
-    module: nn.Module,
-    attachments: Sequence[Attachment],
-    window: CaptureWindow,
-    emitted: Callable[[KFACBlock], None],
+    module: nn.Module, attachments: Sequence[Attachment], window: CaptureWindow, emitted: Callable[[KFACBlock], None]
 ) -> Handle:
     """Hook `module` into `window` for all its blocks; `emitted` is called with each that took statistics."""
     _, use = attachments[0]
@@ -48,11 +45,7 @@ def deliver(stats: LayerStatistics, block: KFACBlock, *, opposed: bool, emitted:
 
 
 def verify(
-    block: KFACBlock,
-    call: LayerCall | None,
-    statistics: Callable[[LayerCall], LayerStatistics],
-    *,
-    opposed: bool,
+    block: KFACBlock, call: LayerCall | None, statistics: Callable[[LayerCall], LayerStatistics], *, opposed: bool
 ) -> None:
     """Take one call into the check of a block, as `StatisticsSink.verify` describes it."""
     if call is None:

@@ -147,7 +147,7 @@ def warn_of_missed(names: Sequence[str]) -> None:
         warn(
             f"kfac_optim: the checkpoint lacks what other ranks than the one that saved it had: the statistics of "
             f"{shown}, which start from zero, and under Sharded() their momentum. To save a whole one call "
-            "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict().",
+            "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict()."
         )
 
 

@@ -42,8 +42,8 @@ class ModelBinding:
         several: whether there are other processes, which may have what checkpoints lack here.
 
     Attributes:
-        model: the model; a list of models if several were found, None before one is.
-        given: whether the user named it.
+        model: the model; a list of models if several were found, None before one is found.
+        given: whether the user named the model.
         coverage: the blocks, and why parameters have none.
         pending: what checkpoints hold of parameters without a block.
         settled: whether a step had gradients that are not zero.
@@ -268,9 +268,8 @@ class ModelBinding:
         inside = set(root.modules())
         for known in [known for known in self._roots if known in inside]:
             self._roots.pop(known).remove()
-        self._roots[root] = (
-            Handles()
-        )  # its layers are hooked first: a forward that is under way then reaches their hooks
+        # Its layers are hooked first: a forward that is under way then reaches their hooks.
+        self._roots[root] = Handles()
         self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
         self._roots[root] = watch_root(self._window, root, args_under_way if root is model else None)
@@ -311,8 +310,7 @@ class ModelBinding:
     def _claim(self, product: Product) -> KFACBlock | None:
         """Make a block of a parameter that a function was seen to multiply by."""
         assert self.model is not None
-        block = claim(self.model, product, self._groups, self._options, self.coverage)
-        if block is not None:
+        if (block := claim(self.model, product, self._groups, self._options, self.coverage)) is not None:
             self._restore_waiting(block)
         return block
 

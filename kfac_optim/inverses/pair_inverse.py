@@ -164,13 +164,7 @@ class PairInverse(Inverse[P]):
             replace(spec, structure=(identity, spec.structure[1])),
         )
         return tuple(
-            Part(
-                name,
-                self.flops(lone).refresh,
-                (factor,),
-                *result,
-                traces=0 if self.damps_jointly else other.groups,
-            )
+            Part(name, self.flops(lone).refresh, (factor,), *result, traces=0 if self.damps_jointly else other.groups)
             for (name, factor), (_, other), lone, result in zip(sides, reversed(sides), alone, results, strict=True)
         )
 

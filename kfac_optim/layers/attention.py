@@ -108,11 +108,7 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
         return tuple(specs)
 
     def capture(
-        self,
-        module: nn.MultiheadAttention,
-        specs: Sequence[LayerSpec],
-        window: CaptureWindow,
-        sink: StatisticsSink,
+        self, module: nn.MultiheadAttention, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink
     ) -> Handle:
         watches = []
         for index, spec in enumerate(specs):

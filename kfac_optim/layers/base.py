@@ -114,13 +114,7 @@ class LayerAdapter(ABC, Generic[M]):
         """
 
     @abstractmethod
-    def capture(
-        self,
-        module: M,
-        specs: Sequence[LayerSpec],
-        window: CaptureWindow,
-        sink: StatisticsSink,
-    ) -> Handle:
+    def capture(self, module: M, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink) -> Handle:
         """Hand `sink` the statistics of every call of `module` that a backward reaches.
 
         Args:
@@ -183,13 +177,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
             ),
         )
 
-    def capture(
-        self,
-        module: M,
-        specs: Sequence[LayerSpec],
-        window: CaptureWindow,
-        sink: StatisticsSink,
-    ) -> Handle:
+    def capture(self, module: M, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink) -> Handle:
         watch = self._watch(module, specs, sink)
         return watch_layer(
             window, module, watch, unbatched_ndim=self.unbatched_ndim(module), is_product=self.is_product

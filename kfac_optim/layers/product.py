@@ -51,11 +51,7 @@ class ProductAdapter(LayerAdapter[nn.Module]):
         return ()  # only its use tells what a bare parameter is
 
     def capture(
-        self,
-        module: nn.Module,
-        specs: Sequence[LayerSpec],
-        window: CaptureWindow,
-        sink: StatisticsSink,
+        self, module: nn.Module, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink
     ) -> Handle:
         return Handles()
 

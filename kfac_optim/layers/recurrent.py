@@ -96,11 +96,7 @@ class RecurrentAdapter(LayerAdapter[_Module]):
         return tuple(specs)
 
     def capture(
-        self,
-        module: _Module,
-        specs: Sequence[LayerSpec],
-        window: CaptureWindow,
-        sink: StatisticsSink,
+        self, module: _Module, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink
     ) -> Handle:
         def watch(index: int, spec: LayerSpec) -> LayerWatch:
             weight = module.get_parameter(spec.params[0])

@@ -50,8 +50,7 @@ def newton_start(matrix: Tensor, least: Tensor, previous: Tensor, usable: Tensor
     rescaled = previous * (torch.where(bound < 1, 1, 1 / (1 + bound)) / mean)[:, None, None]
     identity = torch.diag_embed(scale.unsqueeze(-1).expand(matrix.shape[:2]))
     return NewtonStart(
-        inverse=torch.where(warm[:, None, None], rescaled, identity),
-        gap=torch.where(warm, 1, scale * least),
+        inverse=torch.where(warm[:, None, None], rescaled, identity), gap=torch.where(warm, 1, scale * least)
     )
 
 

@@ -96,10 +96,7 @@ class BackgroundRefresher:
 
 
 def _refresh(
-    solve: Callable[[Sequence[KFACBlock]], None],
-    shadows: Sequence[KFACBlock],
-    lanes: Sequence[_Lane],
-    threads: int,
+    solve: Callable[[Sequence[KFACBlock]], None], shadows: Sequence[KFACBlock], lanes: Sequence[_Lane], threads: int
 ) -> None:
     """Refresh on the worker, where grad mode and torch's threads are not those of the caller, and autocast is off."""
     if torch.get_num_threads() != threads:

@@ -28,9 +28,7 @@ def lengths(products: Sequence[tuple[Group, Tensor]]) -> tuple[Tensor, Tensor]:
     return decrease, torch.stack([rate**2 * product for rate, product in rates]).sum()
 
 
-def by_group(
-    pairs: Iterable[tuple[Group, Tensor, Tensor]],
-) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
+def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
     """Return each param group, whose numbers multiply all its products, and the two sides of its pairs."""
     found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}
     for group, left, right in pairs:

@@ -36,12 +36,12 @@ class UserWarnings:
             warn(
                 "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
                 "module that holds the parameters was seen since the optimizer was built, as when a model has already "
-                "run under torch.compile. Pass the model: KFACOptimizer(model, ...).",
+                "run under torch.compile. Pass the model: KFACOptimizer(model, ...)."
             )
         elif binding.does_nothing():
             warn(
                 "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
-                "optimizer.summary() lists the reasons.",
+                "optimizer.summary() lists the reasons."
             )
 
     def unmeasured(self, reason: str) -> None:
@@ -52,13 +52,13 @@ class UserWarnings:
         warn(
             f"kfac_optim: this state_dict() lacks {lacking}: what resumes from it goes on otherwise than this run. "
             "Call optimizer.consolidate_state_dict() on all ranks right before state_dict() (on the optimizer itself, "
-            "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns.",
+            "where a trainer has wrapped it); with consolidate_state_dict(to=None) each rank saves what it owns."
         )
 
     def warm_start(self) -> None:
         warn(
             "kfac_optim: the checkpoint is of torch.optim.SGD: its momentum and the numbers of its param groups are "
-            "taken over; statistics and inverses, which it has none of, begin from zero at the next step.",
+            "taken over; statistics and inverses, which it has none of, begin from zero at the next step."
         )
 
     def no_gradients(self) -> None:
@@ -66,7 +66,7 @@ class UserWarnings:
             self.given = True
             warn(
                 "kfac_optim: no parameter has a gradient, and no module that holds them was called since the optimizer "
-                "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards.",
+                "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards."
             )
 
     def unseen_layers(self, names: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class UserWarnings:
                 "gradients from autograd.grad, a forward of its own that multiplies by something else than its weight, "
                 "or, with an estimate that names the loss, torch.compile or an output that is not found. "
                 "optimizer.summary() tells what is measured; later such steps are counted in "
-                f"metrics()['unpreconditioned_blocks'].{self._remedy}",
+                f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
     def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
@@ -91,7 +91,7 @@ class UserWarnings:
                 f"kfac_optim: the number of terms that the loss is averaged over is taken to be {count.averaged}, "
                 f"{read}: layers ran outside the model's own forward (another method or a part of the model was "
                 f"called), or loss_terms={rule} finds no tensor with a dimension to read it off. If it is another "
-                "number, call optimizer.set_loss_terms(n) before backward(), which ends this warning as well.",
+                "number, call optimizer.set_loss_terms(n) before backward(), which ends this warning as well."
             )
 
     def unaccounted_layers(self, names: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ class UserWarnings:
                 "(a gradient penalty, a loss of derivatives), in torch.func, in a custom autograd.Function, in a "
                 "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
                 "which are no harm), or where a hook changes the gradient of a layer's output. The gradient of a "
-                "penalty may be added to .grad after backward.",
+                "penalty may be added to .grad after backward."
             )
 
     def edited_gradients(self, edited: bool) -> None:
@@ -114,7 +114,7 @@ class UserWarnings:
                 "kfac_optim: gradients were changed in place between backward and step, as by "
                 "torch.nn.utils.clip_grad_norm_. Under Sharded() .grad holds the mean over processes of some layers "
                 "alone on each, so that a norm of them is no norm of the gradient and differs from process to process. "
-                "Call optimizer.clip_grad_norm_(max_norm) instead. (What changes each number by itself is right.)",
+                "Call optimizer.clip_grad_norm_(max_norm) instead. (What changes each number by itself is right.)"
             )
 
     def uneven_terms(self, terms: tuple[int, int] | None) -> None:
@@ -126,7 +126,7 @@ class UserWarnings:
                 f"{terms[1]}, and each takes its loss to be the mean over its own. Where it is a share of the sum, as "
                 "sum * processes / total, the factor G is wrong. State on every process what one gradient is to be "
                 "multiplied by, before backward: optimizer.set_loss_terms(total / processes) with such a loss, or "
-                "optimizer.set_loss_terms(n) with the mean over the n terms that it has.",
+                "optimizer.set_loss_terms(n) with the mean over the n terms that it has."
             )
 
     def unknown_scale(self, found: ScaleChange) -> None:
@@ -137,7 +137,7 @@ class UserWarnings:
                 "kfac_optim: between backward and step() the gradients were multiplied by a number far below 1. It is "
                 "taken for clipping, which leaves the statistics as they are. If a loss scale is in it, the statistics "
                 "are too large by its square: call scaler.step(optimizer), or name the scaler, "
-                "KFACOptimizer(..., grad_scaler=scaler).",
+                "KFACOptimizer(..., grad_scaler=scaler)."
             )
 
     def short_steps(self, step_size: object, advice: str) -> None:
@@ -145,7 +145,7 @@ class UserWarnings:
         self.has_told_of_short_steps = True
         warn(
             f"kfac_optim: {step_size} made nearly all of the last hundred steps shorter than the learning rate does, "
-            f"so that neither the rate nor a schedule of it has an effect. {advice}",
+            f"so that neither the rate nor a schedule of it has an effect. {advice}"
         )
 
 

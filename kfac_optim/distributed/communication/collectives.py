@@ -101,9 +101,7 @@ class Communicator:
         record = Launch(bucket.name, cause, bucket.sent_bytes(self.rank))
         if self._scatters(bucket):
             event = self._launch(
-                record,
-                bucket.names,
-                lambda: dist.reduce_scatter_single(total, given, group=self.group, async_op=True),
+                record, bucket.names, lambda: dist.reduce_scatter_single(total, given, group=self.group, async_op=True)
             )
         else:
             sent = bucket.encode(given, self.rank)
@@ -136,9 +134,7 @@ class Communicator:
         if bucket.is_even_gather:
             own = self._joined(bucket, going[self.rank], values)
             event = self._launch(
-                record,
-                bucket.names,
-                lambda: dist.all_gather_single(received, own, group=self.group, async_op=True),
+                record, bucket.names, lambda: dist.all_gather_single(received, own, group=self.group, async_op=True)
             )
         else:
             sent = self._joined(bucket, itertools.chain(*going), values)

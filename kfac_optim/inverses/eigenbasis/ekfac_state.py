@@ -246,12 +246,7 @@ class EKFACState(EigenState):
         self.scales.add(sign * squares.flatten(1))
 
     def _fold_sample(
-        self,
-        loss_terms: float | Tensor,
-        used: int | Tensor,
-        decay: float,
-        loss_scale: float | Tensor,
-        accepted: Tensor,
+        self, loss_terms: float | Tensor, used: int | Tensor, decay: float, loss_scale: float | Tensor, accepted: Tensor
     ) -> None:
         scales = self.scales
         if isinstance(loss_terms, Tensor):  # what was refused may be the number of terms itself

@@ -152,13 +152,7 @@ class PatchAdapter(WeightBiasAdapter[M]):
             kwargs: keyword arguments of the function.
         """
 
-    def capture(
-        self,
-        module: M,
-        specs: Sequence[LayerSpec],
-        window: CaptureWindow,
-        sink: StatisticsSink,
-    ) -> Handle:
+    def capture(self, module: M, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink) -> Handle:
         family = next((cls for cls in type(module).__mro__ if cls in self.functions), None)
         if family is None or not _overrides(module, family, ("forward", "_conv_forward")):
             return super().capture(module, specs, window, sink)
