@@ -239,7 +239,7 @@ def test_what_cannot_be_is_refused() -> None:
     for report in (lambda: reducer.ready("c", torch.ones(1), 1), lambda: reducer.invalidate("c")):
         with pytest.raises(ValueError, match="kfac_optim: no bucket has 'c'; was the model changed"):
             report()
-    with pytest.raises(ValueError, match="kfac_optim: finish was told of 2 buckets whether they go again, and has 1"):
+    with pytest.raises(ValueError, match="kfac_optim: finish got 2 flags of buckets that go again, and has 1"):
         reducer.finish(nothing, [False, False])
     assert not recorder.launched
     with pytest.raises(ValueError, match="kfac_optim: a name may be in one bucket only, got 'a' more than once"):
