@@ -23,7 +23,7 @@ CHECKED = "capture.gradient_check.conclude: tolist"  # do the calls account for 
 UNIT = "step.adaptive_trust_region.loss_unit: _local_scalar_dense"  # of the loss, which the damping is in
 SETBACKS = "step.single_process.setbacks: tolist"  # too many of them in a row?
 HELD = "inverses.pair_inverse.has_statistics: _local_scalar_dense"  # of each block, until it has some
-HELD_THREE = "inverses.doubly_factored.has_statistics: _local_scalar_dense"
+HELD_THREE = "inverses.doubly_factored_state.has_statistics: _local_scalar_dense"
 # One for each batched call:
 CHOLESKY = "linalg.cholesky.damped_cholesky_inverse: nonzero"  # has any failed?
 EIGH = (
