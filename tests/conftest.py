@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 
 
 # Of a test with more cases than this the quick run takes as many, drawn once for all; the others count as slow.
-_QUICK_CASES = 3
+_QUICK_CASES = 2
 
 
 @pytest.hookimpl(tryfirst=True)
