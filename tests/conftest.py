@@ -30,7 +30,8 @@ settings.load_profile("kfac")
 torch.set_num_threads(1)
 
 
-# Of a test with more cases than this the quick run takes as many, drawn once for all; the others count as slow.
+# Of a test with more cases than this the quick run takes as many, drawn once for all; the others count as slow. A test of
+# several processes takes seconds, mostly to wait, and keeps one case.
 _QUICK_CASES = 2
 
 
@@ -41,8 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
     for name, some in cases.items():
-        if len(some) > _QUICK_CASES:
-            kept = random.Random(name).sample(range(len(some)), _QUICK_CASES)
+        few = 1 if "distributed/" in name else _QUICK_CASES
+        if len(some) > few:
+            kept = random.Random(name).sample(range(len(some)), few)
             for number in set(range(len(some))).difference(kept):
                 some[number].add_marker(pytest.mark.slow)
 
