@@ -30,8 +30,8 @@ settings.load_profile("kfac")
 torch.set_num_threads(1)
 
 
-# Of a test with more cases than this the quick run takes as many, drawn once for all; the others count as slow. A test of
-# several processes takes seconds, mostly to wait, and keeps one case.
+# Of a test with more cases than this the quick run takes as many, drawn once for all; the others count as slow. A test
+# of several processes takes seconds, mostly to wait, and keeps one case.
 _QUICK_CASES = 2
 
 
