@@ -78,6 +78,25 @@ def _of_a_study(parser: argparse.ArgumentParser, trials: int, seeds: int, steps:
     parser.add_argument("--quick", action="store_true", help="small models, few steps and trials: shows that it runs")
 
 
+def _of_rounds(parser: argparse.ArgumentParser, pairs: Sequence[Periods], rounds: int, out: str) -> None:
+    """Add the arguments of every command that times steps in rounds."""
+    parser.add_argument(
+        "--periods",
+        nargs="+",
+        type=arguments.periods,
+        default=pairs,
+        metavar="FACTOR,INVERSE",
+        help=f"steps between statistics and between refreshes (default: {' '.join(map(str, pairs))})",
+    )
+    parser.add_argument(
+        "--repeats", type=arguments.positive_int, default=rounds, metavar="N", help="rounds (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), help="JSON file (default: %(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, an eighth of the batch: shows that it runs, not what it costs"
+    )
+
+
 def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "problems",
@@ -182,19 +201,7 @@ def _step_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="default: all")
     parser.add_argument("--device", type=arguments.device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--periods",
-        nargs="+",
-        type=arguments.periods,
-        default=[Periods(1, 1), Periods(1, 10), Periods(10, 100)],
-        metavar="FACTOR,INVERSE",
-        help="steps between statistics and between refreshes (default: 1,1 1,10 10,100)",
-    )
-    parser.add_argument("--repeats", type=arguments.positive_int, default=3, metavar="N", help="rounds (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("step-cost.json"), help="JSON file (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, an eighth of the batch: shows that it runs, not what it costs"
-    )
+    _of_rounds(parser, [Periods(1, 1), Periods(1, 10), Periods(10, 100)], 3, "step-cost.json")
 
 
 def _accelerator(parser: argparse.ArgumentParser) -> None:
@@ -271,19 +278,7 @@ def _distributed(parser: argparse.ArgumentParser) -> None:
         help="processes to start where no launcher did (default: 2)",
     )
     parser.add_argument("--threads", type=arguments.positive_int, default=1, metavar="N", help="of a rank (default: 1)")
-    parser.add_argument(
-        "--periods",
-        nargs="+",
-        type=arguments.periods,
-        default=[Periods(10, 100), Periods(1, 10)],
-        metavar="FACTOR,INVERSE",
-        help="steps between statistics and between refreshes (default: 10,100 1,10)",
-    )
-    parser.add_argument("--repeats", type=arguments.positive_int, default=15, metavar="N", help="rounds (default: 15)")
-    parser.add_argument("--out", type=Path, default=Path("distributed.json"), help="JSON file (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, an eighth of the batch: shows that it runs, not what it costs"
-    )
+    _of_rounds(parser, [Periods(10, 100), Periods(1, 10)], 15, "distributed.json")
 
 
 def _scaling(parser: argparse.ArgumentParser) -> None:

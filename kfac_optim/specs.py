@@ -214,7 +214,7 @@ class Part:
     traces: int = 0
     """Numbers of the other part's averages that it needs, where those are merged on another rank."""
     measuring: int = 0
-    """Of those sent, what every rank needs to take statistics."""
+    """The numbers among those sent that every rank needs to take statistics."""
 
 
 class Cost(NamedTuple):
@@ -257,6 +257,6 @@ class ParameterRecord:
 
     name: str
     shape: tuple[int, ...] | None
-    """None for a lazy parameter that has none yet."""
+    """The shape; None for a lazy parameter that has none yet."""
     block: str | None
     reason: str | None

@@ -214,6 +214,18 @@ def test_docstrings_begin_with_a_whole_sentence(path: Path) -> None:
                 assert not NO_VERBS.match(docstring), f"{node.name}, line {node.lineno}"
 
 
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_what_is_said_of_modules_and_attributes_begins_as_a_sentence(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        for said in node.body if isinstance(node, (ast.Module, ast.ClassDef)) else ():
+            if (
+                isinstance(said, ast.Expr)
+                and isinstance(said.value, ast.Constant)
+                and isinstance(said.value.value, str)
+            ):
+                assert not FRAGMENTS.match(said.value.value), f"line {said.lineno}"
+
+
 def test_every_argument_of_the_optimizer_is_described() -> None:
     described = set(re.findall(r"^ {4}(\w+): ", inspect.cleandoc(kfac_optim.KFACOptimizer.__doc__ or ""), re.MULTILINE))
     arguments = set(inspect.signature(kfac_optim.KFACOptimizer).parameters)

@@ -27,9 +27,9 @@ class Missing(NamedTuple):
     """Says what a checkpoint knows of a block that it holds no statistics for."""
 
     clock: Clock
-    """With them."""
+    """The clock that the block had when the checkpoint was saved."""
     elsewhere: bool
-    """Whether another process had them when it was saved."""
+    """Whether another process had statistics of the block when the checkpoint was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class KFACBlock:
     _layers_seen: tuple[Any, ...] = field(init=False, default=())
     """What the check has seen of the modules."""
     home: tuple[torch.dtype, torch.device] = field(init=False)
-    """Where the state was made, to be compared with where the model is."""
+    """The place where the state was made, to be compared with where the model is."""
 
     def __post_init__(self) -> None:
         self.state = self._new_state()

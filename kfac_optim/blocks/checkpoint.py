@@ -15,10 +15,10 @@ from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.warning import warn
 
 KEY = "kfac"
-"""Where a block's state stands in the optimizer's state of the block's first parameter."""
+"""The key of a block's state in the optimizer's state of the block's first parameter."""
 
 STEP_SIZE = "step_size"
-"""Where what the step size remembers stands in the state of every block, the same in all and on all processes."""
+"""The key of what the step size remembers in the state of every block, the same in all and on all processes."""
 
 FORMAT = 1
 """The version of what stands there. With every change of it this is raised, and older ones are still to be read."""

@@ -1,4 +1,4 @@
-"""From the gradients of a block's parameters to one matrix, through the inverse, and back to the parameters.
+"""The gradients of a block's parameters become one matrix, go through the inverse, and back to the parameters.
 
 The matrix is `[groups, out, in]`, as inverses see it: for a factor that is cut into diagonal blocks, each of these
 counts as a group (`LayerSpec.by_blocks`).

@@ -29,7 +29,7 @@ class Launcher(Enum):
 
     NONE = "no launcher"
     TORCHRUN = "torchrun"
-    """Or whatever sets the same variables."""
+    """The launcher is torchrun, or whatever sets the same variables."""
     OPEN_MPI = "Open MPI's mpirun"
     HYDRA = "Hydra's mpirun (MPICH, Intel MPI)"
     SLURM = "SLURM's srun"

@@ -1,4 +1,4 @@
-"""From the layouts of modules to canonical rows `[groups, batch, shared, d]`, and their second moments."""
+"""Layouts of modules become canonical rows `[groups, batch, shared, d]`, and these second moments."""
 
 import math
 from typing import TypeVar

@@ -34,7 +34,7 @@ _Module = nn.RNNBase | nn.RNNCellBase
 State = tuple[Tensor, ...]
 """`(h,)`, or `(h, c)` of an LSTM, each `[batch, size]`."""
 Step = Callable[[Tensor, Tensor, State], State]
-"""From what the input and `h` give the gates, `[batch, gates · hidden]` each, to the next state."""
+"""Makes the next state of what the input and `h` give the gates, `[batch, gates · hidden]` each."""
 Note = Callable[[Tensor, Sequence[Tensor], Tensor], None]
 """Receives a weight, its input rows in one or several parts, and its output rows."""
 
@@ -202,7 +202,7 @@ def plain_step(activation: Callable[[Tensor], Tensor]) -> Step:
 
 
 STEPS = {"lstm": lstm_step, "gru": gru_step, "rnn_tanh": plain_step(torch.tanh), "rnn_relu": plain_step(torch.relu)}
-"""By the name of the fused function."""
+"""The step of each fused function, by its name."""
 
 
 def run_stack(

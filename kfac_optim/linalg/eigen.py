@@ -74,9 +74,9 @@ class Eigenpairs(NamedTuple):
     values: Tensor
     """`[n, r]`, none negative."""
     vectors: Tensor
-    """As columns, `[n, d, r]`, orthonormal."""
+    """Orthonormal columns, `[n, d, r]`."""
     attempts: Tensor
-    """As of `eigendecomposition`, `[n]`."""
+    """The attempts of each matrix, `[n]`, as of `eigendecomposition`."""
 
 
 def leading_eigenpairs(matrix: Tensor, shift: Tensor, start: Tensor, iterations: int) -> Eigenpairs:

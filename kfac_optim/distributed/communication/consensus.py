@@ -39,7 +39,7 @@ class Ballot(NamedTuple):
     """A hash below `2**62` of arguments that are tensors; None where the rank has not looked; -1 if the ranks that have
     do not agree."""
     marks: tuple[int, ...]
-    """Of what both sides know the meaning of."""
+    """Numbers whose meaning both sides know; of each the largest counts."""
 
 
 def vote(communicator: Communicator, ballot: Ballot) -> Ballot:

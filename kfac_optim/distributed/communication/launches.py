@@ -15,7 +15,7 @@ class Cause(Enum):
     """Says why a collective was launched when it was."""
 
     CALLED = "called"
-    """By its own call, at the same place in the program on all ranks."""
+    """The program called it, at the same place on all ranks."""
     COMPLETE = "complete"
     """The last slot of the bucket, and of all before it, was reported."""
     LEFT_OVER = "left over"
@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     bucket: str
     cause: Cause
     sent_bytes: float
-    """By this rank to others; of an all-reduce `2(P - 1)/P` of it, as a ring moves: not always whole."""
+    """The bytes that this rank sends to others; an all-reduce sends `2(P - 1)/P` of its size, as a ring does."""
 
 
 class Event:

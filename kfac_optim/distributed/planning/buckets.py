@@ -25,7 +25,7 @@ class Payload(Enum):
     ROWS = "rows of gradients"
     """Rows of gradients go from the ranks that hold them to the ranks that precondition (`FullySharded`)."""
     DIRECTIONS = "rows of directions"
-    """And back."""
+    """Rows of directions go back to the ranks that hold the parameters."""
     VOTES = "votes"
     """Control, to all: what ranks must agree on in each step."""
     SCALARS = "scalars"
@@ -47,9 +47,9 @@ class Item(NamedTuple):
     name: str
     words: int
     rank: int
-    """Where it goes to or comes from; -1 where all ranks are alike."""
+    """The rank that it goes to or comes from; -1 if all ranks are alike."""
     position: int
-    """Of its layer in the model, in forward order."""
+    """The position of its layer in the model, in forward order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ class Statistics(Enum):
     """Says whose batch the factors are taken from."""
 
     ALL = "all"
-    """Every rank's, as the gradient is."""
+    """The batches of all ranks, as for the gradient."""
     OWN = "own"
-    """That of the rank which refreshes: an approximation, by `1 / ranks` of the examples, that sends nothing."""
+    """The batch of the rank that refreshes: an approximation by `1 / ranks` of the examples, which sends nothing."""
 
 
 @dataclass(frozen=True)

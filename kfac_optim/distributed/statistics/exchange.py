@@ -33,7 +33,7 @@ class Status(NamedTuple):
     failed: int
     """Refreshes failed in a row."""
     counters: Mapping[str, float]
-    """Those of `TOLD_COUNTERS` that its inverse has; of events, on the rank that counted most."""
+    """The `TOLD_COUNTERS` that its inverse has; counts of events are those of the rank that counted most."""
 
 
 class StatisticsExchange:
