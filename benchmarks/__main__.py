@@ -20,6 +20,7 @@ _BENCHMARKS = {
     "batch-size": "how many steps does it take at each batch size, with SGD and with K-FAC?",
     "quickstart": "does K-FAC beat a tuned SGD on real data?",
     "defaults": "does K-FAC train at its defaults, whatever the size of the loss?",
+    "averaging": "what does the average of the iterates gain?",
     "step-cost": "what does a step cost, and how far is that from the arithmetic floor?",
     "accelerator": "what does a step cost on an accelerator, which variant is best, and where is the gap?",
     "preconditioning": "does it precondition at all, and is the cold start safe?",

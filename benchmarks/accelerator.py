@@ -42,7 +42,7 @@ from benchmarks.memory import peak_growth
 from benchmarks.models import ResNet50, Transformer
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
 from kfac_optim import EKFAC, Background, Cholesky, Eigen, Inverse, KFACOptimizer, LossTerms, LowRank, NewtonSchulz
-from kfac_optim.step.single_process import LocalStatistics
+from kfac_optim.step.execution import Statistics
 
 _BASELINE = "SGD, fused"
 _REPRESENTATIONS: tuple[Inverse[Any], ...] = (
@@ -377,7 +377,7 @@ def refresh_costs(
 @torch.no_grad()
 def _refresh(optimizer: Optimizer) -> None:
     assert isinstance(optimizer, KFACOptimizer)
-    LocalStatistics().solve(optimizer._binding.coverage.blocks)  # what a step does, and nothing else of a step
+    Statistics().solve(optimizer._binding.coverage.blocks)  # what a step does, and nothing else of a step
 
 
 def _widths(optimizer: Optimizer) -> dict[int, int]:

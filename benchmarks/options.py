@@ -97,6 +97,26 @@ def _of_rounds(parser: argparse.ArgumentParser, pairs: Sequence[Periods], rounds
     )
 
 
+def _of_runs(parser: argparse.ArgumentParser, out: str) -> None:
+    """Add the arguments of every command that trains problems of `compare` at a few rates."""
+    parser.add_argument(
+        "--steps", type=arguments.positive_int, metavar="N", help="of a run (default: the problem's own)"
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="PATH",
+        help="folder with folders as of compare (default: from the hub)",
+    )
+    parser.add_argument(
+        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder for JSON (default: %(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small models, few steps, one rate each: shows that it runs"
+    )
+
+
 def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "problems",
@@ -178,22 +198,21 @@ def _defaults(parser: argparse.ArgumentParser) -> None:
         default=list(WITHOUT_DOWNLOAD),
         help=f"some of {', '.join(DEFAULTS_PROBLEMS)} (default: {', '.join(WITHOUT_DOWNLOAD)}, no download)",
     )
-    parser.add_argument(
-        "--steps", type=arguments.positive_int, metavar="N", help="of a run (default: the problem's own)"
-    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    _of_runs(parser, "defaults-results")
+
+
+def _averaging(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--data-dir", type=Path, metavar="PATH", help="folder with a folder mnist (default: from the hub)"
+        "problems",
+        nargs="*",
+        type=_one_of(PROBLEMS),
+        default=["digits"],
+        metavar="PROBLEM",
+        help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
     )
-    parser.add_argument(
-        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("defaults-results"), help="folder for JSON (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small models, few steps, one rate each: shows that it runs"
-    )
+    parser.add_argument("--seeds", type=arguments.positive_int, default=3, metavar="N", help="default: 3")
+    _of_runs(parser, "averaging-results")
 
 
 def _step_cost(parser: argparse.ArgumentParser) -> None:
@@ -340,6 +359,7 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "batch-size": _batch_size,
     "quickstart": _quickstart,
     "defaults": _defaults,
+    "averaging": _averaging,
     "step-cost": _step_cost,
     "accelerator": _accelerator,
     "preconditioning": _preconditioning,

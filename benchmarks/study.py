@@ -278,7 +278,7 @@ def run_once(
         history = train(
             model,
             optimizer,
-            _scheduled(itertools.islice(batches, length), schedule),
+            scheduled(itertools.islice(batches, length), schedule),
             problem.loss,
             period=period,
             observe=observe,
@@ -311,7 +311,7 @@ def _batches(problem: Problem, examples: Examples, contestant: Contestant, seed:
     return examples.draw(problem.batch.sizes(examples.count), seed)
 
 
-def _scheduled(batches: Iterator[Batch], schedule: LambdaLR) -> Iterator[Batch]:
+def scheduled(batches: Iterator[Batch], schedule: LambdaLR) -> Iterator[Batch]:
     """Moves the schedule on when the next batch is asked for, hence after each step."""
     for batch in batches:
         yield batch

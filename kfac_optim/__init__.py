@@ -27,7 +27,6 @@ from kfac_optim.inverses import (
     InverseState,
     LowRank,
     NewtonSchulz,
-    OnlineEigen,
 )
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
@@ -35,6 +34,7 @@ from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
 from kfac_optim.specs import BlockDiagonal, LayerSpec, LossTerms, Structure, WeightSharing
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
+from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.quadratic_model import QuadraticModel
@@ -64,6 +64,7 @@ __all__ = [
     "Inverse",
     "InverseRule",
     "InverseState",
+    "IterateAverage",
     "KFACOptimizer",
     "LayerAdapter",
     "LayerSpec",
@@ -74,7 +75,6 @@ __all__ = [
     "LowRank",
     "MonteCarlo",
     "NewtonSchulz",
-    "OnlineEigen",
     "QuadraticModel",
     "RowStatistics",
     "Schedule",

@@ -29,16 +29,17 @@ from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.specs import Kept, LossTerms, WeightSharing
-from kfac_optim.step import engine, published_state
+from kfac_optim.step import averaging, engine, published_state
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
+from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.execution import AtOnce, Executor, Refresher, Trained
+from kfac_optim.step.execution import Admission, Executor, Trained
 from kfac_optim.step.gate import Gate, group_of, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.refresh_schedules import Background, Phases, Refresh, Together
-from kfac_optim.step.single_process import SingleProcess
+from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.skipped_steps import SkippedSteps
 from kfac_optim.step.step_memory import StepMemory
 from kfac_optim.step.step_size import StepSize
@@ -101,6 +102,8 @@ class KFACOptimizer(Optimizer):
         step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
             stays `kl_clip`; or `QuadraticModel()`, which finds learning rate and momentum at each step.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` to what steps do to the loss, and may take steps back.
+        average: `IterateAverage()` averages the parameters over the steps; `eval()` shows the average and `train()`
+            hides it. None averages nothing.
         inverse: the representation of the inverse curvature; one for all layers, `AutoInverse()` for what suits each
             layer, or a mapping from name globs or module classes.
         estimate: which output gradients make `G`: those of the training loss, or of a loss that the estimate names
@@ -171,6 +174,7 @@ class KFACOptimizer(Optimizer):
         kl_clip: float | None = 1e-3,
         step_size: StepSize = AdaptiveTrustRegion(),  # noqa: B008 (immutable)
         adapt_damping: LevenbergMarquardt | None = None,
+        average: IterateAverage | None = None,
         inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] = Cholesky(),  # noqa: B008 (immutable)
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
         loss_terms: LossTerms = LossTerms.EXAMPLES,
@@ -214,6 +218,7 @@ class KFACOptimizer(Optimizer):
         choices = Choices(
             step_size=step_size,
             adapt_damping=adapt_damping,
+            average=average,
             estimate=estimate,
             refresh=refresh,
             loss_terms=loss_terms,
@@ -240,14 +245,11 @@ class KFACOptimizer(Optimizer):
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
         config = choice.chosen_config(distributed, sharded=any_sharded(params))
-        self._executor: Executor = SingleProcess()
+        self._executor: Executor = Executor()
         if config is not None:
             arguments = choices.arguments()
             self._executor = executor_of(self, config, step_size, arguments, self._window, estimate)
         executor = self._executor
-        self._refresher: Refresher = AtOnce(self._executor)
-        if isinstance(refresh, Background):
-            self._refresher = BackgroundRefresher(self._executor, refresh)
         self._record: engine.StepRecord | None = None
         self._warnings = UserWarnings(finds_model=given is None)
         self._memory = StepMemory(step_size, self._warnings)
@@ -261,13 +263,7 @@ class KFACOptimizer(Optimizer):
         )
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         if isinstance(self._executor, DistributedExecutor):
-            check_choices(
-                self._executor.config,
-                refresh=refresh,
-                step_size=step_size,
-                adapt_damping=adapt_damping,
-                in_shards=any(is_sharded(param) for param in self._params()),
-            )
+            check_choices(self._executor.config, choices, in_shards=any(map(is_sharded, self._params())))
         estimate.arm(self._window)
         self._recorder: ForwardRecorder | None = None
         self._objective: Objective | None = None
@@ -282,12 +278,14 @@ class KFACOptimizer(Optimizer):
             choices,
             self._window,
             self._binding,
-            self._executor,
+            executor,
             self._objective,
             self._skipped,
             self._scaler,
             self._warnings,
         )
+        refresher = BackgroundRefresher(executor, refresh) if isinstance(refresh, Background) else Refresher(executor)
+        self._engine = engine.Engine(choices, self._window, executor, refresher, self._objective)
         self._binding.start(group_of(self.param_groups))
         self._executor.attach(self._binding.model)
         self._window.worker = self._executor.worker
@@ -327,6 +325,11 @@ class KFACOptimizer(Optimizer):
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
         judge, number = self._judge, self._window.step
+        if self._choices.average is not None and averaging.shows_averages(self.state):
+            raise RuntimeError(
+                "kfac_optim: step() was called while the model holds the averages of its parameters, which eval() has "
+                "put there. Call optimizer.train() before the forward of a training step."
+            )
         self._window.take_step()
         if judge is not None:
             judge.check_call(closure, self.param_groups)
@@ -343,11 +346,14 @@ class KFACOptimizer(Optimizer):
         devices = {param.device.type for param in self._params()}
         try:
             with without_autocast(devices):
-                taken = self._step(judged=trial is not None)
-            if judge is not None and trial is not None and closure is not None and random is not None and taken:
+                admission = self._step(judged=trial is not None)
+            stays = admission is not None
+            if judge is not None and trial is not None and closure is not None and random is not None and stays:
                 after = judge.evaluate_again(trial, closure, random, self._binding.model)
                 with without_autocast(devices):
-                    judge.decide(trial, after, number, self._record, self._binding.coverage.blocks)
+                    stays = judge.decide(trial, after, number, self._record, self._binding.coverage.blocks)
+            if self._choices.average is not None and admission is not None and stays:
+                averaging.follow(self._choices.average, self._params(), self.state, admission.finite)
         except BaseException:
             for name in ("found_inf", "grad_scale"):  # GradScaler clears them only when step() returns
                 self.__dict__.pop(name, None)
@@ -366,6 +372,22 @@ class KFACOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         self._window.mark_stale()
         self._executor.gradients_dropped()
+
+    def eval(self) -> None:
+        """Show the averages of the parameters in the model, for evaluation; without `average` it does nothing.
+
+        Trainers that know optimizers with averages call this and `train()` by themselves (Hugging Face's does). Running
+        statistics of BatchNorm stay those of training; `torch.optim.swa_utils.update_bn` takes them of the averages.
+        """
+        if self._choices.average is not None:
+            self._window.shards.reshard()
+            averaging.show_averages(self.state)
+
+    def train(self) -> None:
+        """Put the trained parameters back into the model, after `eval()`; otherwise it does nothing."""
+        if self._choices.average is not None:
+            self._window.shards.reshard()
+            averaging.show_iterates(self.state)
 
     def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the number of terms `M` that the loss's mean runs over, before `backward()`.
@@ -386,7 +408,7 @@ class KFACOptimizer(Optimizer):
             check_number("terms", terms, above=0)
         elif terms.numel() != 1:
             raise ValueError(f"kfac_optim: terms must be a number or a 1-element tensor, got {list(terms.shape)}.")
-        if self._window.loss_is_sum:
+        if self._window.tally.is_sum:
             raise ValueError(
                 "kfac_optim: set_loss_terms was called, but the loss is a sum, as loss_terms=LossTerms.SUM or the loss "
                 "that estimate names says, and has no number of terms; pass another, or drop the call."
@@ -576,6 +598,8 @@ class KFACOptimizer(Optimizer):
             incoming, self._incoming = self._incoming, Incoming()
         if incoming.warm:
             self._warnings.warm_start()
+        if incoming.averages and self._choices.average is None:
+            self._warnings.averages_left()
         if not self._executor.several:  # else it may be that another rank has it
             checkpoint.warn_of_missed(incoming.missed)
 
@@ -584,6 +608,8 @@ class KFACOptimizer(Optimizer):
         self._window.discard()
         incoming = self._incoming
         self._memory.put(checkpoint.remembered(incoming.states))
+        if self._choices.average is not None:
+            averaging.restore(self.state, incoming.averages)
         known, waiting = self._binding.take_on(incoming.states, incoming.marks)
         missing = checkpoint.missing(self._binding.coverage.blocks, known)
         self._executor.states.loading(missing)
@@ -614,36 +640,19 @@ class KFACOptimizer(Optimizer):
 
     # -- internals ---------------------------------------------------------------------------------------------
 
-    def _step(self, *, judged: bool) -> bool:
-        """Take the step, if the gate admits it.
+    def _step(self, *, judged: bool) -> Admission | None:
+        """Take the step, if the gate admits it, and return the admission.
 
         Args:
             judged: whether the step is judged afterwards.
-
-        Returns:
-            Whether the step was taken.
         """
         admission = self._gate.admit(self, judged=judged, is_first=self._record is None)
         if admission is None:
-            return False
+            return None
         agreement, blocks = admission.agreement, self._binding.coverage.blocks
         self._phases.lay_out(blocks)
-        self._record = record = engine.step(
-            self.param_groups,
-            self.state,
-            blocks,
-            self._window,
-            self._executor,
-            self._refresher,
-            agreement,
-            self._choices.step_size,
-            self._objective if self._choices.step_size.needs_objective else None,
-            self._memory.get(blocks, self._params()),
-            gradient_scale=lambda count: self._choices.estimate.scale(count, admission.loss_scale),
-            damps_by_unit=self._judge is None,
-            nonfinite_limit=self._choices.nonfinite_limit,
-            finite=admission.finite,
-        )
+        memory = self._memory.get(blocks, self._params())
+        self._record = record = self._engine.step(self.param_groups, self.state, blocks, admission, memory)
         self._memory.put(record.memory)
         suspects = {block.name for block in agreement.unaccounted}
         self._warnings.unaccounted_layers(self._binding.end_check(agreement.unaccounted))
@@ -657,16 +666,20 @@ class KFACOptimizer(Optimizer):
         self._warnings.uneven_terms(agreement.terms)
         self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
         self._warnings.assumed_terms(record.count, self._window.rule)
-        return True
+        return admission
 
     def _params(self) -> list[nn.Parameter]:
         return params_of(self.param_groups)
 
-    def _trained(self) -> Trained:
-        return Trained(self._binding.coverage.blocks, self._params(), self._names)
-
     def _names(self) -> dict[nn.Parameter, str]:
         return names_of(self._binding, self.param_groups)
+
+    def _trained(self) -> Trained:
+        return Trained(
+            self._binding.coverage.blocks,
+            self._params(),
+            self._names,
+        )
 
     def _publish_blocks(self) -> None:
         """Put the blocks' state where torch looks for it."""

@@ -18,6 +18,7 @@ from kfac_optim import (
     Empirical,
     ExponentialDecay,
     HyperparameterScheduler,
+    IterateAverage,
     KFACOptimizer,
     LevenbergMarquardt,
     LossTerms,
@@ -30,7 +31,7 @@ from kfac_optim.layers import LinearAdapter
 
 NAN, INF = float("nan"), float("inf")
 DENSE, IDENTITY = Structure.DENSE, Structure.IDENTITY
-MODULES = r"Module names are 0, 1, 2; a pattern is a glob over these, or a class"
+MODULES = r"Module names are '0', '1', '2'; a pattern is a glob over these, or a class"
 
 # argument → (bad value, kind of error, what the message must say: argument, value, and what it should be)
 BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
@@ -129,9 +130,9 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (None, TypeError, r"refresh must be .*, got None"),
     ],
     "estimate": [
-        ("empirical", TypeError, r"estimate must be an? Estimate, got 'empirical'"),
-        (Empirical, TypeError, r"estimate must be an? Estimate, got <class .*Empirical'>"),
-        (None, TypeError, r"estimate must be an? Estimate, got None"),
+        ("empirical", TypeError, r"estimate must be an Estimate, got 'empirical'"),
+        (Empirical, TypeError, r"estimate must be an Estimate, got <class .*Empirical'>"),
+        (None, TypeError, r"estimate must be an Estimate, got None"),
     ],
     "loss_terms": [
         ("examples", TypeError, r"loss_terms must be a LossTerms, got 'examples'"),
@@ -170,6 +171,10 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
             TypeError,
             r"QuadraticModel\(\) needs the curvature of the loss, and estimate=Empirical\(\)",
         ),
+    ],
+    "average": [
+        (0.99, TypeError, r"average \(None is without\) must be an IterateAverage, got 0\.99"),
+        (IterateAverage, TypeError, r"must be an IterateAverage, got <class .*IterateAverage'>\. Pass an instance"),
     ],
     "adapt_damping": [
         (True, TypeError, r"adapt_damping must be a LevenbergMarquardt, got True"),
@@ -335,7 +340,7 @@ def test_a_period_of_numpy_is_an_integer() -> None:
 
 
 def test_with_many_modules_the_message_stays_short() -> None:
-    with pytest.raises(ValueError, match=r"'x' matches no module.*0, 1, 2, .*… \(39 in all\)") as refused:
+    with pytest.raises(ValueError, match=r"'x' matches no module.*'0', '1', '2', .* and 27 more") as refused:
         KFACOptimizer(mlp(sizes=(4,) * 21), skip_layers=["x"])
     assert len(str(refused.value)) < 400
 

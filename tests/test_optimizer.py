@@ -1145,7 +1145,7 @@ def test_a_model_moved_to_another_dtype_takes_its_statistics_along(momentum: flo
             masses = sum(0.95**i for i in range(1, 4))
             torch.testing.assert_close(new, (masses * old.double() + sample) / (masses + 1), rtol=1e-6, atol=1e-9)
     assert {param.dtype for param in model.parameters()} == {torch.float64}
-    assert block(optimizer, "0").state.a_inverse.dtype == torch.float64
+    assert block(optimizer, "0").state.a.inverse.dtype == torch.float64
 
 
 def test_nothing_keeps_a_dropped_optimizer_or_model_alive() -> None:
@@ -1218,11 +1218,11 @@ def test_statistics_and_refreshes_come_at_their_own_periods(factor_period: int, 
     folded, refreshed = [], []
     state = block(optimizer, "0").state
     for i in range(20):
-        before, inverse = optimizer.factors(), state.a_inverse.clone()
+        before, inverse = optimizer.factors(), state.a.inverse.clone()
         train(model, optimizer, 1, start=i)
         if not before or not torch.equal(optimizer.factors()["0"][0], before["0"][0]):
             folded.append(i)
-        if not torch.equal(state.a_inverse, inverse):
+        if not torch.equal(state.a.inverse, inverse):
             refreshed.append(i)
     assert folded == list(range(0, 20, factor_period))
     # A refresh shows only where a fold came since the last one.
@@ -1237,9 +1237,9 @@ def test_refreshes_are_closer_while_the_averages_are_young() -> None:
     state = block(optimizer, "0").state
     refreshed = []
     for i in range(20):
-        inverse = state.a_inverse.clone()
+        inverse = state.a.inverse.clone()
         train(model, optimizer, 1, start=i)
-        if not torch.equal(state.a_inverse, inverse):
+        if not torch.equal(state.a.inverse, inverse):
             refreshed.append(i + 1)
     assert refreshed == [1, 2, 3, 5, 8, 12, 18]
 
@@ -1277,13 +1277,13 @@ def test_a_failing_refresh_keeps_the_last_good_inverse_and_is_counted() -> None:
     optimizer = KFACOptimizer(model, lr=0.1, inverse_update_period=1, factor_update_period=1)
     train(model, optimizer, 2)
     broken = block(optimizer, "0").state
-    good = broken.a_inverse.clone()
+    good = broken.a.inverse.clone()
     # No public way leads to an indefinite factor; a factor of -10⁶ I stays one whatever is averaged into it.
     with edited(broken.pair.a) as average:
         average.copy_(-1e6 * torch.eye(5))
     before = optimizer.metrics()
     train(model, optimizer, 1, start=2)
-    assert torch.equal(broken.a_inverse, good)
+    assert torch.equal(broken.a.inverse, good)
     assert optimizer.metrics()["failed_refreshes"] == before["failed_refreshes"] + 1
     assert all(param.isfinite().all() for param in model.parameters())
 
@@ -1299,7 +1299,7 @@ def test_statistics_that_overflow_are_refused_and_counted_and_the_inverses_stay(
     model = mlp(dtype=torch.float32)
     optimizer = KFACOptimizer(model, lr=0.0, inverse_update_period=1, factor_decay=1.0, factor_update_period=1)
     train(model, optimizer, 2)
-    factors, inverse = optimizer.factors(), block(optimizer, "0").state.a_inverse.clone()
+    factors, inverse = optimizer.factors(), block(optimizer, "0").state.a.inverse.clone()
     optimizer.zero_grad()
     with torch.no_grad():
         model[0].weight[:, 0] = 0  # or the Tanh saturates, and a row without gradient does not count
@@ -1308,7 +1308,7 @@ def test_statistics_that_overflow_are_refused_and_counted_and_the_inverses_stay(
     optimizer.step()
     assert optimizer.metrics()["refused_statistics"] == 1.0
     assert_identical(optimizer.factors()["0"], factors["0"])
-    assert torch.equal(block(optimizer, "0").state.a_inverse, inverse)
+    assert torch.equal(block(optimizer, "0").state.a.inverse, inverse)
     assert not torch.equal(optimizer.factors()["2"][0], factors["2"][0]), "the other layer's sample was good"
     train(model, optimizer, 1, start=2)
     assert optimizer.metrics()["refused_statistics"] == 1.0

@@ -36,26 +36,6 @@ def attach(
     return use.adapter.capture(module, specs, window, Sink(attachments, emitted))
 
 
-def deliver(stats: LayerStatistics, block: KFACBlock, *, opposed: bool, emitted: Callable[[KFACBlock], None]) -> bool:
-    """Take the statistics of one call into `block`; whether further backwards through it need its input again."""
-    stats.opposed = opposed
-    block.accumulate(stats)
-    emitted(block)
-    return stats.keeps_input
-
-
-def verify(
-    block: KFACBlock, call: LayerCall | None, statistics: Callable[[LayerCall], LayerStatistics], *, opposed: bool
-) -> None:
-    """Take one call into the check of a block, as `StatisticsSink.verify` describes it."""
-    if call is None:
-        block.check.spoil()
-    else:
-        stats = statistics(call)
-        stats.opposed = opposed
-        block.check.capture(stats, call)
-
-
 @dataclass(frozen=True, slots=True)
 class Sink:
     """Takes the statistics of one module into its blocks, in the order of the adapter's specs."""
@@ -72,7 +52,10 @@ class Sink:
 
     def emit(self, index: int, stats: LayerStatistics) -> bool:
         block, use = self.attachments[index]
-        return deliver(stats, block, opposed=use.opposed, emitted=self.emitted)
+        stats.opposed = use.opposed
+        block.accumulate(stats)
+        self.emitted(block)
+        return stats.keeps_input
 
     def awaits_gradient(self, index: int, shards: Shards) -> bool:
         block, _ = self.attachments[index]
@@ -80,7 +63,12 @@ class Sink:
 
     def verify(self, index: int, call: LayerCall | None, statistics: Callable[[LayerCall], LayerStatistics]) -> None:
         block, use = self.attachments[index]
-        verify(block, call, statistics, opposed=use.opposed)
+        if call is None:
+            block.check.spoil()
+        else:
+            stats = statistics(call)
+            stats.opposed = use.opposed
+            block.check.capture(stats, call)
 
     def discard(self) -> None:
         for block, _ in self.attachments:

@@ -12,6 +12,7 @@ from kfac_optim.blocks.block import KFACBlock, Missing, RefreshUnderWay
 from kfac_optim.blocks.clock import Clock
 from kfac_optim.blocks.shadow import make_shadow
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.text import listed
 from kfac_optim.utils.warning import warn
 
 KEY = "kfac"
@@ -143,10 +144,9 @@ def missing(blocks: Sequence[KFACBlock], states: Sequence[Mapping[str, Any] | No
 
 def warn_of_missed(names: Sequence[str]) -> None:
     if names:
-        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         warn(
             f"kfac_optim: the checkpoint lacks what other ranks than the one that saved it had: the statistics of "
-            f"{shown}, which start from zero, and under Sharded() their momentum. To save a whole one call "
+            f"{listed(names, 4)}, which start from zero, and under Sharded() their momentum. To save a whole one call "
             "optimizer.consolidate_state_dict() on all ranks before optimizer.state_dict()."
         )
 

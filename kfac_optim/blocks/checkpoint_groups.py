@@ -1,6 +1,6 @@
 """The part of a checkpoint that is torch's own: param groups and momentum, and whose checkpoint it is."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -12,15 +12,14 @@ from torch.nn.parameter import is_lazy
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.checkpoint import KEY
 from kfac_optim.blocks.checkpoint_check import described, tensor_problem
+from kfac_optim.blocks.state_keys import AVERAGE, AVERAGED_STEPS, ITERATE, MOMENTUM
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.sharded_params import local
+from kfac_optim.utils.text import listed
 from kfac_optim.utils.validation import check_group
 
 Group = Mapping[str, Any]
 
-MOMENTUM = "momentum_buffer"
-
-# Numbers that older versions of torch's SGD did not save, which stay as they are; the others are in all checkpoints.
 _FLAGS = ("nesterov", "maximize", "foreach", "fused")
 _SGD = ("lr", "momentum", "dampening", "weight_decay")
 
@@ -38,7 +37,7 @@ def check_shape(state_dict: object) -> None:
         raise _refusal(f"it is {described(state_dict)}, not a dict as state_dict() gives it")
     for key, kind, name in (("param_groups", list | tuple, "a list"), ("state", Mapping, "a dict")):
         if key not in state_dict:
-            given = ", ".join(map(repr, list(state_dict)[:4])) or "nothing"
+            given = listed(state_dict, 4) or "nothing"
             raise _refusal(f"it lacks {key!r} and has {given}; pass what state_dict() gave")
         if not isinstance(state_dict[key], kind):
             raise _refusal(f"{key!r} is {described(state_dict[key])}, not {name}")
@@ -79,7 +78,7 @@ def origin(state_dict: Mapping[str, Any], keys: Sequence[str]) -> Origin:
     if sgds and set(held) <= {MOMENTUM}:
         return Origin.SGD
     numbers = list(dict.fromkeys(key for group in groups for key in group if key not in ("params", *_SGD)))
-    shown = f"its state holds {_listed(held)}" if held else f"its param groups hold {_listed(numbers)}"
+    shown = f"its state holds {listed(held)}" if held else f"its param groups hold {listed(numbers) or 'nothing'}"
     author = "Adam or AdamW" if "betas" in numbers else "another optimizer"
     raise ValueError(
         f"kfac_optim: the checkpoint is of {author}: {shown}, which is not the momentum of K-FAC. Load the model alone "
@@ -137,7 +136,7 @@ def by_number(states: Mapping[Any, Any], ids: Sequence[Hashable]) -> dict[Any, A
     found: dict[Any, Any] = {}
     for key, state in sorted(states.items(), key=lambda item: isinstance(item[0], str)):
         known = of_text.get(key, key) if isinstance(key, str) else key
-        holds = isinstance(state, Mapping) and (KEY in state or MOMENTUM in state)
+        holds = isinstance(state, Mapping) and any(name in state for name in (KEY, MOMENTUM, AVERAGE))
         if known not in known_ids and (holds or isinstance(key, int)):
             raise _refusal(f"'state' has {key!r}, and no param group lists a parameter of that number")
         found[known] = _merged(found[known], state) if known in found else state
@@ -151,8 +150,8 @@ def _merged(under: Any, over: Any) -> Any:
     return {**under, **{key: _merged(under.get(key), value) for key, value in over.items()}}
 
 
-def check_momentum(state: object, param: nn.Parameter, name: str, *, covered: bool) -> None:
-    """Raise ValueError unless what the checkpoint holds for a parameter is a dict with momentum that fits, or without.
+def check_parameter_state(state: object, param: nn.Parameter, name: str, *, covered: bool) -> None:
+    """Raise ValueError unless what a checkpoint holds for a parameter, beside its block, is a dict that fits it.
 
     Args:
         state: what it holds.
@@ -162,10 +161,26 @@ def check_momentum(state: object, param: nn.Parameter, name: str, *, covered: bo
     """
     if not isinstance(state, Mapping):
         raise _refusal(f"'state' of {name!r} is {described(state)}, not a dict")
-    buffer = state.get(MOMENTUM)
-    if buffer is None:
-        return
-    at = f"{MOMENTUM!r} of {name!r} is"
+    for key in (MOMENTUM, AVERAGE, ITERATE):
+        if state.get(key) is not None:
+            _check_tensor(state[key], param, f"{key!r} of {name!r} is", covered=covered)
+    steps = state.get(AVERAGED_STEPS, 1)
+    if (
+        (AVERAGE in state) != (AVERAGED_STEPS in state)
+        or isinstance(steps, bool)
+        or not isinstance(steps, int)
+        or steps < 1
+    ):
+        raise _refusal(
+            f"{AVERAGED_STEPS!r} of {name!r} is {described(state.get(AVERAGED_STEPS))}, and must be a number from 1 on "
+            f"where there is {AVERAGE!r}, and nowhere else"
+        )
+    if ITERATE in state and AVERAGE not in state:
+        raise _refusal(f"{ITERATE!r} of {name!r} is there without {AVERAGE!r}")
+
+
+def _check_tensor(buffer: object, param: nn.Parameter, at: str, *, covered: bool) -> None:
+    """Raise ValueError unless a tensor of a parameter's state fits it; `at` begins the message."""
     if not isinstance(buffer, Tensor):
         raise _refusal(f"{at} {described(buffer)}, not a tensor")
     if is_lazy(param):  # whose shape the checkpoint of the model is about to tell
@@ -202,10 +217,6 @@ def check_momenta(block: KFACBlock, held: Mapping[nn.Parameter, Mapping[str, Any
             "yet, call torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) once before "
             "that state_dict()"
         )
-
-
-def _listed(keys: Iterable[object]) -> str:
-    return ", ".join(map(repr, keys)) or "nothing"
 
 
 def _refusal(problem: str) -> ValueError:

@@ -7,8 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint, checkpoint_check, checkpoint_groups
-from kfac_optim.blocks.checkpoint_groups import MOMENTUM, Origin
+from kfac_optim.blocks.checkpoint_groups import Origin
 from kfac_optim.blocks.model_binding import ModelBinding
+from kfac_optim.blocks.state_keys import AVERAGE, AVERAGED_STEPS, ITERATE, MOMENTUM
+
+_AVERAGED = (AVERAGE, AVERAGED_STEPS, ITERATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +22,14 @@ class Incoming:
         states: what it holds for blocks.
         marks: of the layers that were left to SGD.
         warm: whether it is of SGD, and blocks begin from zero.
+        averages: what it holds of the averages of parameters, which torch would cast to their dtype.
         missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """
 
     states: checkpoint.States = field(default_factory=dict)
     marks: checkpoint.States = field(default_factory=dict)
     warm: bool = False
+    averages: dict[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
 
 
@@ -69,9 +74,12 @@ def read(
     held = {param_of[i]: state for i, state in states.items() if i in param_of}
     covered = {param for block in binding.coverage.blocks for param in block.params}
     for param, state in held.items():
-        checkpoint_groups.check_momentum(state, param, names[param], covered=param in covered)
+        checkpoint_groups.check_parameter_state(state, param, names[param], covered=param in covered)
     incoming = _incoming(held, binding, warm=whose is Origin.SGD, several=several)
-    rest = checkpoint.without_blocks({key: _detached(state) for key, state in states.items()})
+    for param, state in held.items():
+        if AVERAGE in state:
+            incoming.averages[param] = {key: state[key] for key in _AVERAGED if key in state}
+    rest = checkpoint.without_blocks({key: _for_torch(state) for key, state in states.items()})
     return {**state_dict, "state": rest, "param_groups": completed}, incoming
 
 
@@ -112,8 +120,9 @@ def _awaits(binding: ModelBinding, param: nn.Parameter) -> bool:
     return binding.model is None or any(param in each for each in without)
 
 
-def _detached(state: Any) -> Any:
-    """Give a parameter's state without the graph that its momentum may have come from."""
-    if not isinstance(state, Mapping) or not isinstance(state.get(MOMENTUM), Tensor):
+def _for_torch(state: Any) -> Any:
+    """Give a parameter's state without averages, and without the graph that its momentum may have come from."""
+    if not isinstance(state, Mapping):
         return state
-    return {**state, MOMENTUM: state[MOMENTUM].detach()}
+    rest = {key: value for key, value in state.items() if key not in _AVERAGED}
+    return rest | {MOMENTUM: rest[MOMENTUM].detach()} if isinstance(rest.get(MOMENTUM), Tensor) else rest

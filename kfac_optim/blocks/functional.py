@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.attachment import deliver, verify
+from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.function_modes import Product, ProductMode, run_in
@@ -23,6 +23,7 @@ from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow, ForwardListener
 from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
@@ -260,22 +261,10 @@ class FunctionalUses(ForwardListener):
     def _watch(self, window: CaptureWindow, block: KFACBlock, opposed: bool) -> LayerWatch:
         key = (block.params[0], opposed)
         if key not in self._watches:
-            watch = LayerWatch(
-                weight=block.params[0],
-                wanted=block.takes_statistics,
-                emit=partial(self._emit, block, opposed),
-                discard=block.discard,
-                awaits_gradient=block.awaits_gradient,
-                verify=partial(self._verify, block, opposed),
-            )
+            sink = Sink([(block, replace(block.uses[0], opposed=opposed))], self._emitted)
+            watch = watch_of(block.params[0], sink, 0, partial(_statistics, block, opposed))
             self._watches[key] = (watch, window.watch_calls(watch))
         return self._watches[key][0]
-
-    def _emit(self, block: KFACBlock, opposed: bool, call: LayerCall) -> bool:
-        return deliver(_statistics(block, opposed, call), block, opposed=opposed, emitted=self._emitted)
-
-    def _verify(self, block: KFACBlock, opposed: bool, call: LayerCall | None) -> None:
-        verify(block, call, partial(_statistics, block, opposed), opposed=opposed)
 
 
 # `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.

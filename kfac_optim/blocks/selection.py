@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from kfac_optim.utils.sharded_params import Shards
+from kfac_optim.utils.text import listed
 
 Pattern = str | type[nn.Module]
 """A glob over fully qualified names (`"encoder.*"`), or a module class (subclasses match)."""
@@ -128,15 +129,9 @@ def check_patterns_match(argument: str, patterns: Iterable[Pattern], names: Modu
             shown = pattern if isinstance(pattern, str) else pattern.__name__
             raise ValueError(
                 f"kfac_optim: {argument} entry {shown!r} matches no module. Module names are "
-                f"{_listed(dict.fromkeys(name for name, _ in modules if name))}; a pattern is a glob over these, or a "
-                "class."
+                f"{listed(dict.fromkeys(name for name, _ in modules if name), 12)}; a pattern is a glob over these, "
+                "or a class."
             )
-
-
-def _listed(names: Iterable[str], most: int = 12) -> str:
-    all_names = list(names)
-    shown = ", ".join(all_names[:most])
-    return shown + (f", … ({len(all_names)} in all)" if len(all_names) > most else "")
 
 
 def _articles(kinds: tuple[type, ...]) -> str:

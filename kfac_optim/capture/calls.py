@@ -41,6 +41,7 @@ class Ledger:
         dropped_calls: calls whose input was changed in place before the backward, and backwards that came back through
             a graph that was not retained, ever.
         shards: parameters that are kept in shards.
+        tally: the terms of the loss since the last step.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -51,7 +52,7 @@ class Ledger:
         self._watches: list[LayerWatch] = []
         self._removed: list[LayerWatch] = []  # since the last step, which may yet forget what these have emitted
         self._open: list[ForwardCall] = []
-        self._tally = LossTally(rule)
+        self.tally = LossTally(rule)
         self._stale = False
 
     def watch_calls(self, watch: LayerWatch) -> Handle:
@@ -69,44 +70,19 @@ class Ledger:
     def set_loss_terms(self, terms: float | Tensor) -> None:
         """State the loss terms of the coming backward; counting is off until the window closes."""
         self.drop_stale()
-        self._tally.state(terms)
-
-    @property
-    def loss_is_sum(self) -> bool:
-        """Return whether the loss is a sum, which has no number of terms."""
-        return self._tally.is_sum
+        self.tally.state(terms)
 
     def close(self) -> LossCount:
         """End the window and count the loss terms in it."""
         self.drop_stale()
-        count = self._tally.result()
+        count = self.tally.result()
         self._forget_calls()
         return count
 
-    def summed(self) -> float:
-        """Return `LossCount.summed` of the terms so far."""
-        return self._tally.summed()
-
-    def counted(self) -> int | None:
-        """Return the terms so far that were counted and not stated; see `LossTally.counted`."""
-        return self._tally.counted()
-
     def so_far(self) -> LossCount | None:
         """Return the terms as if the step came now; None if further layers may show others."""
-        count = self._tally.result()
+        count = self.tally.result()
         return None if count.assumed else count
-
-    def name_loss(self, *, mean: bool) -> None:
-        """Take note of the loss, and with it of the terms of each forward of the model."""
-        self._tally.name_loss(mean=mean)
-
-    def count(self, root: RootCall) -> None:
-        """Count the terms of a forward of the model that a backward goes through."""
-        self._tally.count(root)
-
-    def count_layer(self, root: RootCall | None, examples: int | None, output: Tensor) -> RootCall:
-        """Count by a layer that a backward comes to, see `LossTally.count_layer`; `output` has its shape."""
-        return self._tally.count_layer(root, examples, output.shape, running_backward())
 
     def pass_through(self, root: RootCall, *, in_graph: bool) -> None:
         """Note that a backward goes through the output of a forward of the model, whose layers may not be captured.
@@ -119,12 +95,12 @@ class Ledger:
             return
         if not any(reaches(watch.used, watch.node if in_graph else None) for watch in self._watches):
             return
-        if self._tally.has_counted(root):
+        if self.tally.has_counted(root):
             self._stale = False
             return
         if self._stale:
             self.discard()
-        self._tally.count(root)
+        self.tally.count(root)
 
     def keep(self, calls: Iterable["ForwardCall"]) -> None:
         """Keep calls that are committed, as a backward goes on through their forward."""
@@ -137,7 +113,7 @@ class Ledger:
         Not at once: further backwards through the same forward go on from the same running sum, as when several
         losses are backpropagated one by one and their gradients combined by hand.
         """
-        if self._open or self._tally.has_counted():  # else keep what set_loss_terms said of the backward to come
+        if self._open or self.tally.has_counted():  # else keep what set_loss_terms said of the backward to come
             self._stale = True
 
     def notice_lost_gradients(self) -> None:
@@ -164,7 +140,7 @@ class Ledger:
             call.release()
         self._open.clear()
         self._removed.clear()
-        self._tally.reset()
+        self.tally.reset()
         self._stale = False
 
 
@@ -241,7 +217,7 @@ class ForwardCall:
             ledger._open.append(self)
         kept = graph_is_kept()
         self._gradient = gradient if kept else None
-        self._root = ledger.count_layer(self._root, self._examples, gradient)
+        self._root = ledger.tally.count_layer(self._root, self._examples, gradient.shape, running_backward())
         with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
             keep = watch.emit(LayerCall(shown, gradient, earlier, self._training, self.context))
@@ -298,7 +274,7 @@ class ForwardCall:
         self._committed = True
         ledger._open.append(self)
         if self._root is not None:
-            ledger.count(self._root)
+            ledger.tally.count(self._root)
         return True
 
     @torch.no_grad()

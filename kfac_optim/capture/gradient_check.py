@@ -24,6 +24,7 @@ from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import on_gradient_first, reaches
+from kfac_optim.utils.hooks import weakly
 
 # Directions along which the two sides are compared: enough for the norm of a difference to show.
 _DIRECTIONS = 4
@@ -97,7 +98,7 @@ class GradientCheck:
         self._params = [weakref.ref(param) for param in params]
         for index, param in enumerate(params):
             if param.requires_grad:
-                self._handles.append(on_gradient_first(param, _Added(self, index)))
+                self._handles.append(on_gradient_first(param, weakly(self.add, index)))
         generator = torch.Generator("cpu").manual_seed(0)
         shape = self._spec.in_dim, _DIRECTIONS
         directions = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -132,6 +133,7 @@ class GradientCheck:
         tensors = (call.gradient, *params, *([] if call.input is None else [call.input]))
         self._dtypes |= {(each.dtype, each.device.type) for each in tensors if each.is_floating_point()}
 
+    @torch.no_grad()
     def add(self, index: int, gradient: Tensor) -> None:
         """Add what a backward brings to parameter number `index`."""
         params = self._known_params()
@@ -208,19 +210,6 @@ def conclude(checks: Iterable[GradientCheck]) -> None:
             check.conclude(*four)
     for check in begun:
         check.end()
-
-
-class _Added:
-    """Is called as a hook on a parameter. The check holds it, by its handle, so it holds the check weakly."""
-
-    def __init__(self, check: GradientCheck, index: int) -> None:
-        self._check = weakref.ref(check)
-        self._index = index
-
-    @torch.no_grad()
-    def __call__(self, gradient: Tensor) -> None:
-        if (check := self._check()) is not None:
-            check.add(self._index, gradient.detach())
 
 
 def _rounding(dtype: torch.dtype, device: str) -> float:

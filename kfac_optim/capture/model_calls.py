@@ -5,7 +5,6 @@ Reentrant checkpointing runs layers without gradients inside the model's forward
 forward they belong to has ended. Such a forward leaves a hook on the model's output, which says whose backward it is.
 """
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.utils.autograd import GradientEdge, in_backward, on_gradient
+from kfac_optim.utils.hooks import weakly
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 
@@ -78,7 +78,10 @@ class Roots:
 
     def await_backward(self, root: RootCall, output: Any) -> None:
         """Have the layers that the backward from `output` runs again belong to `root`."""
-        on_output_gradients(output, functools.partial(_enter_backward, weakref.ref(self), root))
+        on_output_gradients(output, weakly(self._enter_backward, root))
+
+    def _enter_backward(self, root: RootCall, _gradient: Tensor) -> None:
+        self._recomputed = root
 
     def of_layer(self, examples: int | None) -> RootCall | None:
         """Return the forward of the model in which a layer is called, with a batch or (None) with a single example."""
@@ -117,11 +120,6 @@ class OutputPass:
     def __call__(self, _gradient: Tensor, call: Tensor | None = None) -> None:
         if (ledger := self._ledger()) is not None:
             ledger.pass_through(self._root, in_graph=call is not None)
-
-
-def _enter_backward(roots: "weakref.ref[Roots]", root: RootCall, _gradient: Tensor) -> None:
-    if (found := roots()) is not None:
-        found._recomputed = root
 
 
 def on_output_gradients(output: Any, hook: Callable[[Tensor], Tensor | None]) -> None:

@@ -122,7 +122,7 @@ class _RootHooks:
                 _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
                 terms = read_terms(window.rule, (args, kwargs), output)
                 window.graphs.tape.end(-1 if terms is None else terms)
-            elif window.loss_is_sum and window.estimate is None and torch.is_grad_enabled():
+            elif window.tally.is_sum and window.estimate is None and torch.is_grad_enabled():
                 window.await_sum_in_graph(self._number, read_terms(window.rule, (args, kwargs), output), output)
             return
         if window is None or (root := window.roots.leave()) is None:

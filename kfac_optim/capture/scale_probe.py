@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.utils.autograd import on_accumulated
+from kfac_optim.utils.hooks import weakly
 
 # Elements that a gradient needs for a common factor of theirs to be no chance.
 _ENOUGH = 8
@@ -59,11 +60,12 @@ class ScaleProbe:
         """Keep what the coming backwards leave."""
         param = None if self._param is None else self._param()
         if self._handle is None and param is not None and param.requires_grad:
-            self._handle = on_accumulated(param, _Keep(self))
+            self._handle = on_accumulated(param, weakly(self.keep))
 
-    def keep(self, gradient: Tensor | None) -> None:
-        """Note the gradient after a backward."""
+    def keep(self, param: Tensor) -> None:
+        """Note the gradient of the parameter after a backward."""
         self._backwards += 1
+        gradient = param.grad
         dense = gradient is not None and gradient.layout is torch.strided
         self._kept = gradient.detach().clone() if gradient is not None and dense else None
 
@@ -112,14 +114,3 @@ def _common_factor(before: Tensor, after: Tensor) -> tuple[float, float]:
     spread = torch.where(counts, (ratios - mean).abs(), 0).amax()
     common, distance, found = torch.stack([mean.double(), spread.double(), number.double()]).tolist()
     return (common, distance) if found >= _ENOUGH else (math.nan, math.nan)
-
-
-class _Keep:
-    """Is called as a hook on the parameter; holds the probe weakly, which holds the hook by its handle."""
-
-    def __init__(self, probe: ScaleProbe) -> None:
-        self._probe = weakref.ref(probe)
-
-    def __call__(self, param: Tensor) -> None:
-        if (probe := self._probe()) is not None:
-            probe.keep(param.grad)

@@ -283,7 +283,7 @@ class CaptureWindow(Ledger):
 
     def await_sum(self, root: RootCall, output: Any) -> None:
         """Count the terms of a summed loss when a backward comes to the model's output, also on ordinary steps."""
-        if self.loss_is_sum and root.terms is not None and torch.is_grad_enabled():
+        if self.tally.is_sum and root.terms is not None and torch.is_grad_enabled():
             on_output_gradients(output, OutputPass(self, root))
 
     def await_sum_in_graph(self, model: int, terms: int | None, output: Any) -> None:

@@ -31,8 +31,7 @@ from kfac_optim.distributed.statistics.overlap import EarlyReports, Terms
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.fisher.estimates import Estimate
-from kfac_optim.step.execution import Agreement, Trained
-from kfac_optim.step.single_process import SingleProcess, check_rank
+from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
 
@@ -40,7 +39,7 @@ from kfac_optim.utils.sharded_params import is_sharded
 _UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _UNACCOUNTED = range(4)
 
 
-class DistributedExecutor(SingleProcess):
+class DistributedExecutor(Executor):
     """Carries out the steps of `DistributedConfig`.
 
     Args:
@@ -163,16 +162,12 @@ class DistributedExecutor(SingleProcess):
             self.shared.abandon()
             self.gradients.forget()
             self._wrappers.stepped()
-        return Agreement(
-            verdict.finite,
-            verdict.summed,
-            sampled={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_STATISTICS},
-            graded={block for block, mark in zip(blocks, found, strict=True) if mark >= _HAS_GRADIENT},
-            unaccounted={block for block, mark in zip(blocks, found, strict=True) if mark >= _UNACCOUNTED},
-            terms=verdict.terms,
-            edited=verdict.edited and sharded,
-            restarted=self.states.take_restarted(),
+        graded, sampled, unaccounted = (
+            {block for block, mark in zip(blocks, found, strict=True) if mark >= least}
+            for least in (_HAS_GRADIENT, _HAS_STATISTICS, _UNACCOUNTED)
         )
+        edited, restarted = verdict.edited and sharded, self.states.take_restarted()
+        return Agreement(verdict.finite, verdict.summed, sampled, graded, unaccounted, verdict.terms, edited, restarted)
 
     def gradients_dropped(self) -> None:
         self._wrappers.forget()
@@ -210,10 +205,7 @@ class DistributedExecutor(SingleProcess):
         self.states.consolidate(to)
 
     def mean_over_examples(self, values: Tensor) -> Tensor:
-        return self.sum_over_ranks(values) / self.ranks.main.world_size
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        return sum_scalars(values, self.ranks.main)
+        return sum_scalars(values, self.ranks.main) / self.ranks.main.world_size
 
     # -- the plan ----------------------------------------------------------------------------------------------
 

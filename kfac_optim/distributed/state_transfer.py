@@ -12,10 +12,10 @@ from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.state_redistribution import Holdings
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
-from kfac_optim.step.single_process import LocalStates
+from kfac_optim.step.execution import WholeStates
 
 
-class StateTransfer(LocalStates):
+class StateTransfer(WholeStates):
     """Brings statistics, inverses and momentum to the ranks that a plan, or a checkpoint, wants them on.
 
     Args:

@@ -54,9 +54,9 @@ class RowStatistics(CallRows):
         return count if self._sample is None else count * self._sample.weight
 
     def input_moment(self, structure: Structure) -> Tensor:
-        moment = self._moment_over(self._active, structure)
+        moment = self._input_moment_over(self._active, structure)
         if self.active_before is not None:
-            moment -= self._moment_over(self.active_before, structure)
+            moment -= self._input_moment_over(self.active_before, structure)
         if self._sample is not None:
             moment *= self._sample.weight
         return level_padding(moment, self.spec.in_dim) if self.spec.blocks(0) > 1 else moment
@@ -89,7 +89,7 @@ class RowStatistics(CallRows):
         a = self.input_rows_along(layer_input, directions if constant is None else directions[:-1])
         return product_along(g, a if constant is None else a + constant)
 
-    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+    def _input_moment_over(self, active: Tensor, structure: Structure) -> Tensor:
         """Return `Σ a aᵀ` over the rows that `active` marks."""
         marked = None if on_host(active) and bool(active.all()) else active
         mask = None if marked is None else self._shared_mask(marked)

@@ -125,7 +125,7 @@ class NamedLoss(Estimate):
     def arm(self, window: CaptureWindow) -> None:
         window.listening = True
         summed = not self.likelihood.mean if self.loss_terms is None else self.loss_terms is LossTerms.SUM
-        window.name_loss(mean=not summed)
+        window.tally.name_loss(mean=not summed)
         window.estimate = _Watcher(self, window)
 
     def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
@@ -160,7 +160,7 @@ class _Watcher:
 
     def __call__(self, root: RootCall, calls: Sequence[tuple[ForwardCall, GradientEdge]], output: Any) -> None:
         window = self._window()
-        if window is None or not (calls or window.loss_is_sum):
+        if window is None or not (calls or window.tally.is_sum):
             return
         outputs = self._estimate.outputs_of(output)
         if len(outputs) != self._estimate.likelihood.outputs or not all(o.requires_grad for o in outputs):

@@ -8,6 +8,7 @@ no buffer of a normalisation layer is touched), accumulate nothing into `.grad`,
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,9 +60,10 @@ class ExtraBackward:
             own = edge(outputs[0])
             self.calls = [(call, None if _is_same(there, own) else there) for call, there in self.calls]
         for place, output in enumerate(outputs):
-            on_gradient(output, _Arrival(self, place, output.output_nr))
+            on_gradient(output, partial(self.arrive, place, output.output_nr))
 
-    def arrive(self, place: int, at: GradientEdge, gradient: Tensor) -> None:
+    def arrive(self, place: int, output_nr: int, gradient: Tensor) -> None:
+        """Run the passes of one output, to which a backward has come; `output_nr` is its number at its node."""
         ledger = self.ledger()
         if ledger is None or not ledger.listening:
             return
@@ -72,6 +74,7 @@ class ExtraBackward:
         if reached:
             self._arrived.add(place)
             self.root.terms = self.terms
+            at = running_edge(output_nr)
             with ledger.shards.passing_within_backward():
                 self._run(place, at, gradient, [(call, there or at) for call, there in reached if call.open()])
         if len(self._arrived) == len(self.outputs):
@@ -105,13 +108,3 @@ class ExtraBackward:
 
 def _is_same(one: GradientEdge | None, other: GradientEdge) -> bool:
     return one is not None and one.node is other.node and one.output_nr == other.output_nr
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    estimation: ExtraBackward
-    place: int
-    output_nr: int
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.estimation.arrive(self.place, running_edge(self.output_nr), gradient)

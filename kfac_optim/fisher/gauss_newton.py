@@ -20,6 +20,7 @@ from kfac_optim.capture.loss_terms import LossCount, RootCall
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
 from kfac_optim.utils.autograd import on_gradient, reaches
+from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.random_state import RandomState, random_state
 
 Tangents = Mapping[str, Tensor]
@@ -119,7 +120,7 @@ class ForwardRecorder:
         forward = KeptForward(model, args, kwargs, random, self._outputs_of)
         terms = self._terms(outputs)
         for place, output in enumerate(outputs):
-            on_gradient(output, _Arrival(weakref.ref(self), forward, root, terms, place))
+            on_gradient(output, weakly(self.arrive, forward, root, terms, place))
 
     def drop(self) -> None:
         """Drop the forwards: the gradients through them were thrown away, or used."""
@@ -137,20 +138,7 @@ class ForwardRecorder:
         window = self._window()
         if window is not None and window.listening:
             root.terms = terms
-            window.count(root)
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    recorder: "weakref.ref[ForwardRecorder]"
-    forward: KeptForward
-    root: RootCall
-    terms: int
-    place: int
-
-    def __call__(self, gradient: Tensor) -> None:
-        if (recorder := self.recorder()) is not None:
-            recorder.arrive(self.forward, self.root, self.terms, self.place, gradient)
+            window.tally.count(root)
 
 
 class Objective:

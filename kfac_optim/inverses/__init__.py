@@ -9,7 +9,6 @@ products with each dense factor, at every step.
 | `LowRank` | nearly the same: r eigenvectors of each, the rest by its mean | 6 r d² | 2r/d | for wide layers |
 | `NewtonSchulz` | the same | 48 d³, products alone | 1 | where products are far faster than factorisations |
 | `Eigen` | `A ⊗ G + λI` | 25 d³ | 2 | where λ changes from step to step |
-| `OnlineEigen` | nearly the same | 9 d³ on average | 2 | as `Eigen`, where decompositions are slow |
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
 
@@ -20,7 +19,7 @@ products with each dense factor, at every step.
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped import Cholesky, LowRank, NewtonSchulz
 from kfac_optim.inverses.doubly_factored import DoublyFactored
-from kfac_optim.inverses.eigenbasis import EKFAC, Eigen, OnlineEigen
+from kfac_optim.inverses.eigenbasis import EKFAC, Eigen
 from kfac_optim.inverses.state import InverseState
 
 __all__ = [
@@ -33,5 +32,4 @@ __all__ = [
     "InverseState",
     "LowRank",
     "NewtonSchulz",
-    "OnlineEigen",
 ]

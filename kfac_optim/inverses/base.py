@@ -20,14 +20,12 @@ class Inverse(ABC, Generic[S]):
     needs the five abstract methods and a state.
     """
 
+    follows_damping = False
+    """Whether `apply` damps by the λ it is given, so that a λ which moves needs no refresh."""
+
     @property
     def squares_examples(self) -> bool:
         """Return whether sums over the positions of an example are squared, which must then all be there."""
-        return False
-
-    @property
-    def follows_damping(self) -> bool:
-        """Return whether `apply` damps by the λ it is given, so that a λ which moves needs no refresh."""
         return False
 
     def factor_dims(self, spec: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -20,7 +20,7 @@ _AT_ONCE = 2**26
 class FactorJob:
     """Names one factor to solve for, on side 0 (A) or 1 (G) of the block whose state takes the result."""
 
-    state: PairState
+    state: PairState[Any]
     side: int
     factor: Factor
 

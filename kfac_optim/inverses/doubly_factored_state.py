@@ -34,19 +34,6 @@ class DoublyFactoredState(InverseState):
             computations, at least float32.
     """
 
-    __slots__ = (
-        "by_name",
-        "conditions",
-        "failed",
-        "failed_in_a_row",
-        "inverses",
-        "layer",
-        "refused",
-        "refused_in_a_row",
-        "retried",
-        "rows",
-    )
-
     def __init__(self, spec: LayerSpec, channels: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.layer = spec.name
         dims = {"channels": channels, "positions": weight_columns(spec) // channels, "G": spec.out_dim}

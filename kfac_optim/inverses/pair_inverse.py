@@ -1,18 +1,19 @@
 """Inverses that keep `A` and `G` as they are, and solve for each."""
 
+import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import make_pair
+from kfac_optim.factors.kronecker_factors import make_pair, of_part
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.inverses.base import Inverse
-from kfac_optim.inverses.state import InverseState
+from kfac_optim.inverses.state import InverseState, Result
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.tensor_storage import copy_held
@@ -23,13 +24,36 @@ from kfac_optim.utils.tensor_storage import copy_held
 EIGH_FLOPS = 25.0
 
 
-class PairState(InverseState):
-    """Holds the factors of one block, and what is counted and measured as they are solved for.
+# What the tensors of a side may be, by the names of their fields.
+_RANGES = {
+    "inverse": value_checks.positive_matrix,
+    "values": value_checks.not_negative,
+    "basis": value_checks.unit_vectors,
+    "weights": value_checks.share,
+    "scale": value_checks.not_negative,
+}
 
-    Subclasses hold what a refresh computes, and name it in `computed` and `results`.
+
+class SymmetricInverse(NamedTuple):
+    """Represents the inverse of one damped factor by itself."""
+
+    inverse: Tensor
+    """`[groups, d, d]`, or `[groups, d]` for a diagonal factor."""
+
+
+S = TypeVar("S", bound=NamedTuple)
+
+
+class PairState(InverseState, Generic[S]):
+    """Holds the factors of one block, what a refresh computes of each, and what is counted and measured as it does.
+
+    What is computed of one factor is a named tuple of tensors, or None for those that a diagonal factor has not. The
+    names of its fields are those in checkpoints, behind `A_` or `G_`.
 
     Attributes:
         pair: the running averages.
+        a: what the last refresh computed of `A`; None for the identity.
+        g: what the last refresh computed of `G`; None for the identity.
         retried: matrices that were solved only in a later attempt, `[]` int64.
         failed: matrices that were given up and kept their old result, `[]` int64.
         failed_in_a_row: refreshes in a row in which a matrix of that side was given up, `[2]` int64 for A and G.
@@ -37,18 +61,54 @@ class PairState(InverseState):
             dtype of all computations, at least float32.
     """
 
-    __slots__ = ("condition", "failed", "failed_in_a_row", "pair", "retried")
+    def __init__(
+        self,
+        spec: LayerSpec,
+        start: Callable[[Factor, torch.dtype], S],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Build the state of a block that was never refreshed.
 
-    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        Args:
+            spec: its layer.
+            start: returns what stands for a factor before its first refresh, in the dtype of all computations.
+            dtype: of the running averages.
+            device: where the block's parameters are.
+        """
         self.pair = make_pair(spec, dtype=dtype, device=device)
         self.retried = torch.zeros((), dtype=torch.int64, device=device)
         self.failed = torch.zeros((), dtype=torch.int64, device=device)
         self.failed_in_a_row = torch.zeros(2, dtype=torch.int64, device=device)
         self.condition = torch.ones(2, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.a, self.g = (
+            None if factor is None else start(factor, self.condition.dtype) for factor in (self.pair.a, self.pair.g)
+        )
 
-    @abstractmethod
+    def stacked(self, others: Sequence[Self]) -> Self | None:
+        whole = copy.copy(self)
+        whole.a = _joined([self.a, *(each.a for each in others)])
+        whole.g = _joined([self.g, *(each.g for each in others)])
+        return whole
+
+    def side(self, index: int) -> S:
+        """Return what is computed of `A` (0) or `G` (1), which is not the identity."""
+        side = (self.a, self.g)[index]
+        assert side is not None, "the identity is not solved for"
+        return side
+
     def computed(self) -> dict[str, Tensor]:
         """Return what `refresh` computed, by its name in checkpoints; no copies."""
+        sides = [(name, side) for name, side in (("A", self.a), ("G", self.g)) if side is not None]
+        return {f"{name}_{field}": tensor for name, side in sides for field, tensor in _tensors(side)}
+
+    def results(self, part: str) -> tuple[Result, ...]:
+        return tuple(
+            Result(tensor, symmetric=isinstance(side, SymmetricInverse) and tensor.dim() == 3)
+            for side in of_part(part, self.a, self.g)
+            for _, tensor in _tensors(side)
+        )
 
     def counted(self) -> dict[str, Tensor]:
         """Return what was counted and measured, by its name in checkpoints; no copies."""
@@ -115,10 +175,9 @@ class PairState(InverseState):
     def ranges(self) -> dict[str, Any]:
         return {
             "factors": self.pair.ranges(),
-            "retried": value_checks.not_negative,
-            "failed": value_checks.not_negative,
-            "failed_in_a_row": value_checks.not_negative,
+            **dict.fromkeys(self.counted(), value_checks.not_negative),
             "condition": value_checks.measured,
+            **{f"{side}_{field}": rule for side in "AG" for field, rule in _RANGES.items()},
         }
 
     def load(self, tensors: Mapping[str, Any]) -> None:
@@ -127,21 +186,31 @@ class PairState(InverseState):
             copy_held(tensor, tensors[name])
 
 
+def _joined(sides: Sequence[Any]) -> Any:
+    """Concatenate the tensors of one side of several blocks along their groups."""
+    if sides[0] is None:
+        return None
+    return type(sides[0])(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*sides, strict=True)))
+
+
+def _tensors(side: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of each field that is not None."""
+    return ((field, tensor) for field, tensor in side._asdict().items() if tensor is not None)
+
+
 def side_of(part: str) -> slice | int:
     """Return the index of what belongs to one part of a block, in tensors `[2]` for A and G."""
     return slice(None) if part == "" else "AG".index(part)
 
 
-P = TypeVar("P", bound=PairState)
+P = TypeVar("P", bound=PairState[Any])
 
 
 class PairInverse(Inverse[P]):
     """Keeps `A` and `G` as they are, and solves for each."""
 
-    @property
-    def damps_jointly(self) -> bool:
-        """Return whether a factor is solved for without a look at the other: then λ is not shared among them."""
-        return False
+    damps_jointly = False
+    """Whether a factor is solved for without a look at the other: then λ is not shared among them."""
 
     @abstractmethod
     def result(self, factor: FactorShape) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ class InverseState(ABC):
     results of the averages. A representation of your own needs the abstract methods; on several processes it needs
     `averages`, `age` and `results` as well.
     """
-
-    __slots__ = ()
 
     # -- statistics --------------------------------------------------------------------------------------------
 
@@ -95,6 +93,13 @@ class InverseState(ABC):
 
         What was accumulated since the last fold stays.
         """
+
+    def stacked(self, others: Sequence[Self]) -> Self | None:
+        """Return a state for `Inverse.apply` alone, with the groups of this state and, in their order, of `others`.
+
+        None if there is none: then blocks of equal shapes are preconditioned one after the other.
+        """
+        return None
 
     def ranges(self) -> dict[str, Any]:
         """Return what the tensors of a checkpoint can be, nested like `tensors`, by rules of `utils.value_checks`.

@@ -163,19 +163,13 @@ class WeightBiasAdapter(LayerAdapter[M]):
 
     def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
         params = weight_and_bias(trained)
-        if not params:
-            return ()
-        groups = self.groups(module)
-        weight = module.get_parameter("weight")
-        return (
-            LayerSpec(
-                name=name,
-                params=params,
-                in_dim=math.prod(weight.shape[1:]) + len(params) - 1,
-                out_dim=weight.shape[0] // groups,
-                groups=groups,
-            ),
-        )
+        return (self.spec(module, name, params),) if params else ()
+
+    def spec(self, module: M, name: str, params: tuple[str, ...]) -> LayerSpec:
+        """Return the one spec; `params` are the weight and, where it is trained, the bias."""
+        groups, weight = self.groups(module), module.get_parameter("weight")
+        in_dim = math.prod(weight.shape[1:]) + len(params) - 1
+        return LayerSpec(name, params, in_dim, weight.shape[0] // groups, groups)
 
     def capture(self, module: M, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink) -> Handle:
         watch = self._watch(module, specs, sink)

@@ -5,7 +5,7 @@ diagonal, exactly so for weight sharing `expand` (as in kfac-jax and tensorflow/
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +65,13 @@ class EmbeddingStatistics(RowStatistics):
             return rows
         return torch.where((self.ids != self.padding_idx).unsqueeze(-1), rows, 0)
 
-    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+    def _input_moment_over(self, active: Tensor, structure: Structure) -> Tensor:
         weights = active.to(self.exact)
         if self.spec.weight_sharing is WeightSharing.EXPAND:
             counts = self._counts(weights)
             return torch.diag_embed(counts) if structure is Structure.DENSE else counts
         if structure is Structure.DENSE:
-            return super()._moment_over(active, structure)
+            return super()._input_moment_over(active, structure)
         return self._counts(self._squared_frequencies(active))
 
     def squared_gradients(
@@ -129,18 +129,9 @@ class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):
     def unbatched_ndim(self, module: nn.Embedding) -> int:
         return 0
 
-    def specs(self, module: nn.Embedding, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
-        if "weight" not in trained:
-            return ()
-        return (
-            LayerSpec(
-                name=name,
-                params=("weight",),
-                in_dim=module.num_embeddings,
-                out_dim=module.embedding_dim,
-                structure=(Structure.DIAGONAL, Structure.DENSE),
-            ),
-        )
+    def spec(self, module: nn.Embedding, name: str, params: tuple[str, ...]) -> LayerSpec:
+        kept = (Structure.DIAGONAL, Structure.DENSE)
+        return LayerSpec(name, params, module.num_embeddings, module.embedding_dim, structure=kept)
 
     def statistics(self, module: nn.Embedding, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
         return EmbeddingStatistics(module, spec, call, dtype)

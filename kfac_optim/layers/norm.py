@@ -10,7 +10,8 @@ the positions of an example, which is the exact gradient of that example.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
@@ -23,20 +24,21 @@ from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.second_moments import batched, channel_moments, channel_rows, examples_at_once
 from kfac_optim.factors.subsampling import Draw, RowSample
-from kfac_optim.layers.base import WeightBiasAdapter, own_forward, weight_and_bias
+from kfac_optim.layers.base import WeightBiasAdapter, own_forward
 from kfac_optim.specs import LayerSpec, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
 TrailingNorm = TypeVar("TrailingNorm", nn.LayerNorm, nn.RMSNorm)
 
 
+@dataclass(eq=False)
 class NormStatistics(LayerStatistics):
     """Computes unit-wise second moments.
 
     They are made of a few examples at a time, so that what they are made of stays in the cache, and of no others than
     were drawn.
 
-    Args:
+    Attributes:
         spec: the layer.
         call: one call, with the input at every backward.
         dtype: of the moments.
@@ -47,22 +49,13 @@ class NormStatistics(LayerStatistics):
 
     keeps_input = True
 
-    def __init__(
-        self,
-        spec: LayerSpec,
-        call: LayerCall,
-        dtype: torch.dtype,
-        standardise: Callable[[Tensor], Tensor],
-        canonical: Callable[[Tensor], Tensor],
-        unbatched_ndim: int,
-    ) -> None:
-        self.spec = spec
-        self.call = call
-        self.dtype = dtype
-        self.standardise = standardise
-        self.canonical = canonical
-        self.unbatched_ndim = unbatched_ndim
-        self._sample: RowSample | None = None
+    spec: LayerSpec
+    call: LayerCall
+    dtype: torch.dtype
+    standardise: Callable[[Tensor], Tensor]
+    canonical: Callable[[Tensor], Tensor]
+    unbatched_ndim: int
+    _sample: RowSample | None = None
 
     def subsample(self, draw: Draw) -> None:
         self._sample = draw.rows(*self._shape, self.call.gradient.device)
@@ -192,20 +185,9 @@ class NormAdapter(WeightBiasAdapter[M]):
     def refusal(self, module: M) -> str | None:
         return own_forward(module, self.family) or super().refusal(module)
 
-    def specs(self, module: M, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
-        params = weight_and_bias(trained)
-        if not params:
-            return ()
-        return (
-            LayerSpec(
-                name=name,
-                params=params,
-                in_dim=1,
-                out_dim=len(params),
-                groups=module.get_parameter("weight").numel(),
-                structure=(Structure.IDENTITY, Structure.DENSE),
-            ),
-        )
+    def spec(self, module: M, name: str, params: tuple[str, ...]) -> LayerSpec:
+        features, kept = module.get_parameter("weight").numel(), (Structure.IDENTITY, Structure.DENSE)
+        return LayerSpec(name, params, 1, len(params), features, kept)
 
     def statistics(self, module: M, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
         assert call.input is not None

@@ -9,11 +9,18 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.preconditioning import regularised
-from kfac_optim.step.scaling import by_group, covered_here, lengths, scalar, scale_all, scale_momentum, summed_terms
+from kfac_optim.step.scaling import (
+    by_group,
+    covered_here,
+    lengths,
+    momenta,
+    scalar,
+    scale_all,
+    scale_momentum,
+    summed_terms,
+)
 from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
-from kfac_optim.step.trust_region import follow, inner_product, shortened, slope_ratio, trust_region_scale
-from kfac_optim.utils.sharded_params import local
+from kfac_optim.step.trust_region import follow, inner_product, joined, shortened, slope_ratio, trust_region_scale
 
 _SHARE = 0.25  # of what the new step promises, that momentum which goes uphill may take back
 # Ordinary training holds nearly every step, at 1e-2 or more of what the rate makes it, as the region finds the length.
@@ -63,7 +70,7 @@ class AdaptiveTrustRegion(StepSize):
         one = torch.ones_like(proposal.products[0][1])
         if proposal.kl_clip is None:
             return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": one, "momentum_scale": one})
-        buffers = _directions_before(proposal)
+        buffers = momenta(proposal)
         slope, promised = proposal.executor.gradients.sum_over_updaters(_slopes(buffers, one.device)).unbind()
         memory = proposal.memory.to(one.device, non_blocking=True)
         multiplier, slope_before, held, share = memory.unbind()
@@ -90,21 +97,12 @@ class AdaptiveTrustRegion(StepSize):
         )
 
 
-def _directions_before(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
-    """Return what the last step went along, momentum or else its direction, with its param group and the gradient."""
-    return [
-        (group, local(buffer), local(regularised(param, group)))
-        for param, group in covered_here(proposal)
-        if param.grad is not None and (buffer := proposal.momentum(param)) is not None
-    ]
-
-
 def _slopes(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
     """Return `Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
     slope = promised = torch.zeros((), device=device)
     for group, lefts, rights in by_group(buffers):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        product = inner_product(lefts, rights, device) * sign * scalar(group["lr"], device)
+        product = inner_product(joined(lefts), joined(rights), device) * sign * scalar(group["lr"], device)
         slope, promised = slope + product, promised + product * group["momentum"]
     return torch.stack([slope, promised])
 

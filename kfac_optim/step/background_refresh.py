@@ -9,14 +9,15 @@ import torch
 
 from kfac_optim.blocks.block import KFACBlock, RefreshUnderWay
 from kfac_optim.blocks.shadow import adopt, make_shadow
-from kfac_optim.step.execution import AtOnce, Executor
+from kfac_optim.step.execution import Executor
 from kfac_optim.step.refresh_schedules import Background
+from kfac_optim.step.refresher import Refresher
 
 _Lane = tuple[torch.Stream, torch.Event]
 """A side stream of one device, and when the copies were made that it is to read."""
 
 
-class BackgroundRefresher:
+class BackgroundRefresher(Refresher):
     """Has `executor` refresh copies of blocks while training goes on, and takes the results over between two steps.
 
     [Note: who owns what] A shadow, the copy of a block, belongs to the worker from when its refresh is begun until
@@ -27,7 +28,7 @@ class BackgroundRefresher:
     """
 
     def __init__(self, executor: Executor, choice: Background) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._choice = choice
         self._worker = ThreadPoolExecutor(1, "kfac-refresh")  # one thread: refreshes run in the order they were begun
         self._spares: WeakKeyDictionary[KFACBlock, KFACBlock] = WeakKeyDictionary()
@@ -47,7 +48,7 @@ class BackgroundRefresher:
         # What is outdated led to a step that was taken back, and would lead to it again.
         at_once = [block for block in blocks if block.clock.outdated or not block.is_ready]
         begun = [block for block in blocks if block not in at_once and block.under_way is None]
-        refreshed = AtOnce(self._executor).refresh(at_once) if at_once else ()
+        refreshed = super().refresh(at_once)
         if begun:
             self._executor.statistics.merge(begun)
             self._begin(begun)

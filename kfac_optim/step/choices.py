@@ -14,6 +14,7 @@ from kfac_optim.fisher.estimates import Estimate, NamedLoss
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers.base import Adapters
 from kfac_optim.specs import Kept, LossTerms, WeightSharing
+from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.refresh_schedules import Background, Refresh, Schedule, check_refresh
 from kfac_optim.step.step_size import StepSize
@@ -34,6 +35,7 @@ class Choices:
 
     step_size: StepSize
     adapt_damping: LevenbergMarquardt | None
+    average: IterateAverage | None
     estimate: Estimate
     refresh: Refresh
     loss_terms: LossTerms
@@ -53,6 +55,8 @@ class Choices:
         check_kind("step_size", self.step_size, StepSize)
         if self.adapt_damping is not None:
             check_kind("adapt_damping", self.adapt_damping, LevenbergMarquardt)
+        if self.average is not None:
+            check_kind("average (None is without)", self.average, IterateAverage)
         check_kind("estimate", self.estimate, Estimate)
         if self.judges and not isinstance(self.estimate, NamedLoss):
             raise TypeError(

@@ -1,6 +1,6 @@
 """One optimizer step as a pipeline over blocks and an executor. Knows no layer type and no communication."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,12 +15,18 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import Objective
-from kfac_optim.step.execution import Agreement, Executor, Parts, Refresher
+from kfac_optim.step.choices import Choices
+from kfac_optim.step.execution import Admission, Agreement, Executor, Parts
+from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.scaling import by_group
 from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
-from kfac_optim.step.trust_region import inner_product, square_sum
+from kfac_optim.step.trust_region import inner_product, joined, square_sum
 from kfac_optim.utils.sharded_params import is_sharded, local
 from kfac_optim.utils.validation import check_kfac_numbers
+
+Blocks = Sequence[KFACBlock]
+Groups = Sequence[dict[str, Any]]
+State = MutableMapping[Tensor, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,95 +48,100 @@ class StepRecord:
     unpreconditioned: tuple[str, ...]
 
 
-def step(
-    groups: Sequence[dict[str, Any]],
-    state: MutableMapping[Tensor, Any],
-    blocks: Sequence[KFACBlock],
-    window: CaptureWindow,
-    executor: Executor,
-    refresher: Refresher,
-    agreement: Agreement,
-    step_size: StepSize,
-    objective: Objective | None,
-    memory: Tensor,
-    *,
-    gradient_scale: Callable[[LossCount], float | Tensor],
-    damps_by_unit: bool,
-    nonfinite_limit: int | None,
-    finite: Tensor | None = None,
-) -> StepRecord:
-    """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Takes the steps of one optimizer.
 
-    Args:
-        groups: the optimizer's param groups.
-        state: the optimizer's state, for momentum buffers.
-        blocks: the preconditioned part of the model.
+    Attributes:
+        choices: the user's choices.
         window: what was captured since the last step.
         executor: who does the work.
-        refresher: when it recomputes inverses.
-        agreement: what all workers know of this step.
-        step_size: how far the step goes.
-        objective: the loss of this step, where it is known; `check` was asked already.
-        memory: what the step size remembers of earlier steps, `[4]`.
-        gradient_scale: what the output gradients behind `G` are multiplied by; those of parameters are not.
-        damps_by_unit: whether the damping is in the unit of the loss that the step size finds.
-        nonfinite_limit: refused samples or failed refreshes in a row that are too many.
-        finite: `[]` bool, whether the gradients are, where only the device knows: if not, parameters and momentum stay
-            as they are. No block has taken statistics then, every momentum is there, and `fused` is on. None is yes.
-
-    Raises:
-        RuntimeError: what cannot be stepped (see `KFACOptimizer.step`), and nothing is changed then; or too many
-            setbacks of one layer in a row.
-        ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
+        refresher: how refreshes that are due are carried out.
+        objective: the loss of a step, where a choice asks for its curvature.
     """
-    kl_clip = check(groups, blocks, step_size)
-    trained = [param for group in groups for param in group["params"] if param.grad is not None]
-    _follow_model(state, blocks)
-    count = window.close()._replace(summed=agreement.summed)
-    scale = gradient_scale(count)
-    with record_function("kfac.fold"):
-        for block in blocks:
-            if block in agreement.sampled:
-                block.fold(count, scale)
-        executor.statistics.settle()
-        if agreement.sampled and kl_clip is not None and damps_by_unit:
-            unit = step_size.loss_unit(memory)
+
+    choices: Choices
+    window: CaptureWindow
+    executor: Executor
+    refresher: Refresher
+    objective: Objective | None
+
+    def step(self, groups: Groups, state: State, blocks: Blocks, admission: Admission, memory: Tensor) -> StepRecord:
+        """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
+
+        Args:
+            groups: the optimizer's param groups.
+            state: the optimizer's state, for momentum buffers.
+            blocks: the preconditioned part of the model.
+            admission: what all ranks know of the step. Where only the device knows whether the gradients are finite, no
+                block has taken statistics, every momentum is there, and `fused` is on: then parameters and momentum
+                stay as they are if a gradient is not.
+            memory: what the step size remembers of earlier steps, `[4]`.
+
+        Raises:
+            RuntimeError: what cannot be stepped (see `KFACOptimizer.step`), and nothing is changed then; or too many
+                setbacks of one layer in a row.
+            ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
+        """
+        step_size, executor, objective = self.choices.step_size, self.executor, self.objective
+        agreement, finite = admission.agreement, admission.finite
+        kl_clip = check(groups, blocks, step_size)
+        trained = [param for group in groups for param in group["params"] if param.grad is not None]
+        _follow_model(state, blocks)
+        count = self.window.close()._replace(summed=agreement.summed)
+        scale = self.choices.estimate.scale(count, admission.loss_scale)
+        with record_function("kfac.fold"):
             for block in blocks:
-                block.clock.use_unit(unit)
-    with record_function("kfac.refresh"):
-        collected = refresher.collect(blocks)
-        refreshed = refresher.refresh([block for block in blocks if block.refresh_due()])
+                if block in agreement.sampled:
+                    block.fold(count, scale)
+            executor.statistics.settle()
+            if agreement.sampled and kl_clip is not None and self.choices.adapt_damping is None:
+                unit = step_size.loss_unit(memory)
+                for block in blocks:
+                    block.clock.use_unit(unit)
+        with record_function("kfac.refresh"):
+            self._refresh(blocks)
+        with record_function("kfac.precondition"):
+            covered, unpreconditioned = _covered(blocks, agreement)
+            here = executor.gradients.gradients(covered)
+            active, grads = [block for block, _ in here], [parts for _, parts in here]
+            parts = executor.gradients.precondition(active, grads)
+        products, measures = _measure(covered, active, grads, parts, executor) if covered else ([], {})
+        proposal = Proposal(
+            groups, state, covered, active, parts, products, kl_clip, count, executor, objective, memory, finite
+        )
+        sized = _AS_IT_IS
+        if covered or (step_size.needs_objective and trained):
+            with record_function("kfac.step_size"):
+                sized = step_size.size(proposal)
+            if sized.memory is not None:
+                before = memory.to(sized.memory.device, non_blocking=True)
+                memory = sized.memory if finite is None else torch.where(finite, sized.memory, before)
+        with record_function("kfac.update"):
+            for group in groups:
+                params = executor.gradients.owned([param for param in group["params"] if param.grad is not None])
+                _sgd(group, params, sized, state, finite)
+            executor.publish()
+        for block in blocks:
+            block.clock.advance()
+        return StepRecord({**measures, **sized.measures}, memory, count, tuple(unpreconditioned))
+
+    def _refresh(self, blocks: Blocks) -> None:
+        collected = self.refresher.collect(blocks)
+        refreshed = self.refresher.refresh([block for block in blocks if block.refresh_due()])
         for block in refreshed:
             block.drop_refresh()  # by now what is under way would be older
             # Until a sample was accepted there is nothing behind a refresh, and it does not count.
-            if block.is_ready or executor.statistics.has_statistics(block):
+            if block.is_ready or self.executor.statistics.has_statistics(block):
                 block.clock.note_refresh(block.damping)
-        if nonfinite_limit is not None:
-            _check_setbacks([*collected, *refreshed], executor, nonfinite_limit)
-    proposal, measures, unpreconditioned = _precondition(
-        groups, blocks, state, executor, agreement, kl_clip, count, objective, memory, finite
-    )
-    sized = _AS_IT_IS
-    if proposal.covered or (objective is not None and trained):
-        with record_function("kfac.step_size"):
-            sized = step_size.size(proposal)
-        if sized.memory is not None:
-            before = memory.to(sized.memory.device, non_blocking=True)
-            memory = sized.memory if finite is None else torch.where(finite, sized.memory, before)
-    with record_function("kfac.update"):
-        for group in groups:
-            params = executor.gradients.owned([param for param in group["params"] if param.grad is not None])
-            _sgd(group, params, sized, state, finite)
-        executor.publish()
-    for block in blocks:
-        block.clock.advance()
-    return StepRecord({**measures, **sized.measures}, memory, count, tuple(unpreconditioned))
+        if self.choices.nonfinite_limit is not None:
+            _check_setbacks([*collected, *refreshed], self.executor, self.choices.nonfinite_limit)
 
 
 _AS_IT_IS = Sized({}, lambda _: {}, {})
 
 
-def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepSize) -> float | None:
+def check(groups: Sequence[Group], blocks: Blocks, step_size: StepSize) -> float | None:
     """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
     kl_clip = check_groups(groups, step_size)
     for block in blocks:
@@ -186,7 +197,7 @@ def check_shards(group: Group, number: int, whole: object | None) -> None:
             )
 
 
-def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock]) -> None:
+def _follow_model(state: State, blocks: Blocks) -> None:
     """Take momentum and statistics to where the model was moved since the last step."""
     for param, held in state.items():
         buffer = held.get("momentum_buffer") if isinstance(held, dict) else None  # users keep notes of their own there
@@ -196,7 +207,7 @@ def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock
         block.follow()
 
 
-def _check_setbacks(blocks: Sequence[KFACBlock], executor: Executor, limit: int) -> None:
+def _check_setbacks(blocks: Blocks, executor: Executor, limit: int) -> None:
     """Raise where a layer has had too many in a row."""
     for block, (refused, failed) in zip(blocks, executor.statistics.setbacks(blocks), strict=True):
         if refused >= limit:
@@ -214,43 +225,21 @@ def _check_setbacks(blocks: Sequence[KFACBlock], executor: Executor, limit: int)
             )
 
 
-def _precondition(
-    groups: Sequence[dict[str, Any]],
-    blocks: Sequence[KFACBlock],
-    state: MutableMapping[Tensor, Any],
-    executor: Executor,
-    agreement: Agreement,
-    kl_clip: float | None,
-    count: LossCount,
-    objective: Objective | None,
-    memory: Tensor,
-    finite: Tensor | None,
-) -> tuple[Proposal, Mapping[str, Tensor], list[str]]:
-    """Precondition the gradients; return them, their measures, and blocks whose gradient had no inverse to meet."""
+def _covered(blocks: Blocks, agreement: Agreement) -> tuple[list[KFACBlock], list[str]]:
+    """Return the blocks that are preconditioned, and the names of those whose gradient has no inverse to meet."""
     covered: list[KFACBlock] = []
     unpreconditioned: list[str] = []
-    with record_function("kfac.precondition"):
-        for block in blocks:
-            if block not in agreement.graded:
-                continue
-            refused = any(use.is_refused() for use in block.uses) or block in agreement.unaccounted
-            if block.is_ready and not refused:
-                covered.append(block)
-            # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
-            # Looking synchronises, for blocks that have no inverse yet.
-            elif refused or _is_used(block):
-                unpreconditioned.append(block.name)
-        here = executor.gradients.gradients(covered)
-        active, grads = [block for block, _ in here], [parts for _, parts in here]
-        parts = executor.gradients.precondition(active, grads)
-    products: list[tuple[Group, Tensor]] = []
-    measures: dict[str, Tensor] = {}
-    if covered:
-        products, measures = _measure(covered, active, grads, parts, executor)
-    proposal = Proposal(
-        groups, state, covered, active, grads, parts, products, kl_clip, count, executor, objective, memory, finite
-    )
-    return proposal, measures, unpreconditioned
+    for block in blocks:
+        if block not in agreement.graded:
+            continue
+        refused = any(use.is_refused() for use in block.uses) or block in agreement.unaccounted
+        if block.is_ready and not refused:
+            covered.append(block)
+        # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
+        # Looking synchronises, for blocks that have no inverse yet.
+        elif refused or _is_used(block):
+            unpreconditioned.append(block.name)
+    return covered, unpreconditioned
 
 
 def _is_used(block: KFACBlock) -> bool:
@@ -260,19 +249,26 @@ def _is_used(block: KFACBlock) -> bool:
 
 
 def _measure(
-    covered: Sequence[KFACBlock],
-    blocks: Sequence[KFACBlock],
-    grads: Sequence[Parts],
-    parts: Sequence[Parts],
-    executor: Executor,
+    covered: Blocks, blocks: Blocks, grads: Sequence[Parts], parts: Sequence[Parts], executor: Executor
 ) -> tuple[list[tuple[Group, Tensor]], dict[str, Tensor]]:
     """Return `Δᵀ∇` of each param group, as weight and bias may be of several, and the measures of a `StepRecord`."""
     device = covered[0].params[0].device
     # Of every group that has covered blocks, also where these are preconditioned by other workers.
     groups: dict[int, Group] = {id(group): group for block in covered for group in block.groups}
-    directions, gradients = list(chain.from_iterable(parts)), list(chain.from_iterable(grads))
-    pairs = zip((group for block in blocks for group in block.groups), directions, gradients, strict=True)
-    found = {id(group): inner_product(lefts, rights, device) for group, lefts, rights in by_group(pairs)}
+    pairs = zip(
+        (group for block in blocks for group in block.groups),
+        chain.from_iterable(parts),
+        chain.from_iterable(grads),
+        strict=True,
+    )
+    found: dict[int, Tensor] = {}
+    directions: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for group, lefts, rights in by_group(pairs):
+        lefts, rights = joined(lefts), joined(rights)
+        found[id(group)] = inner_product(lefts, rights, device)
+        directions += lefts
+        gradients += rights
     nothing = inner_product([], [], device)
     sums = [found.get(key, nothing) for key in groups]
     sums += [square_sum(directions, device), square_sum(gradients, device)]
@@ -286,13 +282,7 @@ def _measure(
     return products, measures
 
 
-def _sgd(
-    group: Group,
-    params: Sequence[nn.Parameter],
-    sized: Sized,
-    state: MutableMapping[Tensor, Any],
-    finite: Tensor | None,
-) -> None:
+def _sgd(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: State, finite: Tensor | None) -> None:
     """Take torch's own SGD step on the direction, or on the raw gradient where there is none."""
     numbers = {**group, **sized.sgd(group)}
     # Where weight decay is part of the curvature, it is in the direction already.
@@ -306,7 +296,7 @@ def _update(
     params: Sequence[nn.Parameter],
     numbers: Mapping[str, Any],
     direction: Mapping[nn.Parameter, Tensor],
-    state: MutableMapping[Tensor, Any],
+    state: State,
     finite: Tensor | None,
 ) -> None:
     if not params:

@@ -1,11 +1,16 @@
-"""Protocols for those who carry out a step, on one process or many: statistics, gradients, checkpoints, agreement."""
+"""What carries out a step: statistics, gradients, checkpoints, agreement. Here on one process; many override it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
+from kfac_optim.blocks.preconditioning import gradients, has_gradient, laid_out, precondition_all
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.utils.sharded_params import Shards, is_part
 
 Parts = Sequence[Tensor]
 """One tensor for each parameter of a block, in its shape."""
@@ -43,8 +48,18 @@ class Agreement(NamedTuple):
     """Names of blocks whose statistics a loaded checkpoint has, but no rank; each load names them once."""
 
 
-class Statistics(Protocol):
-    """Brings statistics to those who recompute inverses, and inverses to those who precondition."""
+class Admission(NamedTuple):
+    """Admits a step that is to be taken."""
+
+    agreement: Agreement
+    loss_scale: float
+    """The number that the loss was multiplied by before backward."""
+    finite: Tensor | None
+    """`[]` bool, whether the gradients are finite, if only the device knows; None if the host knows that they are."""
+
+
+class Statistics:
+    """Brings statistics to those who recompute inverses, and inverses to those who precondition: all are here."""
 
     def emitted(self, block: KFACBlock) -> None:
         """Take notice, during backward, that `block` took statistics; they may be sent at once."""
@@ -60,37 +75,50 @@ class Statistics(Protocol):
 
         The blocks may be copies, and the caller may be another thread.
         """
+        by_inverse: defaultdict[Inverse[Any], list[KFACBlock]] = defaultdict(list)
+        for block in blocks:
+            by_inverse[block.inverse].append(block)
+        for inverse, alike in by_inverse.items():
+            inverse.refresh([b.state for b in alike], [b.damping for b in alike])
 
     def share(self, blocks: Sequence[KFACBlock]) -> None:
         """Do the third part of a refresh: bring the inverses to the ranks that precondition."""
 
     def has_statistics(self, block: KFACBlock) -> bool:
         """Return whether any sample was accepted by the time of the last refresh."""
+        return block.state.has_statistics()
 
     def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
         """Return `Inverse.counters`; on several ranks they are the same on all, as of the last refresh."""
+        return block.state.counters()
 
     def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
         """Return how many samples were refused in a row and how many refreshes failed in a row, for each block."""
-
-    def keeps(self, block: KFACBlock) -> bool:
-        """Return whether this rank holds the running averages of `block` over all ranks; one rank does."""
+        if not blocks:
+            return []
+        device = blocks[0].params[0].device
+        counts = [count.to(device, non_blocking=True) for block in blocks for count in block.state.setbacks()]
+        numbers = torch.stack(counts).tolist()  # the only host synchronisation here
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def owners(self, block: KFACBlock) -> Sequence[int]:
         """Return the ranks that recompute the inverse of `block`, or parts of it."""
+        return (0,)
 
 
-class Gradients(Protocol):
-    """Brings gradients to those who precondition them, and the result to those who update."""
+class Gradients:
+    """Brings gradients to those who precondition them, and the result to those who update: both are done here."""
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         """Return the blocks whose direction is to be known here, with the whole `∇h` of each of their parameters.
 
         The tensors may be `.grad` itself, and must not be changed.
         """
+        return [(block, gradients(block)) for block in blocks]
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         """Return the preconditioned `grads`: new tensors of the same shapes and layouts, in float32 at least."""
+        return precondition_all(blocks, grads)
 
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         """Return the direction of each parameter that is updated here.
@@ -103,22 +131,31 @@ class Gradients(Protocol):
             Tensors in the shape, dtype and layout of their parameter, as torch's fused kernels read parameter, gradient
             and momentum side by side. They may share the memory of `blocks`.
         """
+        return {
+            param: laid_out(part, param, param.dtype)
+            for block, parts in blocks.items()
+            for param, part in zip(block.params, parts, strict=True)
+            if param.grad is not None
+        }
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """Return those of `params` that are updated here, in whole or in part."""
+        return params
 
     def sum_over_updaters(self, values: Tensor) -> Tensor:
         """Sum `values` `[n]` over the ranks that update different parameters."""
+        return values
 
 
-class WholeStates(Protocol):
-    """Knows for checkpoints what this process holds of the statistics and inverses of all blocks."""
+class WholeStates:
+    """Knows for checkpoints what this process holds of the statistics and inverses of all blocks: everything."""
 
     def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
         """Take notice that a checkpoint is about to be loaded, which has no statistics for some blocks here."""
 
     def tensors(self, block: KFACBlock) -> Any | None:
         """Return the whole state of `block` as `Inverse.tensors` gives it; None where this rank does not hold it."""
+        return block.state.tensors()
 
     def lacks(self, *, factors: bool) -> str | None:
         """Say what a checkpoint made now lacks of what other ranks know; None if it lacks nothing.
@@ -126,10 +163,11 @@ class WholeStates(Protocol):
         Args:
             factors: whether checkpoints hold statistics and inverses.
         """
+        return None
 
 
-class Executor(Protocol):
-    """Has all ranks agree on a step, and knows who carries out its parts.
+class Executor:
+    """Has all ranks agree on a step, and knows who carries out its parts; here is one rank alone.
 
     Attributes:
         several: whether there are other ranks.
@@ -140,28 +178,21 @@ class Executor(Protocol):
         sees_all_gradients: whether a gradient that is not finite anywhere is not finite here.
     """
 
-    several: bool
+    several = False
+    worker = 0
+    sees_all_gradients = True
 
-    @property
-    def worker(self) -> int: ...
-
-    @property
-    def statistics(self) -> Statistics: ...
-
-    @property
-    def gradients(self) -> Gradients: ...
-
-    @property
-    def states(self) -> WholeStates: ...
-
-    @property
-    def sees_all_gradients(self) -> bool: ...
+    def __init__(self) -> None:
+        self.statistics, self.gradients, self.states = Statistics(), Gradients(), WholeStates()
+        self._shards = Shards()
 
     def attach(self, model: nn.Module | None) -> None:
         """Take notice of the model; None if it is not known yet."""
+        self._shards = Shards(model)
 
     def begin_forward(self, model: nn.Module) -> int:
         """Take notice that a forward of the model begins, in whatever wrapper; returns the number of this rank."""
+        return self.worker
 
     def close(self) -> None:
         """Launch nothing any more: the optimizer is gone."""
@@ -173,6 +204,17 @@ class Executor(Protocol):
             NotImplementedError: no executor can.
             RuntimeError: another could.
         """
+        if sharded := [block.name for block in blocks if any(map(self._is_stepped_in_parts, block.params))]:
+            raise RuntimeError(
+                f"kfac_optim: the parameters of {sharded[0]!r} are sharded, and no process alone can precondition "
+                "their gradient. Where fully_shard keeps them, leave distributed at None, or pass a "
+                "DistributedConfig(...) with the group that they are sharded over; otherwise leave the layers to SGD: "
+                f"skip_layers={sharded}."
+            )
+
+    def _is_stepped_in_parts(self, param: nn.Parameter) -> bool:
+        """Return whether steps change a part of it; of what FSDP2 gathers, statistics alone may be taken."""
+        return is_part(param) and (param.grad is not None or self._shards.of(param) is None)
 
     def agree(self, trained: Trained, *, finite: bool, summed: float, counted: int | None, rescaled: bool) -> Agreement:
         """Begin a step.
@@ -187,6 +229,14 @@ class Executor(Protocol):
         Raises:
             RuntimeError: the ranks do not train the same model.
         """
+        blocks = trained.blocks
+        return Agreement(
+            finite,
+            summed,
+            sampled={block for block in blocks if block.has_pending()},
+            graded={block for block in blocks if has_gradient(block)},
+            unaccounted={block for block in blocks if block.check.differs},
+        )
 
     def gradients_dropped(self) -> None:
         """Take notice of `zero_grad`."""
@@ -198,6 +248,7 @@ class Executor(Protocol):
         self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
         """Clip the norm of all gradients together, and return the norm before, `[]`."""
+        return nn.utils.clip_grad_norm_(trained.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         """Hold all states and momentum on rank `to` until the next step; None holds each block on one of its owners.
@@ -205,41 +256,18 @@ class Executor(Protocol):
         Raises:
             ValueError: there is no such rank.
         """
+        check_rank(to, 1)
 
     def mean_over_examples(self, values: Tensor) -> Tensor:
         """Return the mean of `values` over the ranks, which see different examples, as it is taken of gradients."""
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over all ranks."""
+        return values
 
 
-class Refresher(Protocol):
-    """Decides when inverses that are due are recomputed: at once, or behind the training."""
+def check_rank(to: int | None, ranks: int) -> None:
+    """Raise unless `consolidate` may be asked for rank `to`.
 
-    def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        """Take over earlier refreshes that are finished, or must be waited for; return the blocks that got an inverse.
-
-        Args:
-            blocks: all blocks.
-        """
-
-    def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        """Refresh `blocks`, which are due, or begin to; return those that have their new inverse already."""
-
-
-class AtOnce:
-    """Refreshes blocks at the step at which they are due."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        return ()
-
-    def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        if blocks:
-            statistics = self._executor.statistics
-            statistics.merge(blocks)
-            statistics.solve(blocks)
-            statistics.share(blocks)
-        return blocks
+    Raises:
+        ValueError: there is no such rank.
+    """
+    if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < ranks):
+        raise ValueError(f"kfac_optim: to must be a rank from 0 to {ranks - 1}, or None, got {to!r}.")

@@ -1,8 +1,9 @@
 """The gate before a step: refuse bad input, unscale gradients, let all workers agree, and decide if a step is taken."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step import engine
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.execution import Agreement, Executor, Trained
+from kfac_optim.step.execution import Admission, Executor, Trained
 from kfac_optim.step.loss_scale import LossScale, ScalerSource, read_loss_scale, spread_overflow, unscale
 from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
 from kfac_optim.step.user_warnings import UserWarnings
@@ -46,20 +47,11 @@ def names_of(binding: ModelBinding, groups: Iterable[Mapping[str, Any]]) -> dict
     return names
 
 
-class Admission(NamedTuple):
-    """Admits a step that is to be taken."""
-
-    agreement: Agreement
-    loss_scale: float
-    """The number that the loss was multiplied by before backward."""
-    finite: Tensor | None
-    """`[]` bool, whether the gradients are finite, if only the device knows; None if the host knows that they are."""
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Gate:
     """Decides whether a step is taken. A step that is refused by an error leaves everything as it was.
 
-    Args:
+    Attributes:
         choices: the user's choices.
         window: holds what was captured since the last step.
         binding: knows the blocks and the model.
@@ -70,25 +62,14 @@ class Gate:
         warnings: tells the user what was noticed.
     """
 
-    def __init__(
-        self,
-        choices: Choices,
-        window: CaptureWindow,
-        binding: ModelBinding,
-        executor: Executor,
-        objective: Objective | None,
-        skipped: SkippedSteps,
-        scaler: ScalerSource,
-        warnings: UserWarnings,
-    ) -> None:
-        self._choices = choices
-        self._window = window
-        self._binding = binding
-        self._executor = executor
-        self._objective = objective
-        self._skipped = skipped
-        self._scaler = scaler
-        self._warnings = warnings
+    choices: Choices
+    window: CaptureWindow
+    binding: ModelBinding
+    executor: Executor
+    objective: Objective | None
+    skipped: SkippedSteps
+    scaler: ScalerSource
+    warnings: UserWarnings
 
     def admit(self, optimizer: Optimizer, *, judged: bool, is_first: bool) -> Admission | None:
         """Prepare the step of an optimizer.
@@ -110,53 +91,53 @@ class Gate:
         gradients = {param: param.grad for param in params if param.grad is not None}
         self._settle_model(params)
         if is_first or not gradients:
-            refuse_replaced(self._binding.model, params, self._binding.coverage)
-        if self._executor.several and self._binding.model is None and not gradients:
-            self._warnings.no_gradients()
-        if self._objective is not None and gradients and (judged or self._choices.step_size.needs_objective):
-            self._objective.check(gradients)
-        self._window.drop_stale()
-        gradient_check.conclude(block.check for block in self._binding.coverage.blocks)
+            refuse_replaced(self.binding.model, params, self.binding.coverage)
+        if self.executor.several and self.binding.model is None and not gradients:
+            self.warnings.no_gradients()
+        if self.objective is not None and gradients and (judged or self.choices.step_size.needs_objective):
+            self.objective.check(gradients)
+        self.window.drop_stale()
+        gradient_check.conclude(block.check for block in self.binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
         if scale.in_gradients:
-            engine.check(groups, self._binding.coverage.blocks, self._choices.step_size)
+            engine.check(groups, self.binding.coverage.blocks, self.choices.step_size)
             unscale(gradients.values(), scale.factor)
-        self._window.scaled |= scale.factor != 1
+        self.window.scaled |= scale.factor != 1
         finite = None
         if not handed and scale.factor == 1 and self._may_defer(groups, gradients, optimizer.state):
             finite = finite_on_device(list(gradients.values()))
         else:
-            self._skipped.look()
-        names = partial(names_of, self._binding, groups)
-        agreement = self._executor.agree(
-            Trained(self._binding.coverage.blocks, params, names),
+            self.skipped.look()
+        names = partial(names_of, self.binding, groups)
+        agreement = self.executor.agree(
+            Trained(self.binding.coverage.blocks, params, names),
             finite=finite is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
-            summed=self._window.summed(),
+            summed=self.window.tally.summed(),
             rescaled=scale.in_gradients,
-            counted=None if self._window.estimate is not None else self._window.counted(),
+            counted=None if self.window.estimate is not None else self.window.tally.counted(),
         )
         checkpoint.warn_of_missed(agreement.restarted)
         if not agreement.finite:
-            if handed and (scaler := self._scaler.find()) is not None:
+            if handed and (scaler := self.scaler.find()) is not None:
                 spread_overflow(scaler, optimizer)
-            self._window.abandon()
-            self._skipped.skip()
-            self._skipped.check_limit(self._choices.nonfinite_limit, gradients, names)
+            self.window.abandon()
+            self.skipped.skip()
+            self.skipped.check_limit(self.choices.nonfinite_limit, gradients, names)
             return None
         if finite is None:
-            self._skipped.take()
+            self.skipped.take()
         else:
-            self._skipped.defer(finite)
+            self.skipped.defer(finite)
         return Admission(agreement, scale.factor, finite)
 
     def _settle_model(self, params: Sequence[nn.Parameter]) -> None:
         """Take in what the forwards have shown of the model, and leave to SGD what is not measured."""
-        if self._binding.settle():
-            self._executor.attach(self._binding.model)
-            self._warnings.coverage(self._binding)
-        for reason in self._binding.exclude_unmeasured():
-            self._warnings.unmeasured(reason)
-        self._executor.check(self._binding.coverage.blocks, params)
+        if self.binding.settle():
+            self.executor.attach(self.binding.model)
+            self.warnings.coverage(self.binding)
+        for reason in self.binding.exclude_unmeasured():
+            self.warnings.unmeasured(reason)
+        self.executor.check(self.binding.coverage.blocks, params)
 
     def _loss_scale(self, handed: Mapping[str, Any]) -> LossScale:
         """Return the scale of this step's loss, and with it of the output gradients behind `G`.
@@ -164,13 +145,13 @@ class Gate:
         Args:
             handed: attributes of the optimizer, where `GradScaler` leaves what it found.
         """
-        pending = any(block.has_pending() for block in self._binding.coverage.blocks)
-        scale = read_loss_scale(handed, self._scaler.find, measured=pending)
+        pending = any(block.has_pending() for block in self.binding.coverage.blocks)
+        scale = read_loss_scale(handed, self.scaler.find, measured=pending)
         if scale is None:
-            found = self._window.probe.measure() if pending else ScaleChange()
-            self._warnings.unknown_scale(found)
+            found = self.window.probe.measure() if pending else ScaleChange()
+            self.warnings.unknown_scale(found)
             scale = LossScale(1 / found.scale)
-        self._window.probe.end()
+        self.window.probe.end()
         return scale
 
     def _may_defer(self, groups: Sequence[Mapping[str, Any]], gradients: Gradients, state: Mapping[Any, Any]) -> bool:
@@ -180,11 +161,11 @@ class Gate:
         these kernels look at the gradients themselves. Too many such steps in a row would put off the error that
         `nonfinite_limit` asks for.
         """
-        limit = self._choices.nonfinite_limit
+        limit = self.choices.nonfinite_limit
         return (
-            not self._executor.several
-            and self._objective is None
-            and (limit is None or self._skipped.deferred < limit)
+            not self.executor.several
+            and self.objective is None
+            and (limit is None or self.skipped.deferred < limit)
             and fused_kernels_look(groups, gradients, state)
-            and not any(block.has_pending() for block in self._binding.coverage.blocks)
+            and not any(block.has_pending() for block in self.binding.coverage.blocks)
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.checkpoint_groups import MOMENTUM
+from kfac_optim.blocks.state_keys import MOMENTUM
 from kfac_optim.step.execution import Executor
 
 

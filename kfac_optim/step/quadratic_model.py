@@ -36,9 +36,7 @@ class QuadraticModel(StepSize):
 
     needs_objective = True
 
-    @property
-    def takes_shards(self) -> bool:
-        return False
+    takes_shards = False
 
     def check(self, groups: Sequence[Group]) -> None:
         for i, group in enumerate(groups):

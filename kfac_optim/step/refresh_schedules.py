@@ -1,4 +1,4 @@
-"""When inverses are refreshed: the user's choices, as values."""
+"""How refreshes are spread over their period: the user's choices. Whether one is due is in `blocks/clock.py`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.step_size import Group, Proposal
+from kfac_optim.utils.sharded_params import local
 
 
 def summed_terms(proposal: Proposal) -> float:
@@ -19,6 +21,18 @@ def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
     here = set(proposal.executor.gradients.owned([param for block in proposal.covered for param in block.params]))
     pairs = [pair for block in proposal.covered for pair in zip(block.params, block.groups, strict=True)]
     return [(param, group) for param, group in pairs if param in here]
+
+
+def momenta(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
+    """Return the momentum of the parameters that are covered and updated here, with its param group and `∇h`.
+
+    Where the group has no momentum, it is the direction of the last step. Of each it is the part that is here.
+    """
+    return [
+        (group, local(buffer), local(regularised(param, group)))
+        for param, group in covered_here(proposal)
+        if param.grad is not None and (buffer := proposal.momentum(param)) is not None
+    ]
 
 
 def lengths(products: Sequence[tuple[Group, Tensor]]) -> tuple[Tensor, Tensor]:

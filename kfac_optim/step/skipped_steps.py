@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kfac_optim.utils.precision import all_finite
 from kfac_optim.utils.sharded_params import local
+from kfac_optim.utils.text import listed
 
 
 class SkippedSteps:
@@ -74,9 +75,8 @@ class SkippedSteps:
         raise RuntimeError(
             f"kfac_optim: {self.in_a_row} steps in a row were skipped because gradients are not finite "
             f"(nonfinite_limit={limit}), now those of "
-            f"{', '.join(map(repr, guilty[:4])) or 'a parameter that were changed since'}"
-            f"{f' and {len(guilty) - 4} more' if len(guilty) > 4 else ''}. Look at the loss and the data; "
-            "lower lr, raise damping, or lower the loss scale."
+            f"{listed(guilty, 4) or 'a parameter that were changed since'}. Look at the loss and the data; lower lr, "
+            "raise damping, or lower the loss scale."
         )
 
 

@@ -1,5 +1,6 @@
 """What a step size remembers of earlier steps, and the warning that is read off it."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,7 +26,7 @@ class StepMemory:
         self._step_size = step_size
         self._warnings = warnings
         self._numbers: Tensor | None = None
-        self._looked_at = 0
+        self._looked_at = 0.0  # infinite once the user was warned
 
     def get(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> Tensor:
         """Return the numbers, `[4]`, which are zero at first, in the dtype and on the device of the first parameter."""
@@ -51,9 +52,10 @@ class StepMemory:
             measures: those of the last step.
             step: the number of the coming step.
         """
-        if self._numbers is None or self._warnings.has_told_of_short_steps or step - self._looked_at < _LOOK_PERIOD:
+        if self._numbers is None or step - self._looked_at < _LOOK_PERIOD:
             return
         self._looked_at = step
         scale = measures.get("trust_region_scale")
         if scale is not None and float(self._numbers[3]) > _NEARLY_ALL:
+            self._looked_at = math.inf
             self._warnings.short_steps(self._step_size, self._step_size.advice(float(scale)))

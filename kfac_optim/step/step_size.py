@@ -32,7 +32,6 @@ class Proposal:
         state: the optimizer's state, for momentum buffers.
         covered: blocks whose gradients are preconditioned, by whatever worker.
         blocks: those of them whose direction is known here.
-        grads: the gradient of each, not to be changed.
         parts: what preconditioning made of it.
         products: `Δᵀ∇` over the parameters of each param group that has any, `[]`, of all workers.
         kl_clip: that all groups agree on.
@@ -48,7 +47,6 @@ class Proposal:
     state: MutableMapping[Tensor, Any]
     covered: Sequence[KFACBlock]
     blocks: Sequence[KFACBlock]
-    grads: Sequence[Parts]
     parts: Sequence[Parts]
     products: Sequence[tuple[Group, Tensor]]
     kl_clip: float | None
@@ -96,10 +94,8 @@ class StepSize(ABC):
     needs_objective = False
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
 
-    @property
-    def takes_shards(self) -> bool:
-        """Return whether the part of momentum and sharded parameters that one process has is enough."""
-        return True
+    takes_shards = True
+    """Whether the part of momentum and sharded parameters that one process has is enough."""
 
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
@@ -110,10 +106,6 @@ class StepSize(ABC):
         Args:
             groups: the param groups that have covered parameters.
         """
-        return ()
-
-    def totals(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """Give what `scalars` gives, for the sums that `Executor.sum_over_ranks` takes."""
         return ()
 
     def keeps_direction(self, groups: Sequence[Group]) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,36 +100,27 @@ class Trial:
         return total
 
 
+@dataclass(slots=True, eq=False)
 class Judge:
     """Sees what steps do to the loss, adapts the damping by it, and takes steps back.
 
-    Args:
+    Attributes:
         rule: the user's choice.
         window: in which the second evaluation leaves nothing.
         recorder: of the model's forwards.
         objective: whose quadratic model is judged.
         executor: of the steps: what it averages over processes, they all decide by.
-
-    Attributes:
         ratio: `ρ` of the last step that was judged; None where it said nothing.
         rejected: steps that were taken back.
     """
 
-    def __init__(
-        self,
-        rule: LevenbergMarquardt,
-        window: CaptureWindow,
-        recorder: ForwardRecorder,
-        objective: Objective,
-        executor: Executor,
-    ) -> None:
-        self.rule = rule
-        self.ratio: float | None = None
-        self.rejected = 0
-        self._window = window
-        self._recorder = recorder
-        self._objective = objective
-        self._executor = executor
+    rule: LevenbergMarquardt
+    window: CaptureWindow
+    recorder: ForwardRecorder
+    objective: Objective
+    executor: Executor
+    ratio: float | None = None
+    rejected: int = 0
 
     def check_call(self, closure: object, groups: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a step without a closure, and numbers that the rule does not go with."""
@@ -156,20 +148,20 @@ class Judge:
             RuntimeError: the closure saw other examples than before. The step is taken back.
         """
         assert model is not None
-        before, self._recorder.kept = self._recorder.kept, []
+        before, self.recorder.kept = self.recorder.kept, []
         params = (param for group in trial.groups for param in group["params"])
         held = {param: param.grad for param in {**dict.fromkeys(params), **dict.fromkeys(model.parameters())}}
-        if self._executor.several:  # the second backward may write to what a wrapper made gradients views of
+        if self.executor.several:  # the second backward may write to what a wrapper made gradients views of
             held = {param: None if grad is None else grad.clone() for param, grad in held.items()}
         buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         values = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
             for param in held:
                 param.grad = None
-            with random.replayed(), self._window.muted(), torch.enable_grad():
+            with random.replayed(), self.window.muted(), torch.enable_grad():
                 loss = closure()
-            differ = float(not _same_inputs(before, self._recorder.kept))
-            if float(self._executor.mean_over_examples(torch.tensor(differ, device=next(iter(held)).device))) > 0:
+            differ = float(not _same_inputs(before, self.recorder.kept))
+            if float(self.executor.mean_over_examples(torch.tensor(differ, device=next(iter(held)).device))) > 0:
                 raise RuntimeError(
                     "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
                     "the loss, and the model was called with other inputs than the first time. Draw the batch before "
@@ -180,7 +172,7 @@ class Judge:
             trial.undo()
             raise
         finally:
-            self._recorder.kept = before
+            self.recorder.kept = before
             for param, grad in held.items():
                 param.grad = grad
             for registered, old in buffers:  # a forward may change a buffer in place, or put another in its place
@@ -191,11 +183,15 @@ class Judge:
 
     def decide(
         self, trial: Trial, loss: float, step: int, record: StepRecord | None, blocks: Sequence[KFACBlock]
-    ) -> None:
-        """Adapt the damping by what step number `step` did to the loss, which is now `loss`; or take the step back."""
+    ) -> bool:
+        """Adapt the damping by what step number `step` did to the loss, which is now `loss`; or take the step back.
+
+        Returns:
+            Whether the step stays.
+        """
         assert record is not None
         losses = torch.tensor([trial.loss, loss], dtype=torch.float64, device=next(iter(trial.params)).device)
-        trial.loss, loss = self._executor.mean_over_examples(losses).tolist()
+        trial.loss, loss = self.executor.mean_over_examples(losses).tolist()
         rejected = self.rule.reject and trial.rose(loss)
         self.ratio = -math.inf if rejected else None
         if rejected:
@@ -207,11 +203,11 @@ class Judge:
         elif self.rule.adapts_at(step):
             predicted = record.measures.get("predicted_change")
             change = None if predicted is None else float(predicted)
-            self.ratio = trial.ratio(loss, self._objective, record.count, change, self._executor)
-        else:
-            return
-        for group in trial.groups:
-            group["damping"] = self.rule.adapted(group["damping"], self.ratio)
+            self.ratio = trial.ratio(loss, self.objective, record.count, change, self.executor)
+        if rejected or self.rule.adapts_at(step):
+            for group in trial.groups:
+                group["damping"] = self.rule.adapted(group["damping"], self.ratio)
+        return not rejected
 
 
 def _same_inputs(before: Sequence[KeptForward], after: Sequence[KeptForward]) -> bool:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+# Elements of tensors that are sooner copied into one than summed one by one.
+_SMALL = 2**14
+
 # What sums are taken in; asking torch costs as much as a short sum.
 _WIDE = (torch.float32, torch.float64)
 
@@ -98,6 +101,21 @@ def shortened(share: Tensor, short: Tensor) -> Tensor:
 
 _PACE = 0.4  # the multiplier grows or shrinks by half in a step at the most
 _RANGE = math.log(1e-3), math.log(1e12)  # pure noise may not shrink a region to nothing, and squares must be finite
+
+
+def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the elements of tensors in fewer tensors: small ones of a device become one, `[elements]`.
+
+    Lists of tensors of equal shapes are joined alike, so that sums over pairs of them may be taken of the results.
+    """
+    found: list[Tensor] = []
+    small: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel() > _SMALL:
+            found.append(tensor)
+        else:
+            small[tensor.device].append(tensor.reshape(-1))
+    return found + [some[0] if len(some) == 1 else torch.cat(some) for some in small.values()]
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -22,13 +22,13 @@ class UserWarnings:
     """
 
     def __init__(self, *, finds_model: bool = False) -> None:
-        self.given = False
+        self.given: set[str] = set()  # names of the warnings that are not given again
         self._remedy = _PASS_MODEL if finds_model else ""
-        self.has_told_of_short_steps = False
-        self._assumed = False
-        self._uneven = False
-        self._edited = False
-        self._doubted = False
+
+    def _is_first(self, name: str) -> bool:
+        first = name not in self.given
+        self.given.add(name)
+        return first
 
     def coverage(self, binding: ModelBinding) -> None:
         """Warn if nothing is preconditioned, against the user's wish."""
@@ -61,17 +61,21 @@ class UserWarnings:
             "taken over; statistics and inverses, which it has none of, begin from zero at the next step."
         )
 
+    def averages_left(self) -> None:
+        warn(
+            "kfac_optim: the checkpoint holds averages of the parameters, and this optimizer averages nothing: they "
+            "were left. Pass average=IterateAverage() to go on with them."
+        )
+
     def no_gradients(self) -> None:
-        if not self.given:
-            self.given = True
+        if self._is_first("unseen"):
             warn(
                 "kfac_optim: no parameter has a gradient, and no module that holds them was called since the optimizer "
                 "was built. If fully_shard was, it has put others in their place: build the optimizer afterwards."
             )
 
     def unseen_layers(self, names: Sequence[str]) -> None:
-        if names and not self.given:
-            self.given = True
+        if names and self._is_first("unseen"):
             warn(
                 f"kfac_optim: {_take_sgd(names, 'gradients but no statistics')}. Either no finite statistics came yet, "
                 "or a layer was parametrized or pruned since, or its forward or backward is out of sight: torch.func, "
@@ -82,8 +86,7 @@ class UserWarnings:
             )
 
     def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
-        if count.assumed and not self._assumed:
-            self._assumed = True
+        if count.assumed and self._is_first("assumed"):
             read = "the largest batch that a layer was handed"
             if rule in (LossTerms.POSITIONS, LossTerms.ELEMENTS):
                 read = f"the {rule.name.lower()} of the output of the last layer"
@@ -108,8 +111,7 @@ class UserWarnings:
             )
 
     def edited_gradients(self, edited: bool) -> None:
-        if edited and not self._edited:
-            self._edited = True
+        if edited and self._is_first("edited"):
             warn(
                 "kfac_optim: gradients were changed in place between backward and step, as by "
                 "torch.nn.utils.clip_grad_norm_. Under Sharded() .grad holds the mean over processes of some layers "
@@ -119,8 +121,7 @@ class UserWarnings:
 
     def uneven_terms(self, terms: tuple[int, int] | None) -> None:
         """Warn where processes count different numbers of loss terms; `terms` are the least and the most of them."""
-        if terms is not None and terms[0] != terms[1] and not self._uneven:
-            self._uneven = True
+        if terms is not None and terms[0] != terms[1] and self._is_first("uneven"):
             warn(
                 f"kfac_optim: the processes have counted different numbers of loss terms, from {terms[0]} to "
                 f"{terms[1]}, and each takes its loss to be the mean over its own. Where it is a share of the sum, as "
@@ -131,8 +132,7 @@ class UserWarnings:
 
     def unknown_scale(self, found: ScaleChange) -> None:
         """Say that gradients were multiplied by a small number, of which nothing shows what it is."""
-        if found.is_doubtful and not self._doubted:
-            self._doubted = True
+        if found.is_doubtful and self._is_first("doubted"):
             warn(
                 "kfac_optim: between backward and step() the gradients were multiplied by a number far below 1. It is "
                 "taken for clipping, which leaves the statistics as they are. If a loss scale is in it, the statistics "
@@ -142,7 +142,6 @@ class UserWarnings:
 
     def short_steps(self, step_size: object, advice: str) -> None:
         """Warn of a trust region that made nearly all steps too short."""
-        self.has_told_of_short_steps = True
         warn(
             f"kfac_optim: {step_size} made nearly all of the last hundred steps shorter than the learning rate does, "
             f"so that neither the rate nor a schedule of it has an effect. {advice}"

@@ -33,14 +33,6 @@ def on_accumulated(leaf: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHand
     return handle
 
 
-def on_accumulation(leaf: Tensor, hook: Callable[[], Any]) -> RemovableHandle:
-    """Call `hook` whenever backward has added to the gradient of `leaf`."""
-    handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-        lambda _: hook()
-    )
-    return handle
-
-
 def after_backward(function: Callable[[], None], rounds: int = 3) -> None:
     """Have `function` called after the running backward, and after what others have asked for in the same way.
 

@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,7 +22,7 @@ class Handle(Protocol):
     """Takes hooks off a module."""
 
     def remove(self) -> None:
-        """Return remove the hook; to do so again does nothing."""
+        """Remove the hook; to do so again does nothing."""
 
 
 class Handles:
@@ -50,6 +52,11 @@ class PicklableHook:
         return _inert_hook, ()
 
 
+def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """Return a function that calls a bound method, with `args` first, where the object that it is of is there still."""
+    return partial(call_if_there, weakref.WeakMethod(method), *args)
+
+
 def call_if_there(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
     """Call it, where the object that it is of is there still."""
     found = method()
@@ -65,47 +72,41 @@ def _inert_hook() -> Callable[..., None]:
     return _do_nothing
 
 
+@dataclass(eq=False)
 class LayerHooks:
     """Holds forward hooks of one layer, which can be taken off and put on again."""
 
-    def __init__(
-        self,
-        hooks: "list[LayerHooks]",
-        module: nn.Module,
-        before: Callable[..., None] | None,
-        after: Callable[..., Any],
-    ) -> None:
-        self._hooks = hooks
-        self._module = module
-        self._before = before
-        self._after = after
-        self._handles: list[RemovableHandle] = []
-        self._is_on = False  # what the handles tell too, but `torch.compile` cannot look at them
+    hooks: "list[LayerHooks]"
+    module: nn.Module
+    before: Callable[..., None] | None
+    after: Callable[..., Any]
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _is_on: bool = False  # what the handles tell too, but `torch.compile` cannot look at them
 
     def on(self) -> None:
         if self._is_on:
             return
         self._is_on = True
-        before, after = PicklableHook(self._call_before), PicklableHook(self._after)
-        if self._before is not None:
-            self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
+        before, after = PicklableHook(self._call_before), PicklableHook(self.after)
+        if self.before is not None:
+            self._handles.append(self.module.register_forward_pre_hook(before, with_kwargs=True))
         # First among the module's hooks: the output is then the layer's own, and the root call still open when the
         # model is this very layer.
         self._handles.append(
-            self._module.register_forward_hook(
-                after, prepend=True, with_kwargs=True, always_call=self._before is not None
+            self.module.register_forward_hook(
+                after, prepend=True, with_kwargs=True, always_call=self.before is not None
             )
         )
 
     def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same,
         # without the keyword arguments.
-        if self._before is not None and self._is_on:
-            self._before(module, args, kwargs)
+        if self.before is not None and self._is_on:
+            self.before(module, args, kwargs)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Catch up with a forward of `module` that has begun."""
-        if module is self._module:
+        if module is self.module:
             self._call_before(module, args, {})
 
     def off(self) -> None:
@@ -116,8 +117,8 @@ class LayerHooks:
 
     def remove(self) -> None:
         self.off()
-        if self in self._hooks:
-            self._hooks.remove(self)
+        if self in self.hooks:
+            self.hooks.remove(self)
 
 
 def is_on(mode: TorchFunctionMode | None) -> bool:

@@ -67,6 +67,12 @@ class Shards:
         """Return whether modules hold the tensor as a stand-in for a sharded parameter."""
         return param in self._known_stand_ins()
 
+    def reshard(self) -> None:
+        """Let go of gathered parameters, which do not follow when the shards are written to."""
+        for group in self._groups:
+            if group.is_unsharded:
+                group.reshard()
+
     @contextmanager
     def passing_within_backward(self) -> Iterator[None]:
         """Return a context for a backward pass within another that has more to do.

@@ -1,7 +1,7 @@
-"""Tables and sizes as text."""
+"""Tables, lists of names and sizes as text."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def describe_bytes(count: float) -> str:
@@ -20,6 +20,12 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         if number == 0:
             yield "  ".join("-" * width for width in widths)
+
+
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """Return the first few names, in quotes, and how many more there are."""
+    quoted = [repr(name) for name in names]
+    return ", ".join(quoted[:most]) + (f" and {len(quoted) - most} more" if len(quoted) > most else "")
 
 
 def without_addresses(text: str) -> str:

@@ -107,7 +107,9 @@ def check_dtype(name: str, value: object) -> None:
 
 def check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"kfac_optim: {name} must be a {kind.__name__}, got {value!r}.")
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        remedy = f" Pass an instance: {kind.__name__}(...)." if value is kind else ""
+        raise TypeError(f"kfac_optim: {name} must be {article} {kind.__name__}, got {value!r}.{remedy}")
 
 
 def given_model(params: object, model: nn.Module | None) -> nn.Module | None:

@@ -130,6 +130,14 @@ def test_accelerator_measures_steps_refreshes_and_a_profile(tmp_path: Path, caps
     assert ranges >= {f"kfac.{part}" for part in ("statistics", "fold", "refresh", "precondition", "update")}
 
 
+def test_averaging_measures_parameters_and_their_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("averaging", "--quick", "--out", tmp_path)
+    assert "training loss" in capsys.readouterr().out
+    (digits,) = json.loads((tmp_path / "averaging.json").read_text())["problems"]
+    assert [each["decay"] for each in digits["runs"]] == ["none", "cosine"]
+    assert all(each["average"]["training"] != each["iterate"]["training"] for each in digits["runs"])
+
+
 def test_defaults_holds_kfac_against_the_best_rate_of_adam(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("defaults", "regression-1000", "classifier", "--quick", "--out", tmp_path)
     assert "regression-1000" in capsys.readouterr().out
@@ -330,6 +338,7 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     names = (
         "quickstart",
         "defaults",
+        "averaging",
         "step-cost",
         "accelerator",
         "preconditioning",

@@ -345,7 +345,7 @@ def test_a_checkpoint_without_factors_starts_statistics_anew_even_where_some_wer
     only = KFACOptimizer(mlp(), lr=0.0)
     train(only._binding.model, only, 1, start=40)
     assert_identical(optimizer.factors(), only.factors())
-    assert torch.equal(block(optimizer, "0").state.a_inverse, block(only, "0").state.a_inverse)
+    assert torch.equal(block(optimizer, "0").state.a.inverse, block(only, "0").state.a.inverse)
 
 
 def test_an_optimizer_without_factors_in_its_checkpoints_loads_one_that_has_them() -> None:

@@ -31,7 +31,6 @@ from kfac_optim import (
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
-    OnlineEigen,
     Structure,
 )
 from kfac_optim.blocks.checkpoint_check import _CLOCK
@@ -46,7 +45,6 @@ INVERSES: list[Inverse[Any]] = [
     LowRank(rank=1),
     NewtonSchulz(),
     DoublyFactored(2),
-    OnlineEigen(),
 ]
 PAIRS = list(itertools.combinations(range(len(INVERSES)), 2))
 

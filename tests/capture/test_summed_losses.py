@@ -95,9 +95,9 @@ def test_a_single_example_without_a_batch_dimension_is_one_term_at_every_step() 
     assert counts == [1, 1, 1, 1]
 
 
-def test_momentum_is_bounded_by_the_terms_of_the_step() -> None:
-    """The bound after momentum: a batch that is a hundred times as large allows a step ten times as long."""
-    model, optimizer = build(momentum=0.9, step_size=TrustRegion(after_momentum=True))
+def test_a_step_is_bounded_by_the_terms_of_the_step() -> None:
+    """A batch that is a hundred times as large allows a step ten times as long."""
+    model, optimizer = build(step_size=TrustRegion())
     for terms in (4, 4, 4, 400):
         optimizer.zero_grad()
         once(model, optimizer, torch.randn(terms, 4))

@@ -29,7 +29,6 @@ from kfac_optim import (
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
-    OnlineEigen,
     Staggered,
     TrustRegion,
 )
@@ -48,8 +47,7 @@ from kfac_optim.distributed import (
 from kfac_optim.distributed.planning.buckets import Payload
 
 INVERSES: dict[str, Any] = {
-    type(inverse).__name__: inverse
-    for inverse in (Cholesky(), Eigen(), EKFAC(), OnlineEigen(), LowRank(1), NewtonSchulz())
+    type(inverse).__name__: inverse for inverse in (Cholesky(), Eigen(), EKFAC(), LowRank(1), NewtonSchulz())
 } | {"DoublyFactored": {"5": DoublyFactored(2)}}
 FRACTIONS = {2: (1.0, 0.5), 4: (1.0, 0.5, 0.25)}
 FACTOR_PERIOD, PERIOD = 2, 4
@@ -221,7 +219,7 @@ def test_on_four_ranks(four_ranks: Ranks, strategy: Strategy, inverse: str) -> N
         {"refresh": Staggered()},
         {"refresh": Background(max_staleness=1, deterministic=True)},
         {"kl_clip": None},
-        {"step_size": TrustRegion(after_momentum=True)},
+        {"step_size": TrustRegion()},
         {"dtype": torch.float64},
         {"config": {"sums_dtype": torch.bfloat16}},
         {"config": {"overlap": False}},

@@ -33,7 +33,6 @@ from kfac_optim import (
     NewtonSchulz,
     QuadraticModel,
     Staggered,
-    TrustRegion,
 )
 from kfac_optim.blocks.checkpoint import KEY
 from kfac_optim.distributed import DistributedConfig, FullySharded, Placement, Replicated, Statistics
@@ -675,7 +674,6 @@ def refused(rank: int, ranks: int, what: str) -> str:
     choices: dict[str, dict[str, Any]] = {
         "quadratic": {"step_size": QuadraticModel(), **loss_named},
         "levenberg": {"adapt_damping": LevenbergMarquardt(), **loss_named},
-        "after momentum": {"step_size": TrustRegion(after_momentum=True)},
         "fused": {"fused": True},
         "alone": {"distributed": False},
         "not sharded": {"distributed": DistributedConfig(FullySharded())},
@@ -709,7 +707,6 @@ def root_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
 REFUSED = {
     "quadratic": r"built: kfac_optim: QuadraticModel\(\) needs whole parameters.* of param group 0.*TrustRegion\(\)",
     "levenberg": r"built: kfac_optim: LevenbergMarquardt\(.*\) needs whole parameters.*TrustRegion\(\)",
-    "after momentum": r"built: kfac_optim: TrustRegion\(after_momentum=True\) needs whole parameters",
     "fused": r"built: kfac_optim: torch's fused SGD needs whole parameters.*Leave fused at None",
     "names": r"built: kfac_optim: torch's fused SGD needs whole parameters, and 'slope' of param group 0",
     "fused later": r"step: kfac_optim: torch's fused SGD needs whole parameters",

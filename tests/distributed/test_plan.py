@@ -394,14 +394,16 @@ def test_buckets_of_a_plan(
 
 def test_buckets_are_launched_as_backward_reaches_their_last_layer() -> None:
     plan = make_plan(equal_layers(6, 6, 4), 2, Sharded(), COST, PlanOptions(bucket_bytes=4 * 60))
-    last = [min(s.position for s in b.items) for b in plan.launches(refresh=False)]
+    last = [min(s.position for s in b.items) for b in in_order_of_backward(plan.buckets_of(Payload.GRADIENTS))]
     assert last == [4, 2, 0]
-    launched = [(min(s.position for s in b.items), b.payload) for b in plan.launches(refresh=True)]
+    launched = [
+        (min(s.position for s in b.items), b.payload)
+        for b in in_order_of_backward([*plan.buckets_of(Payload.GRADIENTS), *plan.buckets_of(Payload.SUMS)])
+    ]
     gradients, sums = Payload.GRADIENTS, Payload.SUMS
     # Of a layer 11 and 22 words: the first bucket of sums ends with G of layer 4, the next begins with its A.
     assert launched == [(4, gradients), (4, sums), (3, sums), (2, gradients), (1, sums), (0, gradients), (0, sums)]
     assert [s.name for s in plan.buckets_of(sums)[0].items] == ["l5 G", "l5 A", "l4 G"]
-    assert all(b.payload is not Payload.SUMS for b in plan.launches(refresh=False))
     late, soon = bucket(1.0, 5, 1), bucket(1.0, 4, 3)
     assert in_order_of_backward([late, soon]) == [soon, late]
 

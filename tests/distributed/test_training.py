@@ -22,7 +22,6 @@ from kfac_optim import (
     LossTerms,
     LowRank,
     NewtonSchulz,
-    OnlineEigen,
     Staggered,
     Structure,
     TrustRegion,
@@ -35,7 +34,7 @@ FACTORS = Placement.FACTORS
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
 
 WIDE = {"inverse": {"wide": DoublyFactored(2)}}
-AFTER = {"momentum": 0.9, "step_size": TrustRegion(after_momentum=True), "inverse_update_period": 1}
+FIXED = {"momentum": 0.9, "step_size": TrustRegion(), "inverse_update_period": 1}
 EACH = {"factor_update_period": 1, "inverse_update_period": 1}
 RARE = {"factor_update_period": 2, "inverse_update_period": 4}
 GROUPS = {"bias": {"lr": 0.02, "weight_decay": 0.1}, "hidden": {"damping": 0.3, "inverse_update_period": 4}}
@@ -74,8 +73,8 @@ ON_TWO = {
     "ekfac, one worker": Case("pictures", Replicated(0.5), {"inverse": EKFAC(), **EACH}, split=UNEVEN, micro=2),
     "low rank": Case("mixed", Sharded(), {"inverse": LowRank(1)}, split=UNEVEN),
     "newton": Case("mixed", Replicated(1, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY, wrapped=None),
-    "online": Case("tied", Replicated(0.5, FACTORS), {"inverse": OnlineEigen(), **RARE}, split=UNEVEN),
-    "online, sharded": Case("mixed", Sharded(), {"inverse": OnlineEigen(full_period=3)}, split=UNEVEN),
+    "eigen, factors apart": Case("tied", Replicated(0.5, FACTORS), {"inverse": Eigen(), **RARE}, split=UNEVEN),
+    "eigen, sharded": Case("mixed", Sharded(), {"inverse": Eigen()}, split=UNEVEN),
     "doubly factored": Case("feature map", Sharded(), WIDE, split=EMPTY),
     "rule": Case("tokens", Sharded(), {"inverse": AutoInverse()}, split=UNEVEN, wrapped=STATIC),
     "blocks": Case("mixed", Replicated(0.5), {"structure": (BlockDiagonal(3), DENSE)}, split=UNEVEN),
@@ -88,8 +87,8 @@ ON_TWO = {
     "scaler": Case("pictures", Replicated(0.5), split=UNEVEN, scaler="handed"),
     "scaler, named": Case("mixed", Sharded(), split=UNEVEN, scaler="named", micro=2),
     "micro-batches, by hand": Case("tied", Replicated(0.5), split=UNEVEN, micro=3, wrapped=None),
-    "after momentum": Case("mixed", Replicated(), AFTER, split=UNEVEN),
-    "after momentum, sharded": Case("tokens", Sharded(), AFTER, split=EMPTY),
+    "fixed region": Case("mixed", Replicated(), FIXED, split=UNEVEN),
+    "fixed region, sharded": Case("tokens", Sharded(), FIXED, split=EMPTY),
     "background": Case("mixed", Replicated(0.5), background(2), split=UNEVEN),
     "background, at once": Case("pictures", Sharded(), background(0), split=UNEVEN),
     "background, factors": Case("tokens", Sharded(FACTORS), background(1, Staggered()), split=EMPTY),
@@ -115,7 +114,7 @@ ON_FOUR = {
     ),
     "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=UNEVEN),
     "background": Case("tokens", Sharded(FACTORS), background(2), split=UNEVEN),
-    "after momentum": Case("pictures", Sharded(), AFTER, split=UNEVEN),
+    "fixed region": Case("pictures", Sharded(), FIXED, split=UNEVEN),
     "scaler": Case("mixed", Sharded(), split=EMPTY, scaler="named", micro=2),
     "auto": Case("mixed", Auto(), by_layer=GROUPS, split=UNEVEN),
 }
@@ -141,9 +140,7 @@ def strategies_of() -> st.SearchStrategy[Strategy | Auto]:
 def cases(draw: st.DrawFn) -> Case:
     strategy = draw(strategies_of())
     factor_period, inverse_period = draw(st.sampled_from([(1, 1), (1, 3), (2, 4)]))
-    inverse = draw(
-        st.sampled_from([Cholesky(), Eigen(), EKFAC(), LowRank(1), NewtonSchulz(), OnlineEigen(), AutoInverse()])
-    )
+    inverse = draw(st.sampled_from([Cholesky(), Eigen(), EKFAC(), LowRank(1), NewtonSchulz(), AutoInverse()]))
     if isinstance(inverse, EKFAC):
         inverse_period = factor_period
     options: dict[str, Any] = {
@@ -188,8 +185,6 @@ def refusal(rank: int, case: Case) -> str:  # noqa: ARG001
 
 REFUSED = {
     "deterministic=True": Case(options={"refresh": Background()}),
-    "Placement.LAYERS": Case(strategy=Sharded(FACTORS), options=AFTER),
-    "with Placement.LAYERS": Case(strategy=Auto(), options=AFTER),
 }
 
 

@@ -29,7 +29,6 @@ from kfac_optim import (
     KFACOptimizer,
     LayerSpec,
     NewtonSchulz,
-    OnlineEigen,
     RowStatistics,
     Structure,
     WeightBiasAdapter,
@@ -47,7 +46,7 @@ pytestmark = [
 DENSE, DIAGONAL, IDENTITY = Structure
 Pair = tuple[Structure | BlockDiagonal, Structure | BlockDiagonal]
 FACTORED = [Cholesky(), NewtonSchulz(steps=40)]
-JOINT = [Eigen(), OnlineEigen(1), EKFAC()]
+JOINT = [Eigen(), EKFAC()]
 
 
 @st.composite

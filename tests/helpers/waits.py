@@ -25,7 +25,6 @@ from kfac_optim import (
     LowRank,
     MonteCarlo,
     NewtonSchulz,
-    OnlineEigen,
     Structure,
     Subsample,
     TrustRegion,
@@ -120,7 +119,6 @@ CASES = {
     "LSTM": Case(lambda: Recurrent(nn.LSTM), sequences, {"factor_update_period": 1}),
     "Eigen": Case(convolutions, images, {"inverse": Eigen()}),
     "EKFAC": Case(convolutions, images, {"inverse": EKFAC()}),
-    "OnlineEigen": Case(convolutions, images, {"inverse": OnlineEigen()}),
     "LowRank": Case(convolutions, images, {"inverse": LowRank(RANK)}),
     "NewtonSchulz": Case(convolutions, images, {"inverse": NewtonSchulz(dtype=torch.bfloat16)}),
     "DoublyFactored": Case(convolutions, images, {"inverse": {LAST: DoublyFactored(2)}}),
@@ -130,7 +128,7 @@ CASES = {
     "subsample": Case(convolutions, images, {"subsample": Subsample(examples=2, positions=3)}),
     "MonteCarlo": Case(Tokens, tokens, {"estimate": MonteCarlo(nn.CrossEntropyLoss())}),
     "CurvaturePropagation": Case(layers, rows, {"estimate": CurvaturePropagation(nn.CrossEntropyLoss())}),
-    "after momentum": Case(layers, rows, {"step_size": TrustRegion(after_momentum=True)}),
+    "fixed region": Case(layers, rows, {"step_size": TrustRegion()}),
     "foreach": Case(layers, rows, {"fused": None, "foreach": True}),
     "no limit": Case(layers, rows, {"nonfinite_limit": None}),
     "GradScaler": Case(layers, rows, scaled=True),
@@ -284,12 +282,10 @@ if __name__ == "__main__":
         torch.manual_seed(0)
         with Watch() as watch:
             found["cases"][name] = steps(case, watch.waits, NAME)
-    for after in (False, True):
-        for name, value in SPOILT.items():
-            torch.manual_seed(0)
-            with Watch() as watch:
-                step_size = TrustRegion(after_momentum=after)
-                found["spoilt"][f"{name}, {after}"] = spoilt_step(value, NAME, watch.waits, step_size=step_size)
+    for name, value in SPOILT.items():
+        torch.manual_seed(0)
+        with Watch() as watch:
+            found["spoilt"][name] = spoilt_step(value, NAME, watch.waits, step_size=TrustRegion())
     with Watch():
         found["without end"] = spoilt_without_end(NAME, limit=3)
     json.dump(found, sys.stdout)

@@ -10,21 +10,10 @@ from helpers.oracles import assert_same, kronecker
 from helpers.plain import assert_identical, mlp, square_loss
 from torch import Tensor, nn
 
-from kfac_optim import (
-    EKFAC,
-    Cholesky,
-    DoublyFactored,
-    Eigen,
-    Inverse,
-    KFACOptimizer,
-    LowRank,
-    NewtonSchulz,
-    OnlineEigen,
-    Structure,
-)
+from kfac_optim import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, Structure
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.shadow import adopt, make_shadow
-from kfac_optim.step.single_process import LocalStatistics
+from kfac_optim.step.execution import Statistics
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -48,11 +37,11 @@ def over_maps() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *mlp(sizes=(12, 6, 3)))
 
 
-SEVERAL = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6), OnlineEigen(3)]
+SEVERAL = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6)]
 CASES = [
     *[(look_alikes, inverse, (DENSE, DENSE)) for inverse in SEVERAL],
     *[(look_alikes, inverse, (DIAGONAL, DENSE)) for inverse in (Cholesky(), EKFAC(), NewtonSchulz())],
-    *[(look_alikes, inverse, (DENSE, IDENTITY)) for inverse in (Cholesky(), EKFAC(), OnlineEigen(3))],
+    *[(look_alikes, inverse, (DENSE, IDENTITY)) for inverse in (Cholesky(), EKFAC())],
     *[(Tied, inverse, (DENSE, DENSE)) for inverse in (Cholesky(), EKFAC())],
     (over_maps, DoublyFactored(2), (DENSE, DENSE)),
 ]
@@ -89,14 +78,14 @@ class Run:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        LocalStatistics().solve(self.blocks)
+        Statistics().solve(self.blocks)
         for block in self.blocks:
             block.clock.note_refresh(block.damping)
 
     @torch.no_grad()
     def refresh_shadows(self) -> list[KFACBlock]:
         shadows = [make_shadow(block) for block in self.blocks]
-        LocalStatistics().solve(shadows)
+        Statistics().solve(shadows)
         return shadows
 
     @torch.no_grad()
@@ -199,16 +188,6 @@ def test_samples_refused_while_the_copy_was_refreshed_stay_counted() -> None:
         run.adopt(shadows)
         assert int(run.blocks[0].state.setbacks()[0]) == 1
         assert int(run.blocks[0].state.counters()["refused_statistics"]) == 1
-
-
-def test_the_steps_between_full_decompositions_are_those_of_the_copies() -> None:
-    run = Run(look_alikes, OnlineEigen(3), (DENSE, DENSE), folds=(0,))
-    found = []
-    for number in range(1, 5):
-        run.fold(number)
-        run.adopt(run.refresh_shadows())
-        found.append(run.blocks[0].state.since_full.tolist())
-    assert found == [[2, 2], [0, 0], [1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("structure", [(DENSE, DENSE), (DIAGONAL, DENSE), (DENSE, DIAGONAL)])

@@ -22,14 +22,13 @@ from kfac_optim import (
     LayerSpec,
     LowRank,
     NewtonSchulz,
-    OnlineEigen,
     Structure,
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-ALL = [Cholesky(), DoublyFactored(4), EKFAC(), Eigen(), LowRank(), NewtonSchulz(), OnlineEigen()]
+ALL = [Cholesky(), DoublyFactored(4), EKFAC(), Eigen(), LowRank(), NewtonSchulz()]
 
 
 def chosen(model: nn.Module, **options: Any) -> dict[str, str]:
@@ -213,7 +212,7 @@ def test_inverses_are_equal_by_their_choices(inverse: Inverse[Any]) -> None:
         (NewtonSchulz(), NewtonSchulz(steps=9)),
         (NewtonSchulz(), NewtonSchulz(tolerance=0.1)),
         (NewtonSchulz(), NewtonSchulz(dtype=torch.bfloat16)),
-        (OnlineEigen(), OnlineEigen(3)),
+        (LowRank(), LowRank(3)),
         (EKFAC(), EKFAC(per_example=False)),
     ],
     ids=repr,

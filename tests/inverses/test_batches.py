@@ -34,7 +34,7 @@ def test_pieces_give_what_one_batch_gives(inverse: Inverse[Any], limit: int, mon
 def test_batches_hold_all_jobs_once_and_in_order_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     inverse = Cholesky()
     states = [measured_state(inverse, 4, 3, groups=groups) for groups in (2, 1, 5, 1, 1, 3)]
-    jobs = [job for state in states for job in damped_jobs(state, (state.a_inverse, state.g_inverse), 0.1)]
+    jobs = [job for state in states for job in damped_jobs(state, 0.1)]
     monkeypatch.setattr(batching, "_AT_ONCE", 3 * 4**2)
     found = [[job.factor for job in batch] for _, batch in batches(jobs)]
     assert [[f.groups for f in batch] for batch in found if batch[0].dim == 4] == [[2, 1], [5], [1, 1], [3]]

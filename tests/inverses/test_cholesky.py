@@ -171,15 +171,15 @@ def test_blocks_refreshed_together_come_out_as_alone(
 def test_a_failed_inversion_keeps_the_last_good_inverse_of_its_group_only() -> None:
     broken, sound = measured_state(), measured_state()
     CHOLESKY.refresh([broken, sound], [0.1, 0.1])
-    old = broken.a_inverse.clone(), broken.g_inverse.clone()
+    old = broken.a.inverse.clone(), broken.g.inverse.clone()
     for state in (broken, sound):
         state.pair.a.packed.mul_(2)
     # Indefinite beyond repair, with the trace of a sound factor: damping stays what it was.
     with edited(broken.pair.a) as average:
         average[1] = torch.diag(torch.tensor([-500.0, 200.0, 200.0, 200.0]))
     CHOLESKY.refresh([broken, sound], [0.1, 0.1])
-    assert_same(broken.a_inverse[1], old[0][1], rtol=0)
-    assert not torch.allclose(broken.a_inverse[0], old[0][0])
+    assert_same(broken.a.inverse[1], old[0][1], rtol=0)
+    assert not torch.allclose(broken.a.inverse[0], old[0][0])
     assert (int(broken.failed), int(sound.failed)) == (1, 0)
     grad = torch.randn(2, 3, 4)
     expected = oracles.solve(oracles.damped_kronecker(*sound.factors(), grad, 0.1), grad)
@@ -190,11 +190,11 @@ def test_a_diagonal_that_is_not_finite_keeps_the_last_inverse_and_is_counted() -
     structure = (Structure.DIAGONAL, Structure.DENSE)
     state = measured_state(structure=structure)
     CHOLESKY.refresh([state], [0.1])
-    before = state.a_inverse.clone()
+    before = state.a.inverse.clone()
     with edited(state.pair.a) as average:
         average[0, 0] = torch.inf
     CHOLESKY.refresh([state], [0.1])
-    assert_same(state.a_inverse, before, rtol=0)
+    assert_same(state.a.inverse, before, rtol=0)
     assert state.condition.isfinite().all()
     assert int(state.failed) > 0
 
@@ -207,7 +207,7 @@ def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counte
         average[0] = torch.eye(4) * state.pair.g.trace() / 3  # π = 1
     CHOLESKY.refresh([state], [1e-5])
     shift = 10 * 1e-5**0.5
-    assert_same(state.g_inverse[0], torch.linalg.inv(state.pair.g.average[0] + shift * torch.eye(3)), rtol=1e-8)
+    assert_same(state.g.inverse[0], torch.linalg.inv(state.pair.g.average[0] + shift * torch.eye(3)), rtol=1e-8)
     assert (int(state.retried), int(state.failed)) == (1, 0)
 
 
@@ -215,7 +215,7 @@ def test_a_slightly_indefinite_factor_is_inverted_with_a_larger_shift_and_counte
 def test_the_condition_number_is_the_worst_of_the_damped_groups(structure: Structure) -> None:
     state = measured_state(structure=(structure, structure))
     CHOLESKY.refresh([state], [0.5])
-    for side, (factor, inverse) in enumerate(zip(state.factors(), (state.a_inverse, state.g_inverse), strict=True)):
+    for side, (factor, inverse) in enumerate(zip(state.factors(), (state.a.inverse, state.g.inverse), strict=True)):
         dim = factor.shape[-1]
         damped = torch.linalg.inv(oracles.dense(inverse, 2, dim))
         assert_same(state.condition[side], torch.linalg.cond(damped, p=1).max(), rtol=1e-8)

@@ -23,7 +23,6 @@ from kfac_optim import (
     LayerSpec,
     LayerStatistics,
     LossTerms,
-    OnlineEigen,
     RowStatistics,
     Structure,
     WeightSharing,
@@ -944,7 +943,7 @@ def test_representations_are_chosen_layer_by_layer() -> None:
     optimizer = KFACOptimizer(
         model,
         lr=0.1,
-        inverse={"head": EKFAC(), nn.Conv2d: OnlineEigen()},
+        inverse={"head": EKFAC(), nn.Conv2d: Eigen()},
         factor_update_period=1,
         inverse_update_period=10,
     )
@@ -958,7 +957,7 @@ def test_representations_are_chosen_layer_by_layer() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     names = {each.name: each.inverse for each in optimizer.summary().blocks}
-    assert names == {"conv": "OnlineEigen(full_period=10)", "head": "EKFAC(per_example=True)"}
+    assert names == {"conv": "Eigen()", "head": "EKFAC(per_example=True)"}
 
 
 def test_every_layer_of_a_model_solves_its_own_system() -> None:

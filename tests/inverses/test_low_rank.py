@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kfac_optim import Cholesky, KFACOptimizer, LowRank, Structure
 from kfac_optim.inverses.damped.low_rank import Deflation, LowRankState
 from kfac_optim.inverses.damping import factored_tikhonov
+from kfac_optim.inverses.pair_inverse import SymmetricInverse
 from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -270,7 +271,7 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
 def test_thin_products_are_for_factors_where_they_halve_the_cost() -> None:
     state = LowRank(3).init(spec(12, 11, 1, (DENSE, DENSE)), dtype=torch.float64, device=CPU)
     assert isinstance(state.a, Deflation)
-    assert isinstance(state.g, Tensor)
+    assert isinstance(state.g, SymmetricInverse)
 
 
 def test_state_of_a_wide_layer_is_a_few_vectors() -> None:

@@ -217,7 +217,7 @@ def test_it_inverts_up_to_a_condition_number_of_1e8_without_a_factorisation(expo
     theirs = cholesky.init(spec(dim, dim, 1, (DENSE, DENSE)), dtype=torch.float64, device=CPU)
     theirs.pair.load(state.pair.tensors())
     cholesky.refresh([theirs], [damping])
-    for mine, other in ((state.a, theirs.a_inverse), (state.g, theirs.g_inverse)):
+    for mine, other in ((state.a, theirs.a.inverse), (state.g, theirs.g.inverse)):
         assert_same(mine.inverse, other, rtol=1e-14 * 10**exponent + 1e-9)
     assert fallbacks(state) == [0]
     assert_same(state.counters()["condition_A"], theirs.counters()["condition_A"], rtol=1e-5)
@@ -486,7 +486,7 @@ def test_the_steps_cost_matrix_products_of_dense_factors() -> None:
 def test_it_is_named_with_its_choices_in_the_summary() -> None:
     summary = KFACOptimizer(mlp(), inverse=NewtonSchulz(8, 1e-3, torch.bfloat16)).summary()
     assert summary.blocks[0].inverse == "NewtonSchulz(steps=8, tolerance=0.001, dtype=torch.bfloat16)"
-    assert repr(NewtonSchulz()) == "NewtonSchulz(steps=10, tolerance=0.01)"
+    assert repr(NewtonSchulz()) == "NewtonSchulz(steps=10, tolerance=0.01, dtype=None)"
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,16 @@ from kfac_optim import (
     LayerSpec,
     LowRank,
     NewtonSchulz,
-    OnlineEigen,
     Structure,
 )
-from kfac_optim.inverses.damped.cholesky import CholeskyState
-from kfac_optim.inverses.pair_inverse import PairInverse, PairState
+from kfac_optim.factors.factor import Factor
+from kfac_optim.inverses.pair_inverse import PairInverse, PairState, SymmetricInverse
 from kfac_optim.utils.tensor_storage import drop, hold
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), OnlineEigen(2), EKFAC(), EKFAC(per_example=False)]
+PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), EKFAC(), EKFAC(per_example=False)]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=str)
 DAMPING = 0.3
 
@@ -221,8 +220,8 @@ def test_what_is_measured_in_a_basis_changes_what_ranks_apply_at_the_next_refres
     assert not torch.allclose(joint, before[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("inverse", [Eigen(), OnlineEigen(2)], ids=str)
-def test_solved_is_never_unsaid(inverse: Inverse[Any]) -> None:
+def test_solved_is_never_unsaid() -> None:
+    inverse = Eigen()
     state = measured_state(inverse)
     inverse.refresh([state], [DAMPING])
     results = state.results("A")
@@ -230,7 +229,7 @@ def test_solved_is_never_unsaid(inverse: Inverse[Any]) -> None:
     assert state.solved.tolist() == [True, True]
 
 
-@pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), OnlineEigen(2)], ids=str)
+@pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen()], ids=str)
 @pytest.mark.parametrize("part", ["A", "G"])
 def test_what_is_kept_elsewhere_is_not_solved_for(inverse: PairInverse[Any], part: str) -> None:
     spec = LayerSpec("layer", ("weight",), 4, 3, groups=2)
@@ -238,7 +237,7 @@ def test_what_is_kept_elsewhere_is_not_solved_for(inverse: PairInverse[Any], par
     ranks = Ranks(inverse, spec, 2, owners, set())
     ranks.fold([[sample(spec, 9)], [sample(spec, 9)]])
     ranks.merge()
-    state: PairState = ranks.states[owners[part]]
+    state: PairState[Any] = ranks.states[owners[part]]
     inverse.refresh([state], [DAMPING])
     inverse.refresh([ranks.joint], [DAMPING])
     (here, there), other = ((0, 1), "G") if part == "A" else ((1, 0), "A")
@@ -302,7 +301,11 @@ def test_dropped_results_come_back_when_they_are_taken(
     assert torch.equal(inverse.apply(other, grad, DAMPING), inverse.apply(owner, grad, DAMPING))
 
 
-class UnsharedState(CholeskyState):
+def _no_inverse(_factor: Factor, _dtype: torch.dtype) -> SymmetricInverse:
+    return SymmetricInverse(torch.zeros(0))
+
+
+class UnsharedState(PairState[SymmetricInverse]):
     """Says nothing of several processes."""
 
     averages = InverseState.averages
@@ -311,7 +314,7 @@ class UnsharedState(CholeskyState):
 
 
 def test_a_representation_that_says_nothing_of_several_processes_is_refused_with_the_remedy() -> None:
-    state = UnsharedState(LayerSpec("", ("weight",), 2, 3), None, dtype=torch.float64, device=CPU)
+    state = UnsharedState(LayerSpec("", ("weight",), 2, 3), _no_inverse, dtype=torch.float64, device=CPU)
     calls = [
         lambda: state.averages("A"),
         lambda: state.merge("A", []),

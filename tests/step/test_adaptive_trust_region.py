@@ -258,7 +258,7 @@ def warned(optimizer: KFACOptimizer, model: nn.Module, steps: int, scale: float 
 def test_a_region_that_stays_and_makes_a_hundred_steps_too_short_is_warned_of_once() -> None:
     model = mlp()
     (found,) = warned(KFACOptimizer(model, lr=0.1, momentum=0.9, step_size=TrustRegion()), model, 230)
-    assert found.startswith("True kfac_optim: TrustRegion(after_momentum=False) made nearly all of the last hundred")
+    assert found.startswith("True kfac_optim: TrustRegion() made nearly all of the last hundred")
     assert "default" in found
 
 

@@ -64,7 +64,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slice
 
 STEP_SIZES: dict[str, StepSize] = {
     "trust region": TrustRegion(),
-    "trust region after momentum": TrustRegion(after_momentum=True),
     "quadratic model": QuadraticModel(),
 }
 step_sizes = pytest.mark.parametrize("step_size", STEP_SIZES.values(), ids=STEP_SIZES)

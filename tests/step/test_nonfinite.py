@@ -138,12 +138,12 @@ def test_too_many_failed_refreshes_in_a_row_raise_with_the_layer() -> None:
     optimizer = KFACOptimizer(model, lr=0.0, nonfinite_limit=2, inverse_update_period=1, factor_update_period=1000)
     train(model, optimizer, 1)
     (_, block) = optimizer._binding.coverage.blocks
-    good = block.state.g_inverse.clone()
+    good = block.state.g.inverse.clone()
     block.state.pair.g.packed.fill_(NAN)  # no public way leads here: what is not finite is refused
     train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match=r"the inverse of layer '2' could not be computed 2 times in a row"):
         train(model, optimizer, 1)
-    assert torch.equal(block.state.g_inverse, good)
+    assert torch.equal(block.state.g.inverse, good)
     assert optimizer.metrics()["failed_refreshes"] == 2.0
 
 

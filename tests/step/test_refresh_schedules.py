@@ -45,17 +45,16 @@ from kfac_optim import (
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
-    OnlineEigen,
     Staggered,
     Structure,
     Together,
 )
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.step.background_refresh import BackgroundRefresher, _refresh
-from kfac_optim.step.single_process import LocalStatistics, SingleProcess
+from kfac_optim.step.execution import Executor, Statistics
 
 SIZES = (4, 6, 3)
-INVERSES = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(4, 1e-4), OnlineEigen(3), DoublyFactored(2)]
+INVERSES = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(4, 1e-4), DoublyFactored(2)]
 each_inverse = pytest.mark.parametrize("inverse", INVERSES, ids=repr)
 
 
@@ -238,7 +237,7 @@ def test_a_damping_that_doubled_or_halved_brings_a_refresh(inverse: Inverse[Any]
     """Of inverses that have it from the refresh: those in an eigenbasis take it as it is at each step."""
     model = mlp(sizes=SIZES)
     optimizer = rarely(model, inverse=inverse, refresh=refresh)
-    expected = [] if isinstance(inverse, Eigen | EKFAC | OnlineEigen) else _LEAVES_THE_LAST_BEHIND
+    expected = [] if isinstance(inverse, Eigen | EKFAC) else _LEAVES_THE_LAST_BEHIND
     assert refreshed_as_damping_moves(optimizer, model, _RISES_AND_FALLS) == [0, *expected]
 
 
@@ -453,15 +452,15 @@ def test_deterministic_lag_is_that_of_a_run_with_the_factors_of_k_steps_ago(
 
 def test_a_result_is_taken_over_at_the_first_step_after_it_is_done(gate: Gate) -> None:
     model, optimizer = gated(gate, max_staleness=1000)
-    before = block(optimizer, "0").state.a_inverse.clone()
+    before = block(optimizer, "0").state.a.inverse.clone()
     train(model, optimizer, 3, start=2)
-    assert torch.equal(block(optimizer, "0").state.a_inverse, before)
+    assert torch.equal(block(optimizer, "0").state.a.inverse, before)
     assert optimizer.metrics()["inverse_age"] == 4.0
     assert gate.begun == [2], "what is under way is not begun again, though it is due"
     gate.open.set()
     settle(optimizer)
     train(model, optimizer, 1, start=5)
-    assert not torch.equal(block(optimizer, "0").state.a_inverse, before)
+    assert not torch.equal(block(optimizer, "0").state.a.inverse, before)
     assert optimizer.metrics()["inverse_age"] == 4.0, "of the factors at step 1"
     assert {each.clock.folds_at_refresh for each in blocks(optimizer)} == {2}
 
@@ -694,7 +693,7 @@ def test_a_checkpoint_holds_what_is_under_way_finished(gate: Gate) -> None:
     twin = mlp(sizes=SIZES)
     synchronous = KFACOptimizer(twin, lr=0.1, factor_update_period=1)
     train(twin, synchronous, 2)
-    assert torch.equal(new, block(synchronous, "0").state.a_inverse)
+    assert torch.equal(new, block(synchronous, "0").state.a.inverse)
 
 
 def test_without_factors_the_checkpoint_holds_nothing_under_way_either(gate: Gate) -> None:
@@ -732,7 +731,7 @@ def test_a_checkpoint_in_mid_flight_loads_into_an_optimizer_without_background()
     train(model, optimizer, 2)
     loaded = KFACOptimizer(twin, lr=0.1)
     loaded.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert torch.equal(block(loaded, "0").state.a_inverse, block(optimizer, "0").state.a_inverse)
+    assert torch.equal(block(loaded, "0").state.a.inverse, block(optimizer, "0").state.a.inverse)
     train(twin, loaded, 1, start=2)
     assert {each.clock.refreshed_at for each in blocks(loaded)} == {2}
     assert all("under_way" not in held.get("kfac", ()) for held in loaded.state_dict()["state"].values())
@@ -758,7 +757,7 @@ def test_a_checkpoint_whose_parts_under_way_do_not_fit_is_refused_and_nothing_ch
 def at_rest(gate: Gate, optimizer: KFACOptimizer) -> None:
     """Open the gate, and see the worker through all that it has to do."""
     gate.open.set()
-    optimizer._refresher._worker.submit(int).result(60)
+    optimizer._engine.refresher._worker.submit(int).result(60)
 
 
 def test_loading_gives_up_what_is_under_way_without_waiting(gate: Gate) -> None:
@@ -801,8 +800,8 @@ def test_what_was_begun_before_a_block_was_made_anew_is_dropped(gate: Gate, chan
     for each in blocks(optimizer):
         assert each.state is state[each.name]
         assert each.clock.refreshed_at > 1, "not of a step before the change"
-        assert each.state.a_inverse.dtype == next(model.parameters()).dtype
-        assert bool(each.state.a_inverse.isfinite().all())
+        assert each.state.a.inverse.dtype == next(model.parameters()).dtype
+        assert bool(each.state.a.inverse.isfinite().all())
     assert all(bool(param.isfinite().all()) for param in model.parameters())
 
 
@@ -818,7 +817,7 @@ def test_an_optimizer_that_is_dropped_in_mid_flight_goes_at_once_and_its_thread_
     others = set(threading.enumerate())
     model, optimizer = gated(gate, max_staleness=50)
     (worker,) = set(threading.enumerate()) - others
-    gone = weakref.ref(optimizer), weakref.ref(model), weakref.ref(optimizer._refresher)
+    gone = weakref.ref(optimizer), weakref.ref(model), weakref.ref(optimizer._engine.refresher)
     del model, optimizer
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
@@ -867,7 +866,7 @@ def test_two_optimizers_refresh_beside_each_other() -> None:
 # -- around another executor -----------------------------------------------------------------------------------------
 
 
-class Noted(LocalStatistics):
+class Noted(Statistics):
     """Notes what it is asked."""
 
     def __init__(self) -> None:
@@ -886,20 +885,20 @@ class Noted(LocalStatistics):
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_statistics_are_merged_when_a_refresh_begins_and_results_shared_when_it_ends(at_once: bool) -> None:
-    executor = SingleProcess()
+    executor = Executor()
     executor.statistics = noted = Noted()
     model = mlp()
     optimizer = KFACOptimizer(
         model, refresh=Background(max_staleness=0 if at_once else 2, deterministic=True), factor_update_period=1
     )
-    optimizer._executor = executor
-    optimizer._refresher = BackgroundRefresher(executor, Background(max_staleness=0 if at_once else 2))
+    optimizer._executor = optimizer._engine.executor = executor
+    optimizer._engine.refresher = BackgroundRefresher(executor, Background(max_staleness=0 if at_once else 2))
     asked = []
     for _ in range(5):
         noted.asked.clear()
         square_loss(model(torch.randn(8, model[0].in_features, dtype=model[0].weight.dtype))).backward()
         optimizer.step()
-        optimizer._refresher._worker.submit(int).result(60)
+        optimizer._engine.refresher._worker.submit(int).result(60)
         asked.append(list(noted.asked))
         optimizer.zero_grad()
     together = ["merge", "solve", "share"]

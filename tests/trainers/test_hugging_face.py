@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import IterateAverage, KFACOptimizer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -52,7 +52,7 @@ def trainer_of(model: nn.Module, optimizer: KFACOptimizer | None, data: Any, fol
     )
     made = {"optimizer_cls_and_kwargs": (KFACOptimizer, {**OPTIONS})}
     given = {"optimizers": (optimizer, None)} if optimizer is not None else made
-    return transformers.Trainer(model=model, args=arguments, train_dataset=data, **given)
+    return transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data, **given)
 
 
 def in_a_plain_loop(model: Regression, optimizer: KFACOptimizer) -> None:
@@ -116,3 +116,27 @@ def test_a_compiled_model_is_preconditioned(tmp_path: Path) -> None:
     trainer_of(model, optimizer, data, tmp_path, torch_compile=True, torch_compile_backend="aot_eager").train()
     assert optimizer.metrics()["measured_parameters"] == optimizer.metrics()["covered_parameters"] > 0.9
     assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+
+
+def test_the_trainer_evaluates_the_average_and_trains_the_parameters(tmp_path: Path) -> None:
+    averaged = {**OPTIONS, "average": IterateAverage()}
+    model, twin = Regression(), Regression()
+    optimizer, reference = KFACOptimizer(model, **averaged), KFACOptimizer(twin, **averaged)
+    trainer = trainer_of(
+        model, optimizer, examples(), tmp_path, max_grad_norm=0.0, eval_strategy="steps", eval_steps=1, logging_steps=1
+    )
+    trainer.train()
+    found = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+    batch = [torch.stack([each[key] for each in examples()]) for key in ("x", "labels")]
+    expected = []
+    for _ in range(STEPS):
+        reference.zero_grad()
+        twin(*batch)["loss"].backward()
+        reference.step()
+        reference.eval()
+        expected.append(float(twin(*batch)["loss"].detach()))
+        reference.train()
+    assert found == pytest.approx(expected, rel=1e-6)
+    optimizer.train()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -31,14 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch
-from kfac_optim.distributed.communication.layouts import (
-    Contributions,
-    Merged,
-    Parcel,
-    ReduceBucket,
-    ShareBucket,
-    listed,
-)
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket
+from kfac_optim.utils.text import listed
 
 # How often a rank that waits looks whether another has given up: gloo tells only those that were to hear from a rank
 # that is gone, not those that wait for them in turn.

@@ -9,16 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_optim.utils.text import listed
+
 _PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-# Names in one message.
-_LISTED = 8
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first few names, in quotes."""
-    shown = ", ".join(map(repr, names[:_LISTED]))
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def repeated(names: Sequence[str]) -> list[str]:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import Cause, InFlight
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, listed, repeated
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, repeated
+from kfac_optim.utils.text import listed
 
 
 class Reducer:

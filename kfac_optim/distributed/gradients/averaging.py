@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim.distributed.communication.layouts import listed
+from kfac_optim.utils.text import listed
 
 # Relative difference of gradient norms that rounding explains, where ranks take the same mean in another order; and
 # steps at which it is looked at, as norms may be near by chance. To look synchronises.

@@ -1,12 +1,12 @@
 """Were gradients changed in place between backward and step, where each rank has the mean of some of them alone?"""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from kfac_optim.utils.autograd import after_backward, on_accumulation, version
-from kfac_optim.utils.hooks import Handle, call_if_there
+from kfac_optim.utils.autograd import after_backward, on_accumulated, version
+from kfac_optim.utils.hooks import Handle, weakly
 from kfac_optim.utils.sharded_params import is_part
 
 
@@ -27,8 +27,7 @@ class EditWatch:
             self._handle.remove()
         self._param, self._handle, self._left = param, None, None
         if param is not None:
-            arrived, note = weakref.WeakMethod(self._arrived), weakref.WeakMethod(self.note)
-            self._handle = on_accumulation(param, lambda: call_if_there(arrived, note))
+            self._handle = on_accumulated(param, weakly(self._arrived))
 
     def note(self) -> None:
         """Take the gradient as it is for what the step is to get."""
@@ -47,5 +46,5 @@ class EditWatch:
         grad = left()
         return grad is not None and version(grad) > before + expected
 
-    def _arrived(self, note: weakref.WeakMethod[Callable[[], None]]) -> None:
-        after_backward(lambda: call_if_there(note))
+    def _arrived(self, _param: Tensor) -> None:
+        after_backward(weakly(self.note))

@@ -20,11 +20,10 @@ from kfac_optim.distributed.planning.messages import (
 )
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
-from kfac_optim.step.execution import Parts
-from kfac_optim.step.single_process import LocalGradients
+from kfac_optim.step.execution import Gradients, Parts
 
 
-class GradientFlow(LocalGradients):
+class GradientFlow(Gradients):
     """Brings gradients to their owners and what becomes of it back; here, where every rank has and updates all of it.
 
     Subclasses override what differs under one kind of strategy.

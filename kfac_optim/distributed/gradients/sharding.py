@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.distributed.communication.layouts import listed
 from kfac_optim.utils.sharded_params import Shards, is_part, is_sharded
+from kfac_optim.utils.text import listed
 
 
 def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.ProcessGroup) -> None:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from kfac_optim.distributed.communication.layouts import Parcel, ReduceBucket, ShareBucket, Slot, listed
+from kfac_optim.distributed.communication.layouts import Parcel, ReduceBucket, ShareBucket, Slot
 from kfac_optim.distributed.planning.buckets import Item, Payload, fill
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
+from kfac_optim.utils.text import listed
 
 
 class _Sent(NamedTuple):

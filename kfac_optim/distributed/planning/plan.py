@@ -12,7 +12,7 @@ from kfac_optim.distributed.planning.buckets import Payload, PlannedBucket
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.plan_options import PlanOptions
 from kfac_optim.distributed.planning.plan_parts import LayerPlan, Memory, ParameterPlan, Traffic
-from kfac_optim.distributed.planning.prediction import Seconds, in_order_of_backward
+from kfac_optim.distributed.planning.prediction import Seconds
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.utils.text import describe_bytes, table
 
@@ -52,18 +52,6 @@ class Plan:
     def buckets_of(self, payload: Payload) -> tuple[PlannedBucket, ...]:
         """Give the buckets in the order in which they are sent."""
         return tuple(bucket for bucket in self.buckets if bucket.payload is payload)
-
-    def launches(self, *, refresh: bool) -> list[PlannedBucket]:
-        """Return what is sent during backward, in the order in which all ranks start it.
-
-        Buckets come as they are full, by the layer that backward reaches last among theirs; gradients before the sums
-        of the same layers.
-
-        Args:
-            refresh: whether the step refreshes, for which factor sums go along.
-        """
-        sums = self.buckets_of(Payload.SUMS) if refresh else ()
-        return in_order_of_backward([*self.buckets_of(Payload.GRADIENTS), *sums])
 
     @property
     def words_per_step(self) -> Fraction:
@@ -130,25 +118,15 @@ class Plan:
         """Return a hash of `agreement()`, the same in every process and on every machine: 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.agreement()).encode()).hexdigest()
 
-    def summary(self) -> "PlanSummary":
-        """Return the plan as a table."""
-        return PlanSummary(self)
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """Shows a plan: `str()` is a table of the layers, with owners and what is sent, then the plan as a whole."""
-
-    plan: Plan
-
-    def __str__(self) -> str:
-        plan, options = self.plan, self.plan.options
-        mean = fmean(plan.refresh_loads)
+    def summary(self) -> str:
+        """Return a table of the layers, with owners and what is sent, and then the plan as a whole."""
+        options = self.options
+        mean = fmean(self.refresh_loads)
         rows: list[tuple[str, ...]] = [("layer", "rank", "workers", "gradient", "sums", "inverses", "refresh")]
-        for layer in plan.layers:
+        for layer in self.layers:
             owners = Counter(part.owner for part in layer.parts)
             named = [f"{part.part.name}:{part.owner}" for part in layer.parts]
-            cost = plan.cost.solving(sum(part.part.refresh for part in layer.parts))
+            cost = self.cost.solving(sum(part.part.refresh for part in layer.parts))
             rows.append(
                 (
                     layer.name or "(model)",
@@ -160,32 +138,32 @@ class PlanSummary:
                     _describe_seconds(cost),
                 )
             )
-        for parameter in plan.parameters:
+        for parameter in self.parameters:
             size = describe_bytes(parameter.words * options.parameter_dtype.itemsize)
             rows.append(
                 (parameter.name, "all" if parameter.owner is None else str(parameter.owner), "", size, "", "", "")
             )
-        lines = [*table(rows), f"{plan.strategy} on {plan.ranks} ranks, fingerprint {plan.fingerprint()[:16]}."]
+        lines = [*table(rows), f"{self.strategy} on {self.ranks} ranks, fingerprint {self.fingerprint()[:16]}."]
         lines += [
-            f"{each.payload.value}: {_count(len(plan.buckets_of(each.payload)), 'bucket')} every "
+            f"{each.payload.value}: {_count(len(self.buckets_of(each.payload)), 'bucket')} every "
             f"{'step' if each.period == 1 else f'{each.period} steps'}, "
             f"{describe_bytes(float(each.bytes_per_step))} a step."
-            for each in plan.traffic
+            for each in self.traffic
             if not each.payload.is_control
         ]
-        if control := [each for each in plan.traffic if each.payload.is_control]:
+        if control := [each for each in self.traffic if each.payload.is_control]:
             size = describe_bytes(float(sum(each.bytes_per_step for each in control)))
             lines.append(f"control ({', '.join(each.payload.value for each in control)}): {size} a step.")
-        name, largest = plan.largest_part
-        seconds = plan.seconds
+        name, largest = self.largest_part
+        seconds = self.seconds
         lines += [
-            f"All ranks send {describe_bytes(float(plan.bytes_per_step))} a step; each holds at most "
-            f"{describe_bytes(plan.memory_per_rank)}.",
+            f"All ranks send {describe_bytes(float(self.bytes_per_step))} a step; each holds at most "
+            f"{describe_bytes(self.memory_per_rank)}.",
             f"Predicted: {_describe_seconds(seconds.mean)} a step; {_describe_seconds(seconds.longest)} where it "
             "refreshes.",
-            f"Refresh: {plan.refresh_imbalance:.2f} of the mean {_describe_seconds(plan.cost.solving(mean))} on the "
-            f"busiest rank; the largest part, {name!r}, alone {plan.refresh_floor:.2f}, "
-            f"{_describe_seconds(plan.cost.solving(largest))}. Preconditioning: {plan.apply_imbalance:.2f}.",
+            f"Refresh: {self.refresh_imbalance:.2f} of the mean {_describe_seconds(self.cost.solving(mean))} on the "
+            f"busiest rank; the largest part, {name!r}, alone {self.refresh_floor:.2f}, "
+            f"{_describe_seconds(self.cost.solving(largest))}. Preconditioning: {self.apply_imbalance:.2f}.",
         ]
         return "\n".join(lines)
 

@@ -62,7 +62,6 @@ class PlanOptions:
         momentum: whether there is a momentum buffer for each parameter.
         scalars: how many numbers each sum over parameters has that every step takes, over ranks too but under
             `Replicated`: three for the trust region with one param group, and one for its momentum.
-        totals: how many numbers each sum has that every step takes over all ranks under every strategy.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -77,7 +76,6 @@ class PlanOptions:
     sums_dtype: torch.dtype | None = None
     momentum: bool = True
     scalars: tuple[int, ...] = (3, 1)
-    totals: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("factor_update_period", "inverse_update_period", "bucket_bytes"):
@@ -87,10 +85,9 @@ class PlanOptions:
         for name in ("factor_dtype", "sums_dtype"):
             check_dtype(f"{name} of PlanOptions", getattr(self, name))
         check_flag("momentum of PlanOptions", self.momentum, optional=False)
-        for name in ("scalars", "totals"):
-            check_kind(f"{name} of PlanOptions", getattr(self, name), tuple)
-            for number in getattr(self, name):
-                check_integer(f"each of the {name} of PlanOptions", number)
+        check_kind("scalars of PlanOptions", self.scalars, tuple)
+        for number in self.scalars:
+            check_integer("each of the scalars of PlanOptions", number)
 
     @property
     def sent_dtype(self) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kfac_optim.distributed.planning.assignment import LayerLoad, LayerPlace, Load, largest_first, place
 from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill, make_buckets
@@ -99,20 +100,19 @@ def predict_sgd(
     )
 
 
+@dataclass(eq=False)
 class _Planner:
     """Shares what the steps of making one plan need."""
 
-    def __init__(
-        self,
-        model: Sequence[Covered | Uncovered],
-        ranks: int,
-        strategy: Strategy,
-        cost: CostModel,
-        options: PlanOptions,
-    ) -> None:
-        self.model, self.ranks, self.strategy, self.cost, self.options = model, ranks, strategy, cost, options
-        self.merges = ranks > 1 and strategy.statistics is Statistics.ALL
-        self.workers = strategy.workers(ranks)
+    model: Sequence[Covered | Uncovered]
+    ranks: int
+    strategy: Strategy
+    cost: CostModel
+    options: PlanOptions
+
+    def __post_init__(self) -> None:
+        self.merges = self.ranks > 1 and self.strategy.statistics is Statistics.ALL
+        self.workers = self.strategy.workers(self.ranks)
         self.layers = self._place_layers()
         self.parameters = self._place_parameters()
 
@@ -210,10 +210,7 @@ class _Planner:
             buckets = fill(self._items(Payload.SUMS), self.options.bucket_words(Payload.SUMS))
             return (VOTE_WORDS + vote_marks(len(self.layers), len(buckets)),)
         if payload is Payload.SCALARS:
-            if not self.layers:
-                return ()
-            apart = () if isinstance(self.strategy, Replicated) else self.options.scalars
-            return *apart, *self.options.totals
+            return self.options.scalars if self.layers and not isinstance(self.strategy, Replicated) else ()
         if payload is Payload.STATUS:
             return (STATUS_WORDS * len(self.layers),)
         return (sum(layer.trace_words for layer in self.layers) if self.merges else 0,)

@@ -92,7 +92,7 @@ class StatisticsExchange:
                 yield slot_name(block.name, part.part.name, number), factor
 
     def merge(self, blocks: Sequence[KFACBlock], again: Sequence[bool] = ()) -> None:
-        """Bring what ranks measured of these blocks to the owners.
+        """Average the factors of these blocks over the ranks, at their owners: bring there what others measured.
 
         Args:
             blocks: the same on all ranks.
@@ -108,7 +108,7 @@ class StatisticsExchange:
 
             count = len(reducer.stale_flags())
             merged = reducer.finish(final, list(again)[:count] or [False] * count)
-            for block, _, part in self._parts(blocks):
+            for block, part in self._parts(blocks):
                 name = part.part.name
                 if part.owner == self.rank:
                     names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
@@ -123,14 +123,14 @@ class StatisticsExchange:
     def forget_others(self, blocks: Sequence[KFACBlock]) -> None:
         """Forget what this rank has measured of parts that other ranks own: the owners have it."""
         if self.merges:
-            for block, _, part in self._parts(blocks):
+            for block, part in self._parts(blocks):
                 if part.owner != self.rank:
                     for factor in block.state.averages(part.part.name):
                         factor.forget()
 
     def mark_elsewhere(self, blocks: Sequence[KFACBlock]) -> None:
         """Have each state solve for what this rank owns alone; `blocks` may be copies, of before owners changed."""
-        for block, _, part in self._parts(blocks):
+        for block, part in self._parts(blocks):
             told = self._told.get(block.name, {})
             for factor in block.state.averages(part.part.name):
                 factor.elsewhere = told.get(part.part.name)
@@ -143,19 +143,19 @@ class StatisticsExchange:
         for bucket in result_buckets(self.plan, by_name):
             values = {}
             wanted = {parcel.name for parcel in bucket.parcels if parcel.source == self.rank}
-            for block, _, part in self._parts(blocks):
+            for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in wanted:
                         values[name] = _joined([each for _, each in results], bucket.payload)
             received = self._main.share(bucket, values).wait()
-            for block, _, part in self._parts(blocks):
+            for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in received:
                         block.state.take(part.part.name, _split(received[name], results))
                         taken.add(name)
         # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
         # so that checkpoints of its state say what others apply.
-        for block, _, part in self._parts(blocks):
+        for block, part in self._parts(blocks):
             if part.owner == self.rank:
                 for name, results in _parcels(block, part):
                     if name not in taken:
@@ -185,7 +185,7 @@ class StatisticsExchange:
         """Copy parts that other ranks own to the homes of their blocks; the blocks that have such, for `send_off`."""
         apart = [block for block in blocks if _is_apart(self._layers[block.name])]
         transfers = []
-        for block, _, part in self._parts(apart):
+        for block, part in self._parts(apart):
             name = part.part.name
             factors = block.state.averages(name)
             kept = [tensor for factor in factors for tensor in (factor.packed, factor.mass)]
@@ -247,21 +247,21 @@ class StatisticsExchange:
         """Exchange traces where A and G have different owners, which share λ by them."""
         told = self._exchanged_traces([block for block in blocks if self._layers[block.name].trace_words])
         for block in blocks:
-            factors = {part.part.name: block.state.averages(part.part.name)[0] for _, _, part in self._parts([block])}
+            factors = {part.part.name: block.state.averages(part.part.name)[0] for _, part in self._parts([block])}
             for factor in factors.values():
                 factor.elsewhere = None  # known from the last refresh
             # Samples come for both at once.
             mass = torch.stack([factor.mass for factor in factors.values()]).amax()
             self._told[block.name] = {
                 part.part.name: told.get(part.name_in(block.name), Elsewhere(factors[part.part.name].trace(), mass))
-                for _, _, part in self._parts([block])
+                for _, part in self._parts([block])
                 if part.owner != self.rank
             }
         self.mark_elsewhere(blocks)
 
     def _exchanged_traces(self, blocks: Sequence[KFACBlock]) -> dict[str, Elsewhere]:
         """Give what its owner tells of each part of these blocks."""
-        parts = [(block, part) for block, _, part in self._parts(blocks)]
+        parts = [(block, part) for block, part in self._parts(blocks)]
         if not (parts and self.merges):
             return {}
         factors, pieces = [], []
@@ -279,11 +279,8 @@ class StatisticsExchange:
             )
         }
 
-    def _parts(self, blocks: Sequence[KFACBlock]) -> Iterator[tuple[KFACBlock, LayerPlan, PartPlan]]:
-        for block in blocks:
-            layer = self._layers[block.name]
-            for part in layer.parts:
-                yield block, layer, part
+    def _parts(self, blocks: Sequence[KFACBlock]) -> Iterator[tuple[KFACBlock, PartPlan]]:
+        return ((block, part) for block in blocks for part in self._layers[block.name].parts)
 
 
 def _is_apart(layer: LayerPlan) -> bool:

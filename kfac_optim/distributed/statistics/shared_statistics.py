@@ -8,10 +8,10 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports
-from kfac_optim.step.single_process import LocalStatistics
+from kfac_optim.step.execution import Statistics
 
 
-class SharedStatistics(LocalStatistics):
+class SharedStatistics(Statistics):
     """Carries out refreshes on many ranks under one plan.
 
     [Note: which blocks are coming] All ranks must send the statistics of the same blocks in the same buckets, and the
@@ -137,6 +137,7 @@ class SharedStatistics(LocalStatistics):
         return [(status[block.name].refused, status[block.name].failed) for block in blocks]
 
     def keeps(self, block: KFACBlock) -> bool:
+        """Return whether this rank holds the running averages of `block` over all ranks."""
         return self.exchange.owns_all(block)
 
     def owners(self, block: KFACBlock) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class DampedJob(FactorJob):
         return usable
 
 
-def damped_factors(state: PairState, damping: float) -> list[tuple[int, Factor, Damped]]:
+def damped_factors(state: PairState[Any], damping: float) -> list[tuple[int, Factor, Damped]]:
     """Return side and share of λ of each factor of the block that is kept here; λ is shared among all."""
     present = [(side, factor) for side, factor in enumerate((state.pair.a, state.pair.g)) if factor is not None]
     traces = [factor.trace().to(state.condition.dtype) for _, factor in present]
@@ -53,14 +54,12 @@ def damped_factors(state: PairState, damping: float) -> list[tuple[int, Factor, 
     ]
 
 
-def damped_jobs(state: PairState, inverses: tuple[Tensor | None, Tensor | None], damping: float) -> list[DampedJob]:
-    """Return a job for each factor of the block that is kept here; `inverses` of `A` and `G` take the results."""
-    jobs = []
-    for side, factor, share in damped_factors(state, damping):
-        inverse = inverses[side]
-        assert inverse is not None, "a factor has an inverse"
-        jobs.append(DampedJob(state, side, factor, share, inverse))
-    return jobs
+def damped_jobs(state: PairState[Any], damping: float) -> list[DampedJob]:
+    """Return a job for each factor of the block that is kept here; its results go to the inverses of the state."""
+    return [
+        DampedJob(state, side, factor, share, state.side(side).inverse)
+        for side, factor, share in damped_factors(state, damping)
+    ]
 
 
 def keep_inverses(jobs: Sequence[DampedJob], inverses: Tensor, attempts: Tensor, conditions: Tensor) -> list[Tensor]:

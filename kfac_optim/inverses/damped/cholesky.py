@@ -2,52 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_optim.factors.kronecker_factors import of_part
+from kfac_optim.factors.factor import Factor
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import damped_jobs, identity_like, invert_by_cholesky, take_reciprocals
-from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
-from kfac_optim.inverses.state import Result
+from kfac_optim.inverses.pair_inverse import PairInverse, PairState, SymmetricInverse, dense_flops
 from kfac_optim.linalg.products import sandwich
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
-from kfac_optim.utils import value_checks
 from kfac_optim.utils.validation import check_dtype
 
-
-class CholeskyState(PairState):
-    """Holds the factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
-
-    Attributes:
-        a_inverse: `[groups, in, in]`, `[groups, in]` for a diagonal factor, None for the identity.
-        g_inverse: the same over `out`.
-        applied: dtype of both.
-    """
-
-    __slots__ = ("a_inverse", "applied", "g_inverse")
-
-    def __init__(
-        self, spec: LayerSpec, applied: torch.dtype | None, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(spec, dtype=dtype, device=device)
-        self.applied = applied or self.condition.dtype
-        self.a_inverse, self.g_inverse = (
-            None if factor is None else identity_like(factor, self.applied) for factor in (self.pair.a, self.pair.g)
-        )
-
-    def computed(self) -> dict[str, Tensor]:
-        named = {"A_inverse": self.a_inverse, "G_inverse": self.g_inverse}
-        return {name: inverse for name, inverse in named.items() if inverse is not None}
-
-    def ranges(self) -> dict[str, Any]:
-        return super().ranges() | dict.fromkeys(("A_inverse", "G_inverse"), value_checks.positive_matrix)
-
-    def results(self, part: str) -> tuple[Result, ...]:
-        inverses = of_part(part, self.a_inverse, self.g_inverse)
-        return tuple(Result(inverse, symmetric=inverse.dim() == 3) for inverse in inverses)
+CholeskyState = PairState[SymmetricInverse]
+"""Condition numbers are in the 1-norm."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +50,13 @@ class Cholesky(PairInverse[CholeskyState]):
         return "Cholesky()" if self.dtype is None else f"Cholesky(dtype={self.dtype})"
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> CholeskyState:
-        return CholeskyState(spec, self.dtype, dtype=dtype, device=device)
+        def start(factor: Factor, compute: torch.dtype) -> SymmetricInverse:
+            return SymmetricInverse(identity_like(factor, self.dtype or compute))
+
+        return PairState(spec, start, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[CholeskyState], dampings: Sequence[float]) -> None:
-        jobs = [
-            job
-            for state, damping in zip(states, dampings, strict=True)
-            for job in damped_jobs(state, (state.a_inverse, state.g_inverse), damping)
-        ]
+        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in damped_jobs(state, damping)]
         for structure, equal in batches(jobs):
             if structure is Structure.DENSE:
                 invert_by_cholesky(equal)
@@ -97,11 +64,13 @@ class Cholesky(PairInverse[CholeskyState]):
                 take_reciprocals(equal)
 
     def apply(self, state: CholeskyState, grad: Tensor, damping: float) -> Tensor:
-        direction = sandwich(state.g_inverse, grad.to(state.applied), state.a_inverse)
-        return direction if grad.dtype == state.applied else direction.to(state.condition.dtype)
+        applied = self.applied_dtype(state)
+        a, g = (None if side is None else side.inverse for side in (state.a, state.g))
+        direction = sandwich(g, grad.to(applied), a)
+        return direction if grad.dtype == applied else direction.to(state.condition.dtype)
 
-    def applied_dtype(self, state: CholeskyState) -> torch.dtype | None:
-        return state.applied
+    def applied_dtype(self, state: CholeskyState) -> torch.dtype:
+        return self.dtype or state.condition.dtype
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         return factor.packed, factor.numel

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import of_part
 from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damped.base import (
     DampedJob,
@@ -18,8 +18,7 @@ from kfac_optim.inverses.damped.base import (
     take_reciprocals,
 )
 from kfac_optim.inverses.damping import Damped
-from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse, PairState, side_of
-from kfac_optim.inverses.state import Result
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse, PairState, SymmetricInverse, side_of
 from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis
 from kfac_optim.linalg.products import sandwich
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
@@ -38,47 +37,24 @@ class Deflation(NamedTuple):
     """What the inverse multiplies all other directions by, `[groups]`."""
 
 
-class LowRankState(PairState):
+_Side = Deflation | SymmetricInverse
+
+
+class LowRankState(PairState[_Side]):
     """Holds the factors of one block and the inverses of their damped forms.
 
     The condition number is that of the matrix that is inverted: of its largest eigenvalue over the one for the rest.
 
     Attributes:
-        a: of `A`: a `Deflation` where the factor is dense and at least four ranks wide; else the inverse itself, as
-            `Cholesky` has it; None for the identity.
-        g: of `G`, in the same form.
+        a: a `Deflation` where `A` is dense and at least four ranks wide; else the inverse itself, as `Cholesky` has it.
+        g: the same of `G`.
         cutoff: the smallest eigenvalue kept, over the damping, `[2]` for A and G, the largest of all groups; 0 where
             the inverse is exact.
     """
 
-    __slots__ = ("a", "cutoff", "g")
-
     def __init__(self, spec: LayerSpec, rank: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, dtype=dtype, device=device)
-        self.a, self.g = (
-            None if factor is None else _identity(factor, rank, self.condition.dtype)
-            for factor in (self.pair.a, self.pair.g)
-        )
+        super().__init__(spec, partial(_identity, rank), dtype=dtype, device=device)
         self.cutoff = torch.zeros_like(self.condition)
-
-    def computed(self) -> dict[str, Tensor]:
-        named: dict[str, Tensor] = {}
-        for name, side in (("A", self.a), ("G", self.g)):
-            if isinstance(side, Deflation):
-                named |= {f"{name}_{part}": tensor for part, tensor in side._asdict().items()}
-            elif side is not None:
-                named[f"{name}_inverse"] = side
-        return named
-
-    def results(self, part: str) -> tuple[Result, ...]:
-        shared: list[Result] = []
-        sides: tuple[Deflation | Tensor, ...] = of_part(part, self.a, self.g)
-        for side in sides:
-            if isinstance(side, Deflation):
-                shared += [Result(tensor) for tensor in side]
-            else:
-                shared.append(Result(side, symmetric=side.dim() == 3))
-        return tuple(shared)
 
     def counted(self) -> dict[str, Tensor]:
         return super().counted() | {"cutoff": self.cutoff}
@@ -90,14 +66,7 @@ class LowRankState(PairState):
         return *super().measures(part), self.cutoff[side_of(part)]
 
     def ranges(self) -> dict[str, Any]:
-        rules = {
-            "basis": value_checks.unit_vectors,
-            "weights": value_checks.share,
-            "scale": value_checks.not_negative,
-            "inverse": value_checks.positive_matrix,
-        }
-        of_sides = {f"{side}_{name}": rule for side in "AG" for name, rule in rules.items()}
-        return super().ranges() | of_sides | {"cutoff": value_checks.measured}
+        return super().ranges() | {"cutoff": value_checks.measured}
 
 
 @dataclass(frozen=True)
@@ -140,9 +109,6 @@ class LowRank(PairInverse[LowRankState]):
         check_integer("rank of LowRank", self.rank)
         check_integer("iterations of LowRank", self.iterations)
 
-    def __repr__(self) -> str:
-        return f"LowRank(rank={self.rank}, iterations={self.iterations})"
-
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> LowRankState:
         return LowRankState(spec, self.rank, dtype=dtype, device=device)
 
@@ -163,8 +129,7 @@ class LowRank(PairInverse[LowRankState]):
         if scales:
             scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
             direction = direction * scale.view(-1, 1, 1)
-        direction = _deflate_rows(g, direction) if isinstance(g, Deflation) else sandwich(g, direction, None)
-        return _deflate_columns(a, direction) if isinstance(a, Deflation) else sandwich(None, direction, a)
+        return _from_right(a, _from_left(g, direction))
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         if _deflates(factor.structure, factor.dim, self.rank):
@@ -239,12 +204,11 @@ class _DeflationJob(FactorJob):
 def _jobs(state: LowRankState, damping: float) -> list[FactorJob]:
     jobs: list[FactorJob] = []
     for side, factor, share in damped_factors(state, damping):
-        result = (state.a, state.g)[side]
-        assert result is not None, "a factor has an inverse"
-        if isinstance(result, Deflation):
-            jobs.append(_DeflationJob(state, side, factor, share, result))
+        kept = state.side(side)
+        if isinstance(kept, Deflation):
+            jobs.append(_DeflationJob(state, side, factor, share, kept))
         else:
-            jobs.append(DampedJob(state, side, factor, share, result))
+            jobs.append(DampedJob(state, side, factor, share, kept.inverse))
     return jobs
 
 
@@ -257,21 +221,25 @@ def _deflates(structure: Structure, dim: int, rank: int) -> bool:
     return structure is Structure.DENSE and dim >= 4 * rank
 
 
-def _identity(factor: Factor, rank: int, dtype: torch.dtype) -> Deflation | Tensor:
+def _identity(rank: int, factor: Factor, dtype: torch.dtype) -> _Side:
     """Return what stands until there is an inverse."""
     if not _deflates(factor.structure, factor.dim, rank):
-        return identity_like(factor, dtype)
+        return SymmetricInverse(identity_like(factor, dtype))
     basis = random_basis(factor.dim, rank, dtype=dtype, device=factor.device).repeat(factor.groups, 1, 1)
     return Deflation(basis, basis.new_zeros(factor.groups, rank), basis.new_ones(factor.groups))
 
 
-def _deflate_rows(side: Deflation, matrix: Tensor) -> Tensor:
-    """Apply `I - basis · diag(weights) · basisᵀ` from the left to `[n, d, columns]`, in place."""
+def _from_left(side: _Side | None, matrix: Tensor) -> Tensor:
+    """Multiply `[n, d, columns]` from the left by an inverse, in place where that is a `Deflation`, scale aside."""
+    if not isinstance(side, Deflation):
+        return sandwich(None if side is None else side.inverse, matrix, None)
     parts = side.weights.unsqueeze(-1) * (side.basis.mT @ matrix)
     return matrix.baddbmm_(side.basis.expand(len(matrix), -1, -1), parts, alpha=-1)
 
 
-def _deflate_columns(side: Deflation, matrix: Tensor) -> Tensor:
-    """Apply `I - basis · diag(weights) · basisᵀ` from the right to `[n, rows, d]`, in place."""
+def _from_right(side: _Side | None, matrix: Tensor) -> Tensor:
+    """Multiply `[n, rows, d]` from the right by an inverse, in place where that is a `Deflation`, scale aside."""
+    if not isinstance(side, Deflation):
+        return sandwich(None, matrix, None if side is None else side.inverse)
     parts = (matrix @ side.basis) * side.weights.unsqueeze(-2)
     return matrix.baddbmm_(parts, side.basis.mT.expand(len(matrix), -1, -1), alpha=-1)

@@ -2,76 +2,47 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import of_part
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
-from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
 from kfac_optim.linalg.newton import inverse_residuals, newton_schulz, newton_start
 from kfac_optim.linalg.products import norm1, sandwich
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Structure
-from kfac_optim.utils import value_checks
 from kfac_optim.utils.validation import check_dtype, check_integer, check_number
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Holds what `refresh` computed for one factor.
-
-    Attributes:
-        inverse: `X` with `F X = I` for the damped factor, `[groups, d, d]`, or `[groups, d]` for a diagonal one;
-            rounding may leave it a little asymmetric (`linalg.newton_schulz`).
-        solved: whether it ever was computed, `[groups]` bool; until then it is the identity.
-    """
+class ConvergedInverse(NamedTuple):
+    """Represents the inverse `X` of one damped factor `F`, with `F X = I`, as the iteration left it."""
 
     inverse: Tensor
+    """`[groups, d, d]`, or `[groups, d]` for a diagonal factor; rounding may leave it a little asymmetric."""
     solved: Tensor
+    """Whether it ever was computed, `[groups]` bool; until then it is the identity."""
 
 
-class NewtonSchulzState(PairState):
+class NewtonSchulzState(PairState[ConvergedInverse]):
     """Holds the factors of one block and the inverses of their damped forms; condition numbers are in the 1-norm.
 
     Attributes:
-        a: of `A`, None for the identity.
-        g: of `G`, None for the identity.
         fallbacks: matrices that were handed to Cholesky, `[]` int64.
     """
 
-    __slots__ = ("a", "fallbacks", "g")
-
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, dtype=dtype, device=device)
-        self.a, self.g = (
-            None if factor is None else _unsolved(factor, self.condition.dtype) for factor in (self.pair.a, self.pair.g)
-        )
+        super().__init__(spec, _unsolved, dtype=dtype, device=device)
         self.fallbacks = torch.zeros((), dtype=torch.int64, device=device)
-
-    def computed(self) -> dict[str, Tensor]:
-        named: dict[str, Tensor] = {}
-        for name, side in (("A", self.a), ("G", self.g)):
-            if side is not None:
-                named |= {f"{name}_inverse": side.inverse, f"{name}_solved": side.solved}
-        return named
-
-    def results(self, part: str) -> tuple[Result, ...]:
-        return tuple(Result(each) for side in of_part(part, self.a, self.g) for each in (side.inverse, side.solved))
 
     def counted(self) -> dict[str, Tensor]:
         return super().counted() | {"fallbacks": self.fallbacks}
 
     def counters(self) -> dict[str, Tensor]:
         return super().counters() | {"fallback_inverses": self.fallbacks}
-
-    def ranges(self) -> dict[str, Any]:
-        inverses = dict.fromkeys(("A_inverse", "G_inverse"), value_checks.positive_matrix)
-        return super().ranges() | inverses | {"fallbacks": value_checks.not_negative}
 
 
 @dataclass(frozen=True)
@@ -116,15 +87,11 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
         check_number("tolerance of NewtonSchulz", self.tolerance, above=0)
         check_dtype("dtype of NewtonSchulz", self.dtype)
 
-    def __repr__(self) -> str:
-        dtype = "" if self.dtype is None else f", dtype={self.dtype}"
-        return f"NewtonSchulz(steps={self.steps}, tolerance={self.tolerance:g}{dtype})"
-
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> NewtonSchulzState:
         return NewtonSchulzState(spec, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[NewtonSchulzState], dampings: Sequence[float]) -> None:
-        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in _jobs(state, damping)]
+        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in damped_jobs(state, damping)]
         begun = []
         for structure, equal in batches(jobs):
             if structure is Structure.DENSE and equal[0].factor.dim > 1:
@@ -172,16 +139,9 @@ class _Iterated(NamedTuple):
     """1-norms of the damped factors, `[n]`."""
 
 
-def _jobs(state: NewtonSchulzState, damping: float) -> list[DampedJob]:
-    a, g = (None if side is None else side.inverse for side in (state.a, state.g))
-    return damped_jobs(state, (a, g), damping)
-
-
 def _solved(job: DampedJob) -> Tensor:
     assert isinstance(job.state, NewtonSchulzState)
-    side = (job.state.a, job.state.g)[job.side]
-    assert side is not None
-    return side.solved
+    return job.state.side(job.side).solved
 
 
 def _mark_solved(jobs: Sequence[DampedJob], usable: Sequence[Tensor]) -> None:
@@ -205,6 +165,6 @@ def _finish(iterated: _Iterated) -> None:
         job.state.fallbacks += fell_back.sum()
 
 
-def _unsolved(factor: Factor, dtype: torch.dtype) -> Side:
+def _unsolved(factor: Factor, dtype: torch.dtype) -> ConvergedInverse:
     inverse = identity_like(factor, dtype)
-    return Side(inverse, torch.zeros(len(inverse), dtype=torch.bool, device=inverse.device))
+    return ConvergedInverse(inverse, torch.zeros(len(inverse), dtype=torch.bool, device=inverse.device))

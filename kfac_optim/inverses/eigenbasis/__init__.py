@@ -2,6 +2,5 @@
 
 from kfac_optim.inverses.eigenbasis.eigen import Eigen
 from kfac_optim.inverses.eigenbasis.ekfac import EKFAC
-from kfac_optim.inverses.eigenbasis.online import OnlineEigen
 
-__all__ = ["EKFAC", "Eigen", "OnlineEigen"]
+__all__ = ["EKFAC", "Eigen"]

@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import of_part
 from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState
 from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.eigen import eigendecomposition
 from kfac_optim.specs import FactorShape, LayerSpec, Part, Structure
-from kfac_optim.utils import value_checks
 
 
 class Spectrum(NamedTuple):
@@ -27,43 +25,28 @@ class Spectrum(NamedTuple):
     """Eigenvectors as columns, `[groups, d, d]`; None for a diagonal factor, which is its own eigenvalues."""
 
 
-class EigenState(PairState):
+class EigenState(PairState[Spectrum]):
     """Holds the factors of one block and their eigendecompositions.
 
     Attributes:
-        a: of `A`, None for the identity.
-        g: of `G`, None for the identity.
         solved: `[groups]` bool, whether any factor of the group was ever decomposed. Until then both stand as
             identities and λ does not count, so that the gradient comes back whatever λ is.
     """
 
-    __slots__ = ("a", "g", "solved")
-
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, dtype=dtype, device=device)
-        self.a, self.g = (
-            None if factor is None else _unit_spectrum(factor, self.condition.dtype)
-            for factor in (self.pair.a, self.pair.g)
-        )
+        super().__init__(spec, _unit_spectrum, dtype=dtype, device=device)
         self.solved = torch.zeros(spec.groups, dtype=torch.bool, device=device)
 
-    def computed(self) -> dict[str, Tensor]:
-        named = {"solved": self.solved}
-        for name, spectrum in (("A", self.a), ("G", self.g)):
-            if spectrum is not None:
-                named[f"{name}_values"] = spectrum.values
-                if spectrum.basis is not None:
-                    named[f"{name}_basis"] = spectrum.basis
-        return named
+    def stacked(self, others: Sequence[Self]) -> Self | None:
+        if (whole := super().stacked(others)) is not None:
+            whole.solved = torch.cat([self.solved, *(each.solved for each in others)])
+        return whole
 
-    def ranges(self) -> dict[str, Any]:
-        values = dict.fromkeys(("A_values", "G_values"), value_checks.not_negative)
-        return super().ranges() | values | dict.fromkeys(("A_basis", "G_basis"), value_checks.unit_vectors)
+    def computed(self) -> dict[str, Tensor]:
+        return {"solved": self.solved, **super().computed()}
 
     def results(self, part: str) -> tuple[Result, ...]:
-        spectra = of_part(part, self.a, self.g)
-        tensors = [tensor for spectrum in spectra for tensor in spectrum if tensor is not None]
-        return tuple(Result(tensor) for tensor in (*tensors, self.solved))
+        return *super().results(part), Result(self.solved)
 
     def eigenvalues(self) -> Tensor:
         """Return `s_G s_Aᵀ`, `[groups, out, in]`; the axis of an identity factor has size 1."""
@@ -78,31 +61,22 @@ E = TypeVar("E", bound=EigenState)
 class EigenbasisInverse(PairInverse[E]):
     """Divides the gradient by one number for each pair of eigenvectors of `A` and `G`."""
 
+    follows_damping = True
+    damps_jointly = True
+
     def refresh(self, states: Sequence[E], dampings: Sequence[float]) -> None:
         for structure, equal in batches(job for state in states for job in _eigen_jobs(state)):
             if structure is Structure.DENSE:
-                self.decompose(equal)
+                _decompose(equal)
             else:
                 _take_diagonal(equal)
         for state, damping in zip(states, dampings, strict=True):
             _measure_condition(state, damping)
 
-    def decompose(self, jobs: "list[EigenJob]") -> None:
-        """Give each of the dense factors, all of one size, its new basis and eigenvalues."""
-        decompose_fully(jobs)
-
     def damped(self, state: E, damping: float) -> Tensor:
         """Return what to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
         values = state.eigenvalues()
         return torch.where(state.solved[:, None, None], values + damping, 1.0)
-
-    @property
-    def follows_damping(self) -> bool:
-        return True
-
-    @property
-    def damps_jointly(self) -> bool:
-        return True
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         """Return the numbers of basis and eigenvalues."""
@@ -146,8 +120,8 @@ class EigenJob(FactorJob):
     state: EigenState
     spectrum: Spectrum
 
-    def keep(self, values: Tensor, basis: Tensor | None, attempts: Tensor) -> Tensor:
-        """Take the groups that are usable, `[groups]` bool, and leave the others at their last good decomposition.
+    def keep(self, values: Tensor, basis: Tensor | None, attempts: Tensor) -> None:
+        """Take the groups that are usable, and leave the others at their last good decomposition.
 
         Args:
             values: `[groups, d]`.
@@ -160,32 +134,21 @@ class EigenJob(FactorJob):
         if basis is not None and old_basis is not None:
             old_basis.copy_(torch.where(usable[:, None, None], basis, old_basis))
         self.state.solved.logical_or_(usable)
-        return usable
 
 
-def decompose_fully(jobs: Sequence[EigenJob]) -> list[Tensor]:
-    """Stack every group of every job into one batch, decompose, and hand the parts back.
-
-    Returns:
-        Of each job, whether the decomposition of each group was taken, `[groups]` bool.
-    """
-    whole = eigendecomposition(torch.cat([job.average() for job in jobs]))
-    return hand_back(jobs, whole)
-
-
-def hand_back(jobs: Sequence[EigenJob], whole: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Split values `[n, d]`, bases `[n, d, d]` and attempts `[n]` of all groups of all jobs; see `EigenJob.keep`."""
+def _decompose(jobs: Sequence[EigenJob]) -> None:
+    """Stack every group of every job into one batch, decompose, and hand the parts back."""
     sizes = [job.factor.groups for job in jobs]
-    parts = (torch.split(part, sizes) for part in whole)
-    return [job.keep(values, basis, tries) for job, values, basis, tries in zip(jobs, *parts, strict=True)]
+    parts = (torch.split(part, sizes) for part in eigendecomposition(torch.cat([job.average() for job in jobs])))
+    for job, values, basis, attempts in zip(jobs, *parts, strict=True):
+        job.keep(values, basis, attempts)
 
 
 def _eigen_jobs(state: EigenState) -> list[EigenJob]:
-    sides = ((state.pair.a, state.a), (state.pair.g, state.g))
     return [
-        EigenJob(state, side, factor, spectrum)
-        for side, (factor, spectrum) in enumerate(sides)
-        if factor is not None and factor.elsewhere is None and spectrum is not None
+        EigenJob(state, side, factor, state.side(side))
+        for side, factor in enumerate((state.pair.a, state.pair.g))
+        if factor is not None and factor.elsewhere is None
     ]
 
 

@@ -1,7 +1,7 @@
 """The state of EKFAC: the factors of a block, their eigenbases, and the second moments of the gradient in these."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -46,18 +46,6 @@ class EKFACState(EigenState):
         refused: samples of `S` refused alone, where those of the factors were finite, `[]` int64.
         refused_in_a_row: such samples since the last that was accepted, `[]` int64.
     """
-
-    __slots__ = (
-        "_per_example",
-        "applied",
-        "expressed",
-        "measured",
-        "refused",
-        "refused_in_a_row",
-        "scales",
-        "shape",
-        "substituted",
-    )
 
     def __init__(self, spec: LayerSpec, *, per_example: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype=dtype, device=device)
@@ -110,6 +98,9 @@ class EKFACState(EigenState):
             **dict.fromkeys(self.sampled(), value_checks.not_negative),
             **dict.fromkeys(("S", "S_applied"), value_checks.second_moments),
         }
+
+    def stacked(self, others: Sequence[Self]) -> None:
+        """Return None: the second moments of each block are one matrix for all its groups."""
 
     def standing(self) -> Bases:
         """Return the bases that `S` stands in, to be kept while others take their place."""

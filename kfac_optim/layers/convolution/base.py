@@ -80,11 +80,12 @@ class PatchStatistics(RowStatistics):
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         return channel_rows(self._batched(gradient), self.spec.groups)
 
-    def _moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+    def _input_moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+        """Return `Σ a aᵀ`, of which `A` is the mean, over the patches that `active` marks: the quickest way to it."""
         expand = self.spec.weight_sharing is WeightSharing.EXPAND
         drawn = self._sample is not None and self._sample.positions is not None
         if drawn or not expand or self.spec.blocks(0) > 1:
-            return super()._moment_over(active, structure)
+            return super()._input_moment_over(active, structure)
         assert self.call.input is not None, "the input was released after the first backward"
         features = self._batched(self.call.input)
         if self._sample is not None:
@@ -96,7 +97,7 @@ class PatchStatistics(RowStatistics):
                 squares = torch.cat([squares, active.sum().to(squares).expand(len(squares), 1)], dim=-1)
             return squares.to(self.dtype)
         if not on_host(active):
-            return super()._moment_over(active, structure)
+            return super()._input_moment_over(active, structure)
         inactive = active.numel() - int(active.sum())
         # To make rows takes several times as long as to correlate as many.
         if 3 * inactive <= active.numel() and correlation_pays(patches):

@@ -6,7 +6,7 @@ between neighbours (Dumoulin & Visin 2016, §4). In that view it is linear in ea
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import Patches, pad
-from kfac_optim.layers.base import weight_and_bias
 from kfac_optim.layers.convolution.base import PatchAdapter, PatchStatistics, by_axis
 from kfac_optim.specs import LayerSpec
 
@@ -93,21 +92,10 @@ class ConvTransposeAdapter(PatchAdapter[_ConvTransposeNd]):
     def unbatched_ndim(self, module: _ConvTransposeNd) -> int:
         return len(module.kernel_size) + 1
 
-    def specs(self, module: _ConvTransposeNd, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
-        params = weight_and_bias(trained)
-        if not params:
-            return ()
-        taps = math.prod(module.kernel_size)
-        return (
-            ConvTransposeSpec(
-                name=name,
-                params=params,
-                in_dim=module.in_channels // module.groups * taps + len(params) - 1,
-                out_dim=module.out_channels // module.groups,
-                groups=module.groups,
-                taps=taps,
-            ),
-        )
+    def spec(self, module: _ConvTransposeNd, name: str, params: tuple[str, ...]) -> LayerSpec:
+        taps, groups = math.prod(module.kernel_size), module.groups
+        in_dim = module.in_channels // groups * taps + len(params) - 1
+        return ConvTransposeSpec(name, params, in_dim, module.out_channels // groups, groups, taps=taps)
 
     def statistics(
         self, module: _ConvTransposeNd, spec: LayerSpec, call: LayerCall, dtype: torch.dtype

@@ -1,0 +1,10 @@
+"""The keys of what stands in the optimizer's state of a parameter, beside the state of its block."""
+
+MOMENTUM = "momentum_buffer"
+"""The key of the momentum, which is torch's."""
+AVERAGE = "average"
+"""The key of the average of the parameter's iterates, in float32 at least."""
+AVERAGED_STEPS = "averaged_steps"
+"""The key of the number of iterates in that average."""
+ITERATE = "iterate"
+"""The key of the trained parameter, while the model holds the average."""

@@ -1,0 +1,115 @@
+"""Small blocks of equal shapes are preconditioned in one batch: as one by one, whatever else the model has."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.plain import FREQUENT
+from torch import Tensor, nn
+
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, Structure
+from kfac_optim.blocks import preconditioning
+from kfac_optim.blocks.preconditioning import precondition, precondition_all, to_params
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Net(nn.Module):
+    """Equal layers, and all that is not equal to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.equal = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())])
+        self.bare = nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(4, 4, bias=False), nn.Tanh())])
+        self.frozen_bias, self.other = nn.Linear(4, 4), nn.Linear(4, 5)
+        self.frozen_bias.bias.requires_grad_(False)
+        self.maps = nn.Sequential(*[layer for _ in range(2) for layer in (nn.Conv1d(1, 1, 3, padding=1), nn.Tanh())])
+        self.norms = nn.Sequential(nn.LayerNorm(5), nn.LayerNorm(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.other(self.frozen_bias(self.bare(self.equal(x))))
+        out: Tensor = self.norms(self.maps(hidden.unsqueeze(1)).squeeze(1))
+        return out
+
+
+def trained(**options: Any) -> KFACOptimizer:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, **FREQUENT, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    optimizer._model = model  # type: ignore[attr-defined]
+    return optimizer
+
+
+DIAGONAL = (Structure.DIAGONAL, Structure.DENSE)
+WITHOUT_G = (Structure.DENSE, Structure.IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("inverse", "structure"),
+    [
+        (Cholesky(), None),
+        (Cholesky(torch.float32), None),
+        (Cholesky(), DIAGONAL),
+        (Cholesky(), WITHOUT_G),
+        (LowRank(1), None),
+        (NewtonSchulz(), None),
+        (Eigen(), None),
+        (Eigen(), DIAGONAL),
+        (EKFAC(), None),
+    ],
+    ids=str,
+)
+def test_a_batch_gives_what_each_block_gives(inverse: Inverse[Any], structure: Any) -> None:
+    optimizer = trained(inverse=inverse, structure=structure)
+    blocks = optimizer._binding.coverage.blocks
+    grads = [[torch.randn_like(param) for param in block.params] for block in blocks]
+    alone = [
+        to_params(block, precondition(block, of_block), of_block) for block, of_block in zip(blocks, grads, strict=True)
+    ]
+    for together, one, of_block in zip(precondition_all(blocks, grads), alone, grads, strict=True):
+        for ours, theirs, grad in zip(together, one, of_block, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert ours.stride() == grad.stride()
+            assert torch.allclose(ours, theirs, rtol=1e-6 if inverse == Cholesky(torch.float32) else 1e-12, atol=1e-14)
+
+
+def batches(monkeypatch: pytest.MonkeyPatch, optimizer: KFACOptimizer) -> list[int]:
+    """The sizes of the batches of the next step."""
+    found = []
+    whole = preconditioning._precondition_stack
+
+    def noted(block: Any, state: Any, grads: Any) -> Any:
+        found.append(len(grads))
+        return whole(block, state, grads)
+
+    monkeypatch.setattr(preconditioning, "_precondition_stack", noted)
+    optimizer._model(torch.randn(8, 4)).square().mean().backward()  # type: ignore[attr-defined]
+    optimizer.step()
+    return sorted(found)
+
+
+def test_equal_layers_go_together_and_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batches(monkeypatch, trained()) == [2, 3, 3]  # the frozen bias goes with those that have none
+
+
+def test_a_damping_of_its_own_takes_a_layer_out_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = trained()
+    model: Net = optimizer._model  # type: ignore[attr-defined]
+    first = {*model.equal[0].parameters()}
+    groups = [
+        {"params": [param for param in model.parameters() if param in first], "damping": 0.1},
+        {"params": [param for param in model.parameters() if param not in first]},
+    ]
+    again = KFACOptimizer(groups, model=model, lr=0.1, **FREQUENT)
+    again._model = model  # type: ignore[attr-defined]
+    optimizer.remove_hooks()
+    assert batches(monkeypatch, again) == [2, 2, 3]
+
+
+def test_large_layers_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconditioning, "_SMALL", 15)
+    assert batches(monkeypatch, trained()) == [2]  # the convolutions alone are as small
