@@ -1,7 +1,7 @@
 """The data of a problem: batches without end, and what its measures are read off on.
 
 Training measures are read off on the first 5,000 training examples, validation measures on as many of the validation
-split; of text on 1,024 fixed passages each, of CIFAR-10 on 1,000 and 2,000 images.
+split; of text on 1,024 fixed passages each, of CIFAR-10 on 1,000 and 2,000 images, of noisy images on 1,000 each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from benchmarks.data import ImageData, Split, TextData
 _READ = 5000  # examples on which a measure is read off
 _PASSAGES = 1024  # the same for text
 _PHOTOGRAPHS = 1000, 2000  # for training and validation: with 5000 each, reading takes as long as training
+_NOISY = 1000
+_TAUGHT = 20_000  # examples that a teacher makes
 _QUICK_READ = 128
 
 Batch = tuple[Tensor, Tensor]
@@ -97,6 +99,47 @@ def read_photographs(images: ImageData) -> Examples:
 
 def _channels_last(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last)
+
+
+def read_noisy(images: ImageData, deviation: float) -> Examples:
+    """Images with normal noise of a standard deviation, which is new in each batch, and the images without it."""
+
+    def noisy(clean: Tensor, generator: torch.Generator) -> Tensor:
+        return clean + deviation * torch.randn(clean.shape, generator=generator)
+
+    def draw(sizes: Iterator[int], seed: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        for clean, _ in data.draw(images.train, sizes, seed):
+            yield noisy(clean, generator), clean
+
+    generator = torch.Generator().manual_seed(0)
+    training, validation = (
+        Split(noisy(clean, generator), clean)
+        for clean in (split.inputs[:_NOISY] for split in (images.train, images.validation))
+    )
+    return Examples(draw, len(images.train), training, validation, outputs=1)
+
+
+def teach(scales: Tensor) -> Examples:
+    """Random inputs, and what a random network of two layers makes of them, each output multiplied by its scale."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, hidden = 20, 50
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    first, second = normal(inputs, hidden) / inputs**0.5, normal(hidden, len(scales)) / hidden**0.5
+    points = normal(_TAUGHT + _READ, inputs)
+    targets = (2 * points @ first).tanh() @ second * scales
+    train, validation = Split(points[:_TAUGHT], targets[:_TAUGHT]), Split(points[_TAUGHT:], targets[_TAUGHT:])
+    return Examples(
+        draw=lambda sizes, seed: data.draw(train, sizes, seed),
+        count=_TAUGHT,
+        training=train.first(_READ),
+        validation=validation,
+        outputs=len(scales),
+        whole=train,
+    )
 
 
 def read_text(text: TextData, length: int) -> Examples:

@@ -116,6 +116,61 @@ class PlainCNN(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
 
 
+class UNet(nn.Module):
+    """Denoises images (Ronneberger et al. 2015): two levels of convolutions with GroupNorm, and one below them.
+
+    Each level passes its feature map over to the same level of the way up.
+    """
+
+    def __init__(self, channels: int = 1, width: int = 16) -> None:
+        super().__init__()
+        self.down1, self.down2 = self._level(channels, width), self._level(width, 2 * width)
+        self.bottom = self._level(2 * width, 4 * width)
+        self.widen2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2)
+        self.up2 = self._level(4 * width, 2 * width)
+        self.widen1 = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.up1 = self._level(2 * width, width)
+        self.head = nn.Conv2d(width, channels, 1)
+
+    @staticmethod
+    def _level(inputs: int, outputs: int) -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for channels in (inputs, outputs):
+            layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.ReLU()]
+        return nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[batch, channels, height, width]``, sides that 4 divides, to the noiseless images of that shape."""
+        first = self.down1(images)
+        second = self.down2(F.max_pool2d(first, 2))
+        up = self.widen2(self.bottom(F.max_pool2d(second, 2)))
+        up = self.widen1(self.up2(torch.cat([second, up], 1)))
+        clean: Tensor = self.head(self.up1(torch.cat([first, up], 1)))
+        return clean
+
+
+class VisionTransformer(nn.Module):
+    """Classifies images by torch's own encoder layers over patches (Dosovitskiy et al. 2021), the mean of all read."""
+
+    def __init__(
+        self, classes: int = 10, side: int = 32, patch: int = 4, width: int = 96, heads: int = 4, layers: int = 4
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(0.02 * torch.randn((side // patch) ** 2, width))
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[batch, 3, side, side]`` to ``[batch, classes]`` logits."""
+        x = self.patches(images).flatten(2).mT + self.positions
+        logits: Tensor = self.head(self.encoder(x).mean(1))
+        return logits
+
+
 class _Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()

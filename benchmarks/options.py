@@ -15,7 +15,7 @@ from benchmarks.arguments import Periods
 
 PROBLEMS = (
     *("digits", "mnist-a", "mnist-a-growing", "mnist-b", "curves", "mnist-mlp"),
-    *("resnet20", "resnet20-plain", "cnn", "transformer", "lstm"),
+    *("resnet20", "resnet20-plain", "cnn", "transformer", "lstm", "unet", "vit", "scales"),
 )
 CONTESTANTS = (
     *("SGD", "AdamW", "Muon", "L-BFGS", "Shampoo", "LAMB", "MADGRAD", "AdaBelief", "SOAP", "DistributedShampoo"),

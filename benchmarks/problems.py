@@ -7,18 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import data
 from benchmarks.curves import curves
-from benchmarks.examples import Examples, read_images, read_photographs, read_pixels, read_text
+from benchmarks.examples import Examples, read_images, read_noisy, read_photographs, read_pixels, read_text, teach
 from benchmarks.models import (
     Autoencoder,
     CharacterLSTM,
     CharacterTransformer,
     PlainCNN,
     ResNet20,
+    UNet,
+    VisionTransformer,
     initialise_sparsely,
     mlp,
 )
@@ -36,6 +39,11 @@ def error_rate(logits: Tensor, labels: Tensor) -> Tensor:
 
 def bits_per_character(logits: Tensor, targets: Tensor) -> Tensor:
     return next_character_loss(logits, targets) / math.log(2)
+
+
+def relative_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the outputs of ``[batch, outputs]`` of the squared error over the mean square of the target."""
+    return ((outputs - targets).square().mean(0) / targets.square().mean(0)).mean()
 
 
 def _mnist_pixels(folder: Path | None) -> Examples:
@@ -183,6 +191,46 @@ PROBLEMS = {
         small_model=lambda classes: PlainCNN(classes, widths=(4, 8), depth=1),
     ),
     "transformer": _TRANSFORMER,
+    "unet": Problem(
+        title="MNIST denoising, U-Net of 2 levels with GroupNorm",
+        folder="mnist",
+        load=lambda folder: read_noisy(data.mnist(folder), deviation=0.5),
+        model=lambda channels: UNet(channels),
+        small_model=lambda channels: UNet(channels, width=4),
+        loss=F.mse_loss,
+        score=F.mse_loss,
+        units=("squared error", "squared error"),
+        named_loss=MonteCarlo(nn.MSELoss()),
+        loss_terms=LossTerms.ELEMENTS,
+        batch=FixedBatch(128),
+        steps=468,  # an epoch
+        period=18,
+        aim=Aim.VALIDATION,
+        decay=Decay.COSINE,
+    ),
+    "vit": replace(
+        _RESNET,
+        title="CIFAR-10, vision transformer of 4 layers and width 96",
+        model=lambda classes: VisionTransformer(classes),
+        small_model=lambda classes: VisionTransformer(classes, width=8, heads=2, layers=1),
+    ),
+    "scales": Problem(
+        title="regression on a random network, 8 outputs of sizes 0.03 to 30, 3 hidden layers of 64 tanh units",
+        folder=None,
+        load=lambda _: teach(torch.logspace(-1.5, 1.5, 8)),
+        model=lambda outputs: mlp((20, 64, 64, 64, outputs), nn.Tanh),
+        small_model=lambda outputs: mlp((20, 8, 8, outputs), nn.Tanh),
+        loss=F.mse_loss,
+        score=relative_error,
+        units=("squared error", "relative squared error"),
+        named_loss=MonteCarlo(nn.MSELoss()),
+        loss_terms=LossTerms.ELEMENTS,
+        batch=FixedBatch(256),
+        steps=1000,
+        period=20,
+        aim=Aim.TRAINING,
+        full_batch_steps=200,
+    ),
     "lstm": replace(
         _TRANSFORMER,
         title="tinyshakespeare, character LSTM of 1 layer and width 128",

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from benchmarks.data import ImageData, Split
-from benchmarks.examples import read_photographs
+from benchmarks.examples import read_noisy, read_photographs
 from benchmarks.problem import Aim, FixedBatch, GrowingBatch
 from benchmarks.problems import PROBLEMS
 
@@ -34,6 +34,8 @@ def test_validation_is_aimed_at_where_a_problem_says_so() -> None:
         "cnn",
         "transformer",
         "lstm",
+        "unet",
+        "vit",
     }
 
 
@@ -46,3 +48,24 @@ def test_photographs_are_normalised_and_channels_last_where_drawn_and_where_read
     read = examples.training.inputs
     torch.testing.assert_close(read.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(read.std(dim=(0, 2, 3)), torch.ones(3))
+
+
+def test_noise_is_new_in_each_batch_and_the_same_from_one_seed() -> None:
+    split = Split(torch.rand(64, 1, 8, 8), torch.arange(64))
+    examples = read_noisy(ImageData(split, split, classes=4), deviation=0.5)
+    batches = [list(itertools.islice(examples.draw(FixedBatch(64).sizes(64), 3), 2)) for _ in range(2)]
+    for (noisy, clean), (again, clean_again) in zip(*batches, strict=True):
+        assert torch.equal(noisy, again)
+        assert torch.equal(clean, clean_again)
+        torch.testing.assert_close((noisy - clean).std(), torch.tensor(0.5), atol=0.05, rtol=0)
+    (first, clean), (second, others) = ((noisy - clean, clean.flatten(1).sum(1)) for noisy, clean in batches[0])
+    assert not torch.equal(first[clean.argsort()], second[others.argsort()])
+
+
+def test_outputs_differ_in_size_by_a_thousand_and_each_counts_alike() -> None:
+    examples = PROBLEMS["scales"].load(None)
+    targets = examples.validation.targets
+    sizes = targets.std(0)
+    assert 500 < sizes[-1] / sizes[0] < 2000
+    zeros = torch.zeros_like(targets)
+    torch.testing.assert_close(PROBLEMS["scales"].score(zeros, targets), torch.tensor(1.0))
