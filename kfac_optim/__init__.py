@@ -23,6 +23,7 @@ from kfac_optim.inverses import (
     DoublyFactored,
     Eigen,
     Inverse,
+    InverseRoot,
     InverseRule,
     InverseState,
     LowRank,
@@ -37,6 +38,7 @@ from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.step.orthogonal_updates import OrthogonalUpdates
 from kfac_optim.step.quadratic_model import QuadraticModel
 from kfac_optim.step.refresh_schedules import Background, Schedule, Staggered, Together
 from kfac_optim.utils.tested_versions import warn_of_untested_torch
@@ -62,6 +64,7 @@ __all__ = [
     "ExponentialDecay",
     "HyperparameterScheduler",
     "Inverse",
+    "InverseRoot",
     "InverseRule",
     "InverseState",
     "IterateAverage",
@@ -75,6 +78,7 @@ __all__ = [
     "LowRank",
     "MonteCarlo",
     "NewtonSchulz",
+    "OrthogonalUpdates",
     "QuadraticModel",
     "RowStatistics",
     "Schedule",

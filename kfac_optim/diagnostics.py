@@ -14,6 +14,7 @@ from kfac_optim.blocks.building import Coverage
 from kfac_optim.factors.block_diagonal import clear_padding
 from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Structure, WeightSharing
 from kfac_optim.step.engine import StepRecord
+from kfac_optim.step.step_size import PLAIN_SGD, PlainSteps
 from kfac_optim.utils.text import describe_bytes, table
 
 _UNSEEN = "no call of a module that holds it was seen yet"
@@ -25,6 +26,7 @@ class Summary:
 
     blocks: tuple[BlockRecord, ...]
     parameters: tuple[ParameterRecord, ...]
+    plain: PlainSteps = PLAIN_SGD
 
     def __str__(self) -> str:
         header = ("parameter", "shape", "block", "A", "G", "inverse", "state", "rank", "remarks")
@@ -33,7 +35,7 @@ class Summary:
         for parameter in self.parameters:
             shape = _describe_shape(parameter.shape)
             if parameter.block is None:
-                rows.append((parameter.name, shape, "—", "", "", "", "", "", f"SGD: {parameter.reason}"))
+                rows.append((parameter.name, shape, "—", "", "", "", "", "", f"{self.plain.rest}: {parameter.reason}"))
                 continue
             block = by_name.pop(parameter.block, None)
             if block is None:  # shown already, beside another of its parameters
@@ -50,7 +52,7 @@ class Summary:
                 )
             ]
             sharing = [block.weight_sharing.value] if block.weight_sharing is not WeightSharing.EXPAND else []
-            unmeasured = ["no statistics so far: SGD"] if block.measured is False else []
+            unmeasured = [f"no statistics so far: {self.plain.layer}"] if block.measured is False else []
             remarks = "; ".join([*sharing, *block.notes, *unmeasured])
             rows.append(
                 (
@@ -81,6 +83,7 @@ def summary(
     names: Mapping[nn.Parameter, str],
     params: Iterable[nn.Parameter],
     owners: Callable[[KFACBlock], Sequence[int]],
+    plain: PlainSteps,
 ) -> Summary:
     """Return records of all blocks and of `params`, whose names come from `names`; `owners` of a block are ranks."""
     block_of = {param: block for block in coverage.blocks for param in block.params}
@@ -95,6 +98,7 @@ def summary(
             )
             for param in params
         ),
+        plain=plain,
     )
 
 

@@ -100,7 +100,8 @@ class KFACOptimizer(Optimizer):
             the Fisher metric (Ba, Grosse & Martens 2017, §5). By default it is the value from which `κ` is adapted.
             None turns the trust region off.
         step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
-            stays `kl_clip`; or `QuadraticModel()`, which finds learning rate and momentum at each step.
+            stays `kl_clip`; `QuadraticModel()`, which finds learning rate and momentum at each step; or
+            `OrthogonalUpdates()`, the step of Muon and AdamW, at their rates.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` to what steps do to the loss, and may take steps back.
         average: `IterateAverage()` averages the parameters over the steps; `eval()` shows the average and `train()`
             hides it. None averages nothing.
@@ -251,7 +252,7 @@ class KFACOptimizer(Optimizer):
             self._executor = executor_of(self, config, step_size, arguments, self._window, estimate)
         executor = self._executor
         self._record: engine.StepRecord | None = None
-        self._warnings = UserWarnings(finds_model=given is None)
+        self._warnings = UserWarnings(finds_model=given is None, plain=step_size.plain)
         self._memory = StepMemory(step_size, self._warnings)
         self._binding = ModelBinding(
             given,
@@ -458,9 +459,8 @@ class KFACOptimizer(Optimizer):
 
     def summary(self) -> Summary:
         """Return each parameter with its block, factors, state bytes, inverse and owner, or why it is left to SGD."""
-        return diagnostics.summary(
-            self._binding.coverage, self._names(), self._params(), self._executor.statistics.owners
-        )
+        owners, plain = self._executor.statistics.owners, self._choices.step_size.plain
+        return diagnostics.summary(self._binding.coverage, self._names(), self._params(), owners, plain)
 
     def plan(self) -> Plan | None:
         """Return who does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.

@@ -33,7 +33,7 @@ EIGH = (
 )
 NEWTON = "inverses.damped.newton._finish: _local_scalar_dense"  # has any not converged?
 
-EIGENBASES = {"Eigen", "EKFAC"}
+EIGENBASES = {"Eigen", "EKFAC", "orthogonal"}
 
 
 def expected(name: str, step: dict[str, Any]) -> Counter[str]:
@@ -46,7 +46,7 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
     found = by_scaler + Counter({FINITE: 1})
     if kind != "plain":
         found[SCALE if name == "GradScaler" else PROBED] = 1
-    if kind != "plain" and name != "fixed region":
+    if kind != "plain" and name not in ("fixed region", "orthogonal"):
         found[UNIT] = 1
     if kind in ("refresh", "first"):
         if name != "no limit":

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.checkpoint import KEY
 from kfac_optim.blocks.checkpoint_check import described, tensor_problem
-from kfac_optim.blocks.state_keys import AVERAGE, AVERAGED_STEPS, ITERATE, MOMENTUM
+from kfac_optim.blocks.state_keys import ADAM_STEPS, AVERAGE, AVERAGED_STEPS, ITERATE, MOMENTUM, SECOND_MOMENT
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.sharded_params import local
 from kfac_optim.utils.text import listed
@@ -136,7 +136,7 @@ def by_number(states: Mapping[Any, Any], ids: Sequence[Hashable]) -> dict[Any, A
     found: dict[Any, Any] = {}
     for key, state in sorted(states.items(), key=lambda item: isinstance(item[0], str)):
         known = of_text.get(key, key) if isinstance(key, str) else key
-        holds = isinstance(state, Mapping) and any(name in state for name in (KEY, MOMENTUM, AVERAGE))
+        holds = isinstance(state, Mapping) and any(name in state for name in (KEY, MOMENTUM, SECOND_MOMENT, AVERAGE))
         if known not in known_ids and (holds or isinstance(key, int)):
             raise _refusal(f"'state' has {key!r}, and no param group lists a parameter of that number")
         found[known] = _merged(found[known], state) if known in found else state
@@ -161,25 +161,31 @@ def check_parameter_state(state: object, param: nn.Parameter, name: str, *, cove
     """
     if not isinstance(state, Mapping):
         raise _refusal(f"'state' of {name!r} is {described(state)}, not a dict")
-    for key in (MOMENTUM, AVERAGE, ITERATE):
+    for key in (MOMENTUM, SECOND_MOMENT, AVERAGE, ITERATE):
         if state.get(key) is not None:
-            _check_tensor(state[key], param, f"{key!r} of {name!r} is", covered=covered)
-    steps = state.get(AVERAGED_STEPS, 1)
-    if (
-        (AVERAGE in state) != (AVERAGED_STEPS in state)
-        or isinstance(steps, bool)
-        or not isinstance(steps, int)
-        or steps < 1
-    ):
-        raise _refusal(
-            f"{AVERAGED_STEPS!r} of {name!r} is {described(state.get(AVERAGED_STEPS))}, and must be a number from 1 on "
-            f"where there is {AVERAGE!r}, and nowhere else"
-        )
+            rule = value_checks.not_negative if key == SECOND_MOMENT else value_checks.finite
+            _check_tensor(state[key], param, f"{key!r} of {name!r} is", rule, covered=covered)
+    for key, count, kind in ((SECOND_MOMENT, ADAM_STEPS, Tensor), (AVERAGE, AVERAGED_STEPS, int)):
+        steps = state.get(count)
+        if (key in state) != (count in state) or (count in state and not _is_count(steps, kind)):
+            raise _refusal(
+                f"{count!r} of {name!r} is {described(steps)}, and must be a number from 1 on where there is {key!r}, "
+                "and nowhere else"
+            )
     if ITERATE in state and AVERAGE not in state:
         raise _refusal(f"{ITERATE!r} of {name!r} is there without {AVERAGE!r}")
 
 
-def _check_tensor(buffer: object, param: nn.Parameter, at: str, *, covered: bool) -> None:
+def _is_count(value: object, kind: type) -> bool:
+    """Return whether a value is a number of that kind from 1 on; on `meta` there is no number to look at."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_complex() and (value.is_meta or bool(value >= 1))
+    return isinstance(value, int) and value >= 1
+
+
+def _check_tensor(buffer: object, param: nn.Parameter, at: str, rule: value_checks.Rule, *, covered: bool) -> None:
     """Raise ValueError unless a tensor of a parameter's state fits it; `at` begins the message."""
     if not isinstance(buffer, Tensor):
         raise _refusal(f"{at} {described(buffer)}, not a tensor")
@@ -197,7 +203,7 @@ def _check_tensor(buffer: object, param: nn.Parameter, at: str, *, covered: bool
         theirs = theirs.coalesce().values()
     if mine.shape != theirs.shape and isinstance(buffer, DTensor):
         raise _refusal(f"{at} sharded otherwise: {list(theirs.shape)} of it are here, and {list(mine.shape)}")
-    if (wrong := tensor_problem(theirs, mine, value_checks.finite, virtual=mine.is_meta)) is not None:
+    if (wrong := tensor_problem(theirs, mine, rule, virtual=mine.is_meta)) is not None:
         raise _refusal(f"{at} {wrong}")
 
 

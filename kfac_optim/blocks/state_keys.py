@@ -2,6 +2,12 @@
 
 MOMENTUM = "momentum_buffer"
 """The key of the momentum, which is torch's."""
+SECOND_MOMENT = "exp_avg_sq"
+"""The key of Adam's average of squared gradients, as torch's Adam has it."""
+ADAM_STEPS = "step"
+"""The key of the number of gradients in that average, `[]`, as torch's Adam has it."""
+UPDATED = (MOMENTUM, SECOND_MOMENT, ADAM_STEPS)
+"""The keys of the tensors that change with each update of the parameter, and are where it is updated."""
 AVERAGE = "average"
 """The key of the average of the parameter's iterates, in float32 at least."""
 AVERAGED_STEPS = "averaged_steps"

@@ -1,4 +1,4 @@
-"""Which rank holds what of blocks and momentum, and bringing it to another."""
+"""Which rank holds what of blocks, and of momentum and the like, and bringing it to another."""
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -7,12 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
+from kfac_optim.blocks.state_keys import ADAM_STEPS, UPDATED
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out, leaves, nested
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
+
+Buffer = tuple[nn.Parameter, str]
+"""A parameter, and the key in its state of a tensor that changes with its updates, such as its momentum."""
 
 
 class Holdings:
@@ -23,11 +27,11 @@ class Holdings:
         params: of each covered layer and each other parameter, by its name in the plan.
         communicator: for the main line of the program.
         exchange: of the plan.
-        state: the optimizer's, for momentum buffers.
+        state: the optimizer's, for momentum and the like.
         earlier: `updaters` of the plan before, for those that this one leaves out: they may be trained again.
 
     Attributes:
-        updaters: the rank that updates each parameter, and holds its momentum; None where all do.
+        updaters: the rank that updates each parameter, and holds its momentum and the like; None where all do.
     """
 
     def __init__(
@@ -54,8 +58,8 @@ class Holdings:
 
     def handed_over(
         self, blocks: Sequence[KFACBlock], to: "Holdings"
-    ) -> tuple[dict[KFACBlock, Any], dict[nn.Parameter, Tensor]]:
-        """Return states of these blocks and momentum that this rank is to hold under another plan."""
+    ) -> tuple[dict[KFACBlock, Any], dict[Buffer, Tensor]]:
+        """Return states of these blocks and buffers that this rank is to hold under another plan."""
         self._exchange.merge(blocks)
         states = self.gathered({block: to.homes(block) for block in blocks})
         everyone = range(self._communicator.world_size)
@@ -63,7 +67,7 @@ class Holdings:
         for param, updater in self.updaters.items():
             if updater is not None and param in to.updaters and (new := to.updaters[param]) != updater:
                 moves[param] = everyone if new is None else [new]
-        return states, self.momentum_at(moves)
+        return states, self.buffers_at(moves)
 
     def gathered(self, targets: Mapping[KFACBlock, Collection[int]]) -> dict[KFACBlock, Any]:
         """Return whole states of blocks, as `Inverse.tensors` gives them, on the ranks that are their targets.
@@ -78,17 +82,19 @@ class Holdings:
         self._exchange.send_off(visitors)
         return found
 
-    def momentum_at(self, targets: Mapping[nn.Parameter, Collection[int]]) -> dict[nn.Parameter, Tensor]:
+    def buffers_at(self, targets: Mapping[nn.Parameter, Collection[int]]) -> dict[Buffer, Tensor]:
         """Return buffers of parameters that one rank alone updates, on the ranks that are their targets."""
         communicator, updaters = self._communicator, self.updaters
-        params = list(targets)
-        exists = [int(updaters[param] == communicator.rank and self._momentum(param) is not None) for param in params]
+        buffers = [(param, key) for param in targets for key in UPDATED]
+        exists = [
+            int(updaters[buffer[0]] == communicator.rank and self._held(buffer) is not None) for buffer in buffers
+        ]
         exists = largest(communicator, exists, "momentum", [])
-        return self._sent_momentum(
+        return self._sent(
             {
-                param: (updater, targets[param])
-                for param, there in zip(params, exists, strict=True)
-                if there and (updater := updaters[param]) is not None
+                buffer: (updater, targets[buffer[0]])
+                for buffer, there in zip(buffers, exists, strict=True)
+                if there and (updater := updaters[buffer[0]]) is not None
             }
         )
 
@@ -105,13 +111,15 @@ class Holdings:
         rank, ranks = self._communicator.rank, self._communicator.world_size
         everyone = range(ranks)
         homes = {block: self.homes(block) for block in blocks}
-        homes_of_momentum = {
-            param: set(everyone) if updater is None else {updater} for param, updater in self.updaters.items()
+        homes_of_buffers: dict[Buffer, set[int]] = {
+            (param, key): set(everyone) if updater is None else {updater}
+            for param, updater in self.updaters.items()
+            for key in UPDATED
         }
         words = []
         for has, wanted in (
             *((block not in lost, rank in homes[block]) for block in blocks),
-            *((self._momentum(param) is not None, rank in home) for param, home in homes_of_momentum.items()),
+            *((self._held(buffer) is not None, rank in home) for buffer, home in homes_of_buffers.items()),
         ):
             words += [-rank if has else -ranks, int(wanted and not has)]
         told = largest(self._communicator, words, "load", [block.name for block in blocks])
@@ -138,24 +146,26 @@ class Holdings:
             if block in found:
                 block.state.load(found[block])
         count, state = len(blocks), self._state()
-        buffers = self._sent_momentum(
+        buffers = self._sent(
             {
-                param: (source, home)
-                for (param, home), source, is_lacking in zip(
-                    homes_of_momentum.items(), sources[count:], lacks[count:], strict=True
+                buffer: (source, home)
+                for (buffer, home), source, is_lacking in zip(
+                    homes_of_buffers.items(), sources[count:], lacks[count:], strict=True
                 )
                 if is_lacking and source < ranks
             }
         )
-        for param, buffer in buffers.items():
-            state[param]["momentum_buffer"] = buffer
+        for (param, key), tensor in buffers.items():
+            state[param][key] = tensor
         return restarted
 
     def let_go(self) -> None:
-        """Drop the momentum of parameters that another rank updates: of two buffers one would be stale."""
+        """Drop the buffers of parameters that another rank updates: of two one would be stale."""
         for param, updater in self.updaters.items():
-            if updater not in (None, self._communicator.rank) and self._momentum(param) is not None:
-                del self._state()[param]["momentum_buffer"]
+            if updater not in (None, self._communicator.rank):
+                for key in UPDATED:
+                    if self._held((param, key)) is not None:
+                        del self._state()[param][key]
 
     def _copied(self, routes: Mapping[KFACBlock, tuple[int, Collection[int]]]) -> dict[KFACBlock, Any]:
         """Return states of blocks as a source has them, on their targets; there it is no copy on the source itself."""
@@ -172,19 +182,28 @@ class Holdings:
         carry_out(self._communicator, transfers)
         return found
 
-    def _sent_momentum(self, routes: Mapping[nn.Parameter, tuple[int, Collection[int]]]) -> dict[nn.Parameter, Tensor]:
+    def _sent(self, routes: Mapping[Buffer, tuple[int, Collection[int]]]) -> dict[Buffer, Tensor]:
         """Return buffers as a source has them, on their targets."""
         transfers, found = [], {}
-        for number, (param, (source, targets)) in enumerate(routes.items()):
-            held = self._momentum(param) if self._communicator.rank == source else torch.empty_like(param)
+        for number, (buffer, (source, targets)) in enumerate(routes.items()):
+            held = self._held(buffer) if self._communicator.rank == source else _empty(buffer)
             assert held is not None
             transfers.append(Transfer(f"momentum {number}", [held], source, tuple(targets)))
             if self._communicator.rank in targets:
-                found[param] = held
+                found[buffer] = held
         carry_out(self._communicator, transfers)
         return found
 
-    def _momentum(self, param: nn.Parameter) -> Tensor | None:
+    def _held(self, buffer: Buffer) -> Tensor | None:
+        param, key = buffer
         state = self._state()
-        held: Tensor | None = state[param].get("momentum_buffer") if param in state else None
+        held: Tensor | None = state[param].get(key) if param in state else None
         return held
+
+
+def _empty(buffer: Buffer) -> Tensor:
+    """Return what a buffer of another rank is received into."""
+    param, key = buffer
+    if key == ADAM_STEPS:
+        return torch.empty((), dtype=torch.float32, device=param.device)
+    return torch.empty_like(param)

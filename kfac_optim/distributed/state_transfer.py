@@ -7,16 +7,17 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.checkpoint import KEY
+from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
-from kfac_optim.distributed.state_redistribution import Holdings
+from kfac_optim.distributed.state_redistribution import Buffer, Holdings
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import WholeStates
 
 
 class StateTransfer(WholeStates):
-    """Brings statistics, inverses and momentum to the ranks that a plan, or a checkpoint, wants them on.
+    """Brings statistics, inverses, momentum and the like to the ranks that a plan, or a checkpoint, wants them on.
 
     Args:
         ranks: the ranks that train.
@@ -37,7 +38,7 @@ class StateTransfer(WholeStates):
         self._restarted: list[str] = []
         # What was brought here for a checkpoint, until the next step.
         self._complete: dict[KFACBlock, Any] = {}
-        self._borrowed: list[nn.Parameter] = []
+        self._borrowed: list[Buffer] = []
         self._consolidated = False
 
     @property
@@ -79,9 +80,9 @@ class StateTransfer(WholeStates):
         holdings = Holdings(plan, params, main, statistics.exchange, self._state, self.updaters)
         is_first, was_loaded = self._statistics is None, self._lost is not None
         states: dict[KFACBlock, Any] = {}
-        momentum: dict[nn.Parameter, Tensor] = {}
+        buffers: dict[Buffer, Tensor] = {}
         if self._holdings is not None and self._statistics is not None and not was_loaded:
-            states, momentum = self._holdings.handed_over(self._statistics.planned_as_it_is(), holdings)
+            states, buffers = self._holdings.handed_over(self._statistics.planned_as_it_is(), holdings)
             for block in blocks:
                 block.drop_refresh()  # the old owners have begun it
         self._plan, self._holdings, self._statistics = plan, holdings, statistics
@@ -94,8 +95,8 @@ class StateTransfer(WholeStates):
         for block in blocks:
             for _, factor in statistics.exchange.slots(block, block.state):
                 factor.elsewhere = None  # its average may be kept here now
-        for param, buffer in momentum.items():
-            self._state()[param]["momentum_buffer"] = buffer
+        for (param, key), tensor in buffers.items():
+            self._state()[param][key] = tensor
         holdings.let_go()
         if was_loaded or not is_first:
             statistics.exchange.forget_others(blocks)
@@ -148,10 +149,10 @@ class StateTransfer(WholeStates):
         )
         if to is not None:
             moves = {param: [to] for param, updater in holdings.updaters.items() if updater not in (None, to)}
-            borrowed = holdings.momentum_at(moves)
+            borrowed = holdings.buffers_at(moves)
             self._borrowed = list(borrowed)
-            for param, buffer in borrowed.items():
-                self._state()[param]["momentum_buffer"] = buffer
+            for (param, key), tensor in borrowed.items():
+                self._state()[param][key] = tensor
 
     def give_back(self) -> None:
         """Let go of what was brought here for a checkpoint.
@@ -163,6 +164,6 @@ class StateTransfer(WholeStates):
             for param in list(state):
                 if isinstance(state[param], dict):
                     state[param] = {name: value for name, value in state[param].items() if name != KEY}
-        for param in self._borrowed:
-            state[param] = {name: value for name, value in state[param].items() if name != "momentum_buffer"}
+        for param in dict.fromkeys(param for param, _ in self._borrowed):
+            state[param] = {name: value for name, value in state[param].items() if name not in UPDATED}
         self._complete, self._borrowed, self._consolidated = {}, [], False

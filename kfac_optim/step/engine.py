@@ -12,6 +12,7 @@ from torch.optim.sgd import sgd
 from torch.profiler import record_function
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import Objective
@@ -102,16 +103,17 @@ class Engine:
         with record_function("kfac.refresh"):
             self._refresh(blocks)
         with record_function("kfac.precondition"):
-            covered, unpreconditioned = _covered(blocks, agreement)
+            graded = [block for block in blocks if block in agreement.graded]
+            covered, unpreconditioned = _covered(graded, agreement)
             here = executor.gradients.gradients(covered)
             active, grads = [block for block, _ in here], [parts for _, parts in here]
             parts = executor.gradients.precondition(active, grads)
         products, measures = _measure(covered, active, grads, parts, executor) if covered else ([], {})
         proposal = Proposal(
-            groups, state, covered, active, parts, products, kl_clip, count, executor, objective, memory, finite
+            groups, state, graded, covered, active, parts, products, kl_clip, count, executor, objective, memory, finite
         )
         sized = _AS_IT_IS
-        if covered or (step_size.needs_objective and trained):
+        if covered or (trained and (step_size.needs_objective or step_size.directs_all)):
             with record_function("kfac.step_size"):
                 sized = step_size.size(proposal)
             if sized.memory is not None:
@@ -200,9 +202,10 @@ def check_shards(group: Group, number: int, whole: object | None) -> None:
 def _follow_model(state: State, blocks: Blocks) -> None:
     """Take momentum and statistics to where the model was moved since the last step."""
     for param, held in state.items():
-        buffer = held.get("momentum_buffer") if isinstance(held, dict) else None  # users keep notes of their own there
-        if buffer is not None and buffer.device != param.device:
-            held["momentum_buffer"] = buffer.to(param.device)
+        for name in UPDATED:
+            tensor = held.get(name) if isinstance(held, dict) else None  # users keep notes of their own there
+            if tensor is not None and tensor.device != param.device:
+                held[name] = tensor.to(param.device)
     for block in blocks:
         block.follow()
 
@@ -225,13 +228,11 @@ def _check_setbacks(blocks: Blocks, executor: Executor, limit: int) -> None:
             )
 
 
-def _covered(blocks: Blocks, agreement: Agreement) -> tuple[list[KFACBlock], list[str]]:
+def _covered(graded: Blocks, agreement: Agreement) -> tuple[list[KFACBlock], list[str]]:
     """Return the blocks that are preconditioned, and the names of those whose gradient has no inverse to meet."""
     covered: list[KFACBlock] = []
     unpreconditioned: list[str] = []
-    for block in blocks:
-        if block not in agreement.graded:
-            continue
+    for block in graded:
         refused = any(use.is_refused() for use in block.uses) or block in agreement.unaccounted
         if block.is_ready and not refused:
             covered.append(block)

@@ -10,7 +10,7 @@ found.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -30,8 +30,9 @@ class Proposal:
     Attributes:
         groups: the optimizer's param groups.
         state: the optimizer's state, for momentum buffers.
-        covered: blocks whose gradients are preconditioned, by whatever worker.
-        blocks: those of them whose direction is known here.
+        graded: blocks that have a gradient on some rank.
+        covered: those of them whose gradients are preconditioned, by whatever worker.
+        blocks: the covered ones whose direction is known here.
         parts: what preconditioning made of it.
         products: `Δᵀ∇` over the parameters of each param group that has any, `[]`, of all workers.
         kl_clip: that all groups agree on.
@@ -45,6 +46,7 @@ class Proposal:
 
     groups: Sequence[dict[str, Any]]
     state: MutableMapping[Tensor, Any]
+    graded: Sequence[KFACBlock]
     covered: Sequence[KFACBlock]
     blocks: Sequence[KFACBlock]
     parts: Sequence[Parts]
@@ -83,6 +85,19 @@ class Sized:
     memory: Tensor | None = None
 
 
+class PlainSteps(NamedTuple):
+    """Names the steps that go without preconditioning, for the user."""
+
+    layer: str = "SGD"
+    """The step of a layer that has no inverse yet, or is refused one."""
+    rest: str = "SGD"
+    """The step of a parameter that belongs to no layer of a known kind."""
+
+
+PLAIN_SGD = PlainSteps()
+"""The plain steps of all step sizes but those that say otherwise."""
+
+
 class StepSize(ABC):
     """Decides how far a step goes. The object holds choices only.
 
@@ -93,6 +108,12 @@ class StepSize(ABC):
 
     needs_objective = False
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
+
+    directs_all = False
+    """Whether it gives a direction to all parameters, and not to those of covered blocks alone."""
+
+    plain = PLAIN_SGD
+    """What is done with gradients that are not preconditioned."""
 
     takes_shards = True
     """Whether the part of momentum and sharded parameters that one process has is enough."""

@@ -6,6 +6,7 @@ from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.specs import LossTerms
+from kfac_optim.step.step_size import PLAIN_SGD, PlainSteps
 from kfac_optim.utils.warning import warn
 
 _PASS_MODEL = (
@@ -19,9 +20,11 @@ class UserWarnings:
 
     Args:
         finds_model: whether the optimizer was given parameters, and has to find the model.
+        plain: what becomes of gradients that are not preconditioned.
     """
 
-    def __init__(self, *, finds_model: bool = False) -> None:
+    def __init__(self, *, finds_model: bool = False, plain: PlainSteps = PLAIN_SGD) -> None:
+        self._plain = plain
         self.given: set[str] = set()  # names of the warnings that are not given again
         self._remedy = _PASS_MODEL if finds_model else ""
 
@@ -34,19 +37,19 @@ class UserWarnings:
         """Warn if nothing is preconditioned, against the user's wish."""
         if binding.model is None:
             warn(
-                "kfac_optim: nothing is preconditioned and every parameter takes the plain SGD step: no call of a "
-                "module that holds the parameters was seen since the optimizer was built, as when a model has already "
-                "run under torch.compile. Pass the model: KFACOptimizer(model, ...)."
+                f"kfac_optim: nothing is preconditioned and every parameter takes the plain {self._plain.rest} step: "
+                "no call of a module that holds the parameters was seen since the optimizer was built, as when a "
+                "model has already run under torch.compile. Pass the model: KFACOptimizer(model, ...)."
             )
         elif binding.does_nothing():
             warn(
-                "kfac_optim: nothing is preconditioned; every parameter takes the plain SGD step. "
+                f"kfac_optim: nothing is preconditioned; every parameter takes the plain {self._plain.rest} step. "
                 "optimizer.summary() lists the reasons."
             )
 
     def unmeasured(self, reason: str) -> None:
         """Warn of parameters that were to be preconditioned until now."""
-        warn(f"kfac_optim: {reason}; it takes the plain SGD step.{self._remedy}")
+        warn(f"kfac_optim: {reason}; it takes the plain {self._plain.rest} step.{self._remedy}")
 
     def partial_checkpoint(self, lacking: str) -> None:
         warn(
@@ -77,11 +80,11 @@ class UserWarnings:
     def unseen_layers(self, names: Sequence[str]) -> None:
         if names and self._is_first("unseen"):
             warn(
-                f"kfac_optim: {_take_sgd(names, 'gradients but no statistics')}. Either no finite statistics came yet, "
-                "or a layer was parametrized or pruned since, or its forward or backward is out of sight: torch.func, "
-                "gradients from autograd.grad, a forward of its own that multiplies by something else than its weight, "
-                "or, with an estimate that names the loss, torch.compile or an output that is not found. "
-                "optimizer.summary() tells what is measured; later such steps are counted in "
+                f"kfac_optim: {self._unpreconditioned(names, 'gradients but no statistics')}. Either no finite "
+                "statistics came yet, or a layer was parametrized or pruned since, or its forward or backward is out "
+                "of sight: torch.func, gradients from autograd.grad, a forward of its own that multiplies by something "
+                "else than its weight, or, with an estimate that names the loss, torch.compile or an output that is "
+                "not found. optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
@@ -101,13 +104,13 @@ class UserWarnings:
         """Say which layers are left to SGD since their captured calls do not add up to their gradient."""
         if names:
             warn(
-                f"kfac_optim: {_take_sgd(names, 'gradients of which only a part was captured')} from now on. What "
-                "backward adds to .grad is not the sum of output gradients times inputs over the forward calls that "
-                "were seen. The rest comes by a use of the weight that is out of sight: in a derivative of the model "
-                "(a gradient penalty, a loss of derivatives), in torch.func, in a custom autograd.Function, in a "
-                "penalty on the weights (other than their squares, absolute values or distance from orthogonality, "
-                "which are no harm), or where a hook changes the gradient of a layer's output. The gradient of a "
-                "penalty may be added to .grad after backward."
+                f"kfac_optim: {self._unpreconditioned(names, 'gradients of which only a part was captured')} from now "
+                "on. What backward adds to .grad is not the sum of output gradients times inputs over the forward "
+                "calls that were seen. The rest comes by a use of the weight that is out of sight: in a derivative of "
+                "the model (a gradient penalty, a loss of derivatives), in torch.func, in a custom autograd.Function, "
+                "in a penalty on the weights (other than their squares, absolute values or distance from "
+                "orthogonality, which are no harm), or where a hook changes the gradient of a layer's output. The "
+                "gradient of a penalty may be added to .grad after backward."
             )
 
     def edited_gradients(self, edited: bool) -> None:
@@ -147,10 +150,9 @@ class UserWarnings:
             f"so that neither the rate nor a schedule of it has an effect. {advice}"
         )
 
-
-def _take_sgd(names: Sequence[str], having: str) -> str:
-    """Say that layers, all of them by name, have something and take the plain SGD step."""
-    listed = ", ".join(map(repr, names))
-    if len(names) == 1:
-        return f"1 layer has {having} and takes the plain SGD step ({listed})"
-    return f"{len(names)} layers have {having} and take the plain SGD step ({listed})"
+    def _unpreconditioned(self, names: Sequence[str], having: str) -> str:
+        """Say that layers, all of them by name, have something and go without preconditioning."""
+        listed, step = ", ".join(map(repr, names)), f"the plain {self._plain.layer} step"
+        if len(names) == 1:
+            return f"1 layer has {having} and takes {step} ({listed})"
+        return f"{len(names)} layers have {having} and take {step} ({listed})"

@@ -28,6 +28,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
+    InverseRoot,
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
@@ -41,6 +42,7 @@ Path = tuple[Any, ...]
 INVERSES: list[Inverse[Any]] = [
     Cholesky(),
     Eigen(),
+    InverseRoot(),
     EKFAC(),
     LowRank(rank=1),
     NewtonSchulz(),

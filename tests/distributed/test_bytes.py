@@ -26,6 +26,7 @@ from kfac_optim import (
     Cholesky,
     DoublyFactored,
     Eigen,
+    InverseRoot,
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
@@ -47,7 +48,8 @@ from kfac_optim.distributed import (
 from kfac_optim.distributed.planning.buckets import Payload
 
 INVERSES: dict[str, Any] = {
-    type(inverse).__name__: inverse for inverse in (Cholesky(), Eigen(), EKFAC(), LowRank(1), NewtonSchulz())
+    type(inverse).__name__: inverse
+    for inverse in (Cholesky(), Eigen(), InverseRoot(), EKFAC(), LowRank(1), NewtonSchulz())
 } | {"DoublyFactored": {"5": DoublyFactored(2)}}
 FRACTIONS = {2: (1.0, 0.5), 4: (1.0, 0.5, 0.25)}
 FACTOR_PERIOD, PERIOD = 2, 4

@@ -352,8 +352,9 @@ def _compare_states(
     for number, held in theirs["state"].items():
         mine = ours["state"][number]
         assert mine.keys() == held.keys(), number
-        if held.get("momentum_buffer") is not None:
-            close(mine["momentum_buffer"], held["momentum_buffer"], f"momentum {number}", rtol)
+        for name in ("momentum_buffer", "exp_avg_sq", "step"):
+            if held.get(name) is not None:
+                close(mine[name], held[name], f"{name} {number}", rtol)
         if "kfac" in held:
             for key, value in held["kfac"]["clock"].items():
                 if key in ("damping", "loss_unit"):  # by slopes that are summed in another order

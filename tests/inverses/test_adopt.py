@@ -10,7 +10,18 @@ from helpers.oracles import assert_same, kronecker
 from helpers.plain import assert_identical, mlp, square_loss
 from torch import Tensor, nn
 
-from kfac_optim import EKFAC, Cholesky, DoublyFactored, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, Structure
+from kfac_optim import (
+    EKFAC,
+    Cholesky,
+    DoublyFactored,
+    Eigen,
+    Inverse,
+    InverseRoot,
+    KFACOptimizer,
+    LowRank,
+    NewtonSchulz,
+    Structure,
+)
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.shadow import adopt, make_shadow
 from kfac_optim.step.execution import Statistics
@@ -37,7 +48,7 @@ def over_maps() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *mlp(sizes=(12, 6, 3)))
 
 
-SEVERAL = [Cholesky(), LowRank(1), Eigen(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6)]
+SEVERAL = [Cholesky(), LowRank(1), Eigen(), InverseRoot(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6)]
 CASES = [
     *[(look_alikes, inverse, (DENSE, DENSE)) for inverse in SEVERAL],
     *[(look_alikes, inverse, (DIAGONAL, DENSE)) for inverse in (Cholesky(), EKFAC(), NewtonSchulz())],

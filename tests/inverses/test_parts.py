@@ -13,13 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfac_optim import EKFAC, BlockDiagonal, Cholesky, DoublyFactored, Eigen, Inverse, LowRank, NewtonSchulz
+from kfac_optim import (
+    EKFAC,
+    BlockDiagonal,
+    Cholesky,
+    DoublyFactored,
+    Eigen,
+    Inverse,
+    InverseRoot,
+    LowRank,
+    NewtonSchulz,
+)
 from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
-PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), EKFAC()]
+PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseRoot(), EKFAC()]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=lambda inverse: type(inverse).__name__)
 
 # Counts, flags and measures, and one mass for each average.

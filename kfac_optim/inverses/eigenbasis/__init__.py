@@ -2,5 +2,6 @@
 
 from kfac_optim.inverses.eigenbasis.eigen import Eigen
 from kfac_optim.inverses.eigenbasis.ekfac import EKFAC
+from kfac_optim.inverses.eigenbasis.root import InverseRoot
 
-__all__ = ["EKFAC", "Eigen"]
+__all__ = ["EKFAC", "Eigen", "InverseRoot"]

@@ -1,0 +1,36 @@
+"""The orthogonal factor of a matrix, by products alone."""
+
+import torch
+from torch import Tensor
+
+# Of the polynomial a·x + b·x³ + c·x⁵ that singular values go through at each step. The slope at 0 is what lifts small
+# ones; the price is that none comes to rest at 1 (Jordan et al. 2024).
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """Bring the singular values of matrices near 1 by Newton-Schulz iteration (Jordan et al. 2024, "Muon").
+
+    Each matrix is divided by its Frobenius norm first, so that its length has no effect. After five steps singular
+    values of 0.0015 of that norm and more are between 0.68 and 1.21; smaller ones are multiplied by up to 485. The
+    singular vectors stay.
+
+    Args:
+        matrix: `[n, rows, columns]`.
+
+    Returns:
+        Matrices of the same shape and dtype; zeros of a matrix of zeros.
+    """
+    turned = matrix.shape[-2] > matrix.shape[-1]
+    found = matrix.mT if turned else matrix
+    # Numbers whose squares vanish, or overflow, in float32 are brought near 1 before they are squared.
+    largest = found.abs().amax((-2, -1), keepdim=True)
+    found = found / torch.where(largest > 0, largest, 1)
+    norm = torch.linalg.matrix_norm(found, keepdim=True)
+    found = found / torch.where(norm > 0, norm, 1)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_STEPS):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.mT if turned else found

@@ -1,0 +1,46 @@
+"""Orthogonalised matrices: what the polynomial makes of each singular value, at every scale and shape."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kfac_optim.linalg.orthogonal import orthogonalised
+
+
+def written_out(matrix: Tensor) -> Tensor:
+    """The polynomial, five times, of the singular values over the Frobenius norm."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.square().sum().sqrt()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ torch.diag(values) @ right
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), scale=st.sampled_from([1e-30, 1.0, 1e30]))
+def test_singular_values_go_through_the_polynomial_and_vectors_stay(rows: int, columns: int, scale: float) -> None:
+    torch.manual_seed(10 * rows + columns)
+    matrices = torch.randn(3, rows, columns, dtype=torch.float64)
+    expected = torch.stack([written_out(matrix) for matrix in matrices])
+    torch.testing.assert_close(orthogonalised(matrices * scale), expected, rtol=1e-9, atol=1e-10)
+    in_float32 = orthogonalised((matrices * scale).float())
+    torch.testing.assert_close(in_float32.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_singular_values_come_near_one() -> None:
+    values = torch.logspace(-2.8, 0, 50, dtype=torch.float64)
+    matrix = torch.diag(values / values.norm())[None]
+    found = torch.linalg.svdvals(orthogonalised(matrix[:, :, values > 0.0015 * values.norm()]))
+    assert 0.68 < found.min() < found.max() < 1.21
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_of_zeros_stays_beside_one_that_is_not(dtype: torch.dtype) -> None:
+    matrices = torch.stack([torch.zeros(3, 2), torch.ones(3, 2)]).to(dtype)
+    found = orthogonalised(matrices)
+    assert found.dtype == dtype
+    assert torch.equal(found[0], matrices[0])
+    assert found[1].isfinite().all()
+    assert found[1].norm() > 0.6
