@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from benchmarks.problem import Decay, Problem
 from benchmarks.search import Box, Range, Setting
 from benchmarks.settings import fast
-from kfac_optim import KFACOptimizer, TrustRegion
+from kfac_optim import InverseRoot, KFACOptimizer, OrthogonalUpdates, Structure, TrustRegion
 
 _REFRESH = 20  # steps between two refreshes of Shampoo's roots
 _EVALUATIONS = 25  # of a step of L-BFGS: torch would allow 1.25 for each iteration, no line search in a step of one
@@ -204,8 +204,24 @@ def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Opt
         momentum=0.9,
         nesterov=True,  # as SGD has it
         weight_decay=setting["weight_decay"],
-        step_size=TrustRegion(),  # the results that are kept, and the ranges of kl_clip, are those of a fixed region
         **tuned,
+        **choices,
+    )
+
+
+def _kfac_orthogonal(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Optimizer:
+    """Leave the output layer, which is the last matrix, to AdamW, as Muon does here."""
+    last = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+    return KFACOptimizer(
+        model,
+        setting["lr"],
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=setting["weight_decay"],
+        inverse=InverseRoot(),
+        structure=(Structure.DENSE, Structure.IDENTITY),
+        step_size=OrthogonalUpdates(),
+        skip_layers=[last],
         **choices,
     )
 
@@ -217,7 +233,8 @@ def _known_terms(problem: Problem) -> dict[str, Any]:
 
 def _fast_with_named_loss(problem: Problem) -> dict[str, Any]:
     """The named loss knows what its mean runs over."""
-    return {"estimate": problem.named_loss, **fast(problem.batch.first)}
+    fixed = {"step_size": TrustRegion()}  # the range of kl_clip is for a fixed region
+    return {"estimate": problem.named_loss, **fixed, **fast(problem.batch.first)}
 
 
 _ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
@@ -251,6 +268,9 @@ CONTESTANTS = {
         weight_decay=_ADDED,
     ),
     "KFAC-default": Contestant(_kfac, {"lr": Range(0.001, 1)}, choices=_known_terms, baseline=False),
+    "KFAC-orthogonal": Contestant(
+        _kfac_orthogonal, {"lr": _RATE}, choices=_known_terms, weight_decay=_DECOUPLED, baseline=False
+    ),
     "KFAC-fast": Contestant(
         _kfac,
         # Others have two ranges, and as many trials.

@@ -165,8 +165,9 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, 3, side, side]`` to ``[batch, classes]`` logits."""
-        x = self.patches(images).flatten(2).mT + self.positions
+        """``[batch, 3, height, width]``, of ``side`` or less, to ``[batch, classes]`` logits."""
+        x = self.patches(images).flatten(2).mT
+        x = x + self.positions[: x.shape[1]]
         logits: Tensor = self.head(self.encoder(x).mean(1))
         return logits
 

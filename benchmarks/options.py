@@ -19,7 +19,7 @@ PROBLEMS = (
 )
 CONTESTANTS = (
     *("SGD", "AdamW", "Muon", "L-BFGS", "Shampoo", "LAMB", "MADGRAD", "AdaBelief", "SOAP", "DistributedShampoo"),
-    *("KFAC-default", "KFAC-fast"),
+    *("KFAC-default", "KFAC-orthogonal", "KFAC-fast"),
 )
 SETTINGS = ("exact", "fast")
 DATASETS = ("digits", "mnist")

@@ -191,6 +191,12 @@ PROBLEMS = {
         small_model=lambda classes: PlainCNN(classes, widths=(4, 8), depth=1),
     ),
     "transformer": _TRANSFORMER,
+    "lstm": replace(
+        _TRANSFORMER,
+        title="tinyshakespeare, character LSTM of 1 layer and width 128",
+        model=lambda characters: CharacterLSTM(characters, width=128, layers=1),
+        small_model=lambda characters: CharacterLSTM(characters, width=8, layers=1),
+    ),
     "unet": Problem(
         title="MNIST denoising, U-Net of 2 levels with GroupNorm",
         folder="mnist",
@@ -230,11 +236,5 @@ PROBLEMS = {
         period=20,
         aim=Aim.TRAINING,
         full_batch_steps=200,
-    ),
-    "lstm": replace(
-        _TRANSFORMER,
-        title="tinyshakespeare, character LSTM of 1 layer and width 128",
-        model=lambda characters: CharacterLSTM(characters, width=128, layers=1),
-        small_model=lambda characters: CharacterLSTM(characters, width=8, layers=1),
     ),
 }

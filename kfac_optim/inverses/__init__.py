@@ -10,7 +10,7 @@ products with each dense factor, at every step.
 | `NewtonSchulz` | the same | 48 d³, products alone | 1 | where products are far faster than factorisations |
 | `Eigen` | `A ⊗ G + λI` | 25 d³ | 2 | where λ changes from step to step |
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
-| `InverseRoot` | the root of damped `A`, of damped `G` | 25 d³ | 2 | with `OrthogonalUpdates` |
+| `InverseRoot` | the roots of damped `A` and `G` | 25 d³ | 1 | with `OrthogonalUpdates` |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
 
 `AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
@@ -18,9 +18,9 @@ products with each dense factor, at every step.
 """
 
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.inverses.damped import Cholesky, LowRank, NewtonSchulz
+from kfac_optim.inverses.damped import Cholesky, InverseRoot, LowRank, NewtonSchulz
 from kfac_optim.inverses.doubly_factored import DoublyFactored
-from kfac_optim.inverses.eigenbasis import EKFAC, Eigen, InverseRoot
+from kfac_optim.inverses.eigenbasis import EKFAC, Eigen
 from kfac_optim.inverses.state import InverseState
 
 __all__ = [

@@ -100,11 +100,10 @@ def test_kfac_is_told_its_rate_or_three_numbers_the_loss_and_cheaper_steps(monke
     told = Mock()
     monkeypatch.setattr(contestants, "KFACOptimizer", told)
     for_all = {"momentum": 0.9, "nesterov": True, "weight_decay": problem.weight_decay}
-    for_all["step_size"] = TrustRegion()
     CONTESTANTS["KFAC-default"].optimizer(model, problem, {"lr": 0.1})
     told.assert_called_once_with(model, 0.1, loss_terms=problem.loss_terms, **for_all)
     told.reset_mock()
     numbers = {"damping": 0.02, "kl_clip": 0.03}
     CONTESTANTS["KFAC-fast"].optimizer(model, problem, {"lr": 0.1, **numbers})
-    cheaper = fast(problem.batch.first)
+    cheaper = {"step_size": TrustRegion(), **fast(problem.batch.first)}
     told.assert_called_once_with(model, 0.1, estimate=problem.named_loss, **numbers, **cheaper, **for_all)

@@ -1,7 +1,8 @@
-"""Representations that invert each damped factor by itself, with π-balanced factored damping."""
+"""Representations that invert each damped factor by itself, or take its inverse root."""
 
 from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.inverses.damped.low_rank import LowRank
 from kfac_optim.inverses.damped.newton import NewtonSchulz
+from kfac_optim.inverses.damped.root import InverseRoot
 
-__all__ = ["Cholesky", "LowRank", "NewtonSchulz"]
+__all__ = ["Cholesky", "InverseRoot", "LowRank", "NewtonSchulz"]

@@ -2,6 +2,5 @@
 
 from kfac_optim.inverses.eigenbasis.eigen import Eigen
 from kfac_optim.inverses.eigenbasis.ekfac import EKFAC
-from kfac_optim.inverses.eigenbasis.root import InverseRoot
 
-__all__ = ["EKFAC", "Eigen", "InverseRoot"]
+__all__ = ["EKFAC", "Eigen"]

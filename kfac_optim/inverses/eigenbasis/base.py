@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.inverses.batching import FactorJob, batches
-from kfac_optim.inverses.damping import Damped, factored_tikhonov
+from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState
 from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.eigen import eigendecomposition
@@ -71,34 +71,12 @@ class EigenbasisInverse(PairInverse[E]):
             else:
                 _take_diagonal(equal)
         for state, damping in zip(states, dampings, strict=True):
-            self._measure_condition(state, damping)
+            _measure_condition(state, damping)
 
     def damped(self, state: E, damping: float) -> Tensor:
         """Return what to divide by in the eigenbasis, `[groups, out, in]` or of size 1 along an axis."""
         values = state.eigenvalues()
         return torch.where(state.solved[:, None, None], values + damping, 1.0)
-
-    def shares(self, traces: Sequence[Tensor], dims: Sequence[int], damping: float) -> list[Damped]:
-        """Return how each factor is damped, as condition numbers tell it; the arguments of `factored_tikhonov`."""
-        return factored_tikhonov(traces, dims, damping)
-
-    def _measure_condition(self, state: E, damping: float) -> None:
-        """Measure the condition numbers of the sides that are kept here."""
-        sides = ((state.pair.a, state.a), (state.pair.g, state.g))
-        present = [
-            (side, factor, spectrum.values)
-            for side, (factor, spectrum) in enumerate(sides)
-            if factor is not None and spectrum is not None
-        ]
-        traces = [
-            values.sum(-1) if factor.elsewhere is None else factor.trace().to(state.condition.dtype)
-            for _, factor, values in present
-        ]
-        shares = self.shares(traces, [values.shape[-1] for _, _, values in present], damping)
-        for (side, factor, values), share in zip(present, shares, strict=True):
-            if factor.elsewhere is None:
-                damped = values * share.scale[:, None] + share.shift[:, None]
-                state.condition[side] = (damped.amax(-1) / damped.amin(-1)).max()
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         """Return the numbers of basis and eigenvalues."""
@@ -178,6 +156,25 @@ def _take_diagonal(jobs: Sequence[EigenJob]) -> None:
     for job in jobs:
         values = job.average()
         job.keep(values, None, values.isfinite().all(-1).long())
+
+
+def _measure_condition(state: EigenState, damping: float) -> None:
+    """Measure the condition numbers of the sides that are kept here."""
+    sides = ((state.pair.a, state.a), (state.pair.g, state.g))
+    present = [
+        (side, factor, spectrum.values)
+        for side, (factor, spectrum) in enumerate(sides)
+        if factor is not None and spectrum is not None
+    ]
+    traces = [
+        values.sum(-1) if factor.elsewhere is None else factor.trace().to(state.condition.dtype)
+        for _, factor, values in present
+    ]
+    shares = factored_tikhonov(traces, [values.shape[-1] for _, _, values in present], damping)
+    for (side, factor, values), share in zip(present, shares, strict=True):
+        if factor.elsewhere is None:
+            damped = values * share.scale[:, None] + share.shift[:, None]
+            state.condition[side] = (damped.amax(-1) / damped.amin(-1)).max()
 
 
 def _unit_spectrum(factor: Factor, dtype: torch.dtype) -> Spectrum:
