@@ -1,10 +1,11 @@
 """How far a step goes along the preconditioned gradient: what a step size is given, and what it returns.
 
 `AdaptiveTrustRegion`, the default, and `TrustRegion` leave learning rate and momentum to the user and bound the step
-that they make. `QuadraticModel` computes both at every step. A trust region is for mini-batches, where what a step does
-to the loss of one batch says little, and wherever a schedule of learning rates is known to work; `QuadraticModel`,
-together with `LevenbergMarquardt` damping, is for full or very large batches, where no rate and no schedule has to be
-found.
+that they make. `OrthogonalUpdates` leaves them to the user as well, and makes the step of Muon and AdamW of them.
+`QuadraticModel` computes both at every step. A trust region is for mini-batches, where what a step does to the loss of
+one batch says little, and wherever a schedule of learning rates is known to work; orthogonal updates are for
+classifiers and language models at the rates of AdamW; `QuadraticModel`, together with `LevenbergMarquardt` damping, is
+for full or very large batches, where no rate and no schedule has to be found.
 """
 
 from abc import ABC, abstractmethod
