@@ -95,7 +95,7 @@ class KFACOptimizer(Optimizer):
             `QuadraticModel` alone and adapted by `adapt_damping`. None is the same `λ`.
         l2_in_curvature: whether weight decay is part of the loss and its curvature (group): its gradient is then
             preconditioned as well, and `λ + weight_decay` damps the inverses (Martens & Grosse 2015). Parameters
-            that no layer covers are treated alike either way.
+            that no layer covers are treated alike either way, but by `OrthogonalUpdates`.
         kl_clip: `κ` of the trust region (group; the same in all), in nats: the bound on the squared length of a step in
             the Fisher metric (Ba, Grosse & Martens 2017, §5). By default it is the value from which `κ` is adapted.
             None turns the trust region off.

@@ -165,24 +165,28 @@ def check_parameter_state(state: object, param: nn.Parameter, name: str, *, cove
         if state.get(key) is not None:
             rule = value_checks.not_negative if key == SECOND_MOMENT else value_checks.finite
             _check_tensor(state[key], param, f"{key!r} of {name!r} is", rule, covered=covered)
-    for key, count, kind in ((SECOND_MOMENT, ADAM_STEPS, Tensor), (AVERAGE, AVERAGED_STEPS, int)):
-        steps = state.get(count)
-        if (key in state) != (count in state) or (count in state and not _is_count(steps, kind)):
-            raise _refusal(
-                f"{count!r} of {name!r} is {described(steps)}, and must be a number from 1 on where there is {key!r}, "
-                "and nowhere else"
-            )
+    if SECOND_MOMENT in state and not _is_count(state.get(ADAM_STEPS), Tensor, 0):
+        raise _refusal(
+            f"{ADAM_STEPS!r} of {name!r} is {described(state.get(ADAM_STEPS))}, and must be a tensor [] of a number "
+            f"from 0 on where there is {SECOND_MOMENT!r}"
+        )
+    averaged = state.get(AVERAGED_STEPS)
+    if (AVERAGE in state) != (AVERAGED_STEPS in state) or (AVERAGE in state and not _is_count(averaged, int, 1)):
+        raise _refusal(
+            f"{AVERAGED_STEPS!r} of {name!r} is {described(averaged)}, and must be a number from 1 on where there is "
+            f"{AVERAGE!r}, and nowhere else"
+        )
     if ITERATE in state and AVERAGE not in state:
         raise _refusal(f"{ITERATE!r} of {name!r} is there without {AVERAGE!r}")
 
 
-def _is_count(value: object, kind: type) -> bool:
-    """Return whether a value is a number of that kind from 1 on; on `meta` there is no number to look at."""
+def _is_count(value: object, kind: type, least: int) -> bool:
+    """Return whether a value is a number of that kind, and not too small; on `meta` there is no number to look at."""
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_complex() and (value.is_meta or bool(value >= 1))
-    return isinstance(value, int) and value >= 1
+        return value.dim() == 0 and not value.is_complex() and (value.is_meta or bool(value >= least))
+    return isinstance(value, int) and value >= least
 
 
 def _check_tensor(buffer: object, param: nn.Parameter, at: str, rule: value_checks.Rule, *, covered: bool) -> None:

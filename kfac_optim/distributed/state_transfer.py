@@ -131,7 +131,8 @@ class StateTransfer(WholeStates):
             return None
         missing = ["what other ranks have measured since the last refresh"] if factors else []
         momentum = any(group["momentum"] != 0 for block in statistics.blocks for group in block.groups)
-        if isinstance(plan.strategy, Sharded) and momentum:
+        held = (key for each in self._state().values() if isinstance(each, dict) for key in each)
+        if isinstance(plan.strategy, Sharded) and (momentum or not set(UPDATED).isdisjoint(held)):
             missing.append("the momentum of parameters that other ranks update")
         return " and ".join(missing) or None
 

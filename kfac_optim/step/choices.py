@@ -55,6 +55,12 @@ class Choices:
         check_kind("step_size", self.step_size, StepSize)
         if self.adapt_damping is not None:
             check_kind("adapt_damping", self.adapt_damping, LevenbergMarquardt)
+            if self.step_size.directs_all:
+                raise ValueError(
+                    f"kfac_optim: adapt_damping makes steps longer and shorter by the damping, and those of "
+                    f"{self.step_size!r} have one length at every damping. Drop adapt_damping, or pass "
+                    "step_size=AdaptiveTrustRegion()."
+                )
         if self.average is not None:
             check_kind("average (None is without)", self.average, IterateAverage)
         check_kind("estimate", self.estimate, Estimate)

@@ -204,7 +204,7 @@ def _follow_model(state: State, blocks: Blocks) -> None:
     for param, held in state.items():
         for name in UPDATED:
             tensor = held.get(name) if isinstance(held, dict) else None  # users keep notes of their own there
-            if tensor is not None and tensor.device != param.device:
+            if isinstance(tensor, Tensor) and tensor.device != param.device:
                 held[name] = tensor.to(param.device)
     for block in blocks:
         block.follow()

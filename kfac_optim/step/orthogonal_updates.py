@@ -1,7 +1,7 @@
 """Updates with orthogonal matrices, at the rates of AdamW: Muon's step, taken from preconditioned momentum."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ from kfac_optim.linalg.orthogonal import orthogonalised
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize
 from kfac_optim.utils.validation import check_number
 
+# Elements of a matrix from which on a launch takes no longer than its products.
+_SMALL = 2**18
+
 
 @dataclass(frozen=True)
 class OrthogonalUpdates(StepSize):
@@ -22,9 +25,10 @@ class OrthogonalUpdates(StepSize):
 
     The momentum is the mean `M ← μ M + (1 - μ) Δ` of the preconditioned gradients. As a matrix `[out, in]`, with the
     bias as its last column, its singular values are brought near 1 (`linalg.orthogonal.orthogonalised`), and it is
-    scaled to a root mean square of `rms`. AdamW's updates have about that size, so that its rates, schedules and weight
-    decay carry over (Liu et al. 2025, arXiv 2502.16982, §2.2): a layer goes `lr · rms` in the root mean square, and
-    `weight_decay` is decoupled. All parameters that belong to no layer take AdamW's step, with the momentum for β₁.
+    multiplied by `rms √max(out, in)`: then its root mean square is about `rms` (Liu et al. 2025, arXiv 2502.16982,
+    §2.2). AdamW's updates have about that size, so that its rates, schedules and decoupled weight decay carry over.
+    Norm layers, and all parameters that belong to no layer, take AdamW's step, with the momentum for β₁. With
+    `l2_in_curvature` weight decay is part of every gradient, and not decoupled.
 
     It is for classifiers and language models that are trained on mini-batches, where a step of the full inverse is
     noisy. Where batches are large and the loss is that of an autoencoder or a regression, the defaults go further:
@@ -40,11 +44,13 @@ class OrthogonalUpdates(StepSize):
             skip_layers=["head"],
         )
 
-    Leave the output layer of a language model to AdamW by `skip_layers`, as all users of Muon do. There is no trust
-    region: `kl_clip` is not looked at. Rates are those of AdamW, 0.003 to 0.03 for small models.
+    Leave the output layer to AdamW by `skip_layers`, as Muon's recipe does (Jordan et al. 2024). There is no trust
+    region: `kl_clip` is not looked at. Rates of 0.003 to 0.03 suit the small models of the benchmarks. As with Muon a
+    layer whose gradient has become zero goes on along its momentum, at its full size.
 
     Args:
-        rms: the root mean square of a layer's update at a rate of 1, above 0.
+        rms: the root mean square of a layer's update at a rate of 1, above 0; where the momentum has not the full rank
+            of the matrix it is less.
         beta2: the decay of Adam's average of squared gradients, from 0 to less than 1.
         eps: what is added to its root, above 0.
 
@@ -82,38 +88,45 @@ class OrthogonalUpdates(StepSize):
                         f"kfac_optim: a parameter {list(param.shape)} of param group {i} has a {param.grad.layout} "
                         "gradient; OrthogonalUpdates needs dense ones. Pass sparse=False to the layer."
                     )
+                if param.grad is not None and param.is_complex():
+                    raise RuntimeError(
+                        f"kfac_optim: a parameter {list(param.shape)} of param group {i} is complex, and "
+                        "OrthogonalUpdates takes real ones. Keep it as torch.view_as_real of the complex one, or pass "
+                        "step_size=AdaptiveTrustRegion()."
+                    )
 
     def size(self, proposal: Proposal) -> Sized:
         direction = proposal.direction()
         group_of = {param: group for group in proposal.groups for param in group["params"] if param.grad is not None}
         here = set(proposal.executor.gradients.owned(list(group_of)))
         trained = {param: group for param, group in group_of.items() if param in here}
-        layers = [block for block in proposal.graded if not here.isdisjoint(block.params)]
-        alone = set(trained).difference(*(block.params for block in layers))
+        layers = [block for block in proposal.graded if any(p.dim() > 1 and p in trained for p in block.params)]
         means = {
-            param: _mean(proposal, param, group, direction[param] if param in direction else regularised(param, group))
-            for param, group in trained.items()
-            if param not in alone
+            param: _mean(proposal, param, trained[param], direction.get(param))
+            for block in layers
+            for param in block.params
+            if param in trained
         }
         updates = self._of_layers(layers, means)
-        for param in alone:
-            updates[param] = self._of_adam(proposal, param, trained[param])
+        for param, group in trained.items():
+            if param not in updates:
+                updates[param] = self._of_adam(proposal, param, group)
         return Sized(updates, lambda _: {"momentum": 0.0, "nesterov": False}, {})
 
-    def _of_layers(self, layers: Iterable[KFACBlock], means: Direction) -> Direction:
-        """Return the updates of layers; those whose matrices have one shape go through one batch of products."""
+    def _of_layers(self, layers: Sequence[KFACBlock], means: Direction) -> Direction:
+        """Return the updates of layers; small matrices of one shape go through one batch of products."""
         alike: defaultdict[tuple[object, ...], list[_Layer]] = defaultdict(list)
-        for block in layers:
+        for number, block in enumerate(layers):
             parts = [means.get(param, torch.zeros_like(param)).to(block.wide_dtype) for param in block.params]
             matrix = block.adapter.pack(block.spec, parts)
-            alike[matrix.shape[-2:], matrix.dtype, matrix.device].append(_Layer(block, matrix))
+            alone = number if matrix.numel() > _SMALL else None
+            alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(_Layer(block, matrix))
         updates: Direction = {}
         for equal in alike.values():
             together = orthogonalised(torch.cat([layer.matrix for layer in equal]))
+            together *= self.rms * max(together.shape[-2:]) ** 0.5
             for layer, whole in zip(equal, torch.split(together, [len(layer.matrix) for layer in equal]), strict=True):
-                size = whole.square().mean().sqrt()
-                scaled = whole * (self.rms / torch.where(size > 0, size, 1))
-                unpacked = layer.block.adapter.unpack(layer.block.spec, scaled)
+                unpacked = layer.block.adapter.unpack(layer.block.spec, whole)
                 for param, part in zip(layer.block.params, unpacked, strict=True):
                     if param in means:
                         updates[param] = torch.empty_like(param).copy_(part.reshape(param.shape))
@@ -121,21 +134,24 @@ class OrthogonalUpdates(StepSize):
 
     def _of_adam(self, proposal: Proposal, param: nn.Parameter, group: Group) -> Tensor:
         """Return the update of AdamW at a rate of 1, without the decay (Kingma & Ba 2015, algorithm 1)."""
-        assert param.grad is not None
-        gradient, held = regularised(param, group), proposal.state[param]
-        # Adam's mean is corrected for its start at zero, and Nesterov's is not that mean.
-        mean = _mean(proposal, param, {**group, "nesterov": False}, gradient)
-        squares = held.get(SECOND_MOMENT)
-        squares = torch.zeros_like(param) if squares is None else squares
-        steps = held.get(ADAM_STEPS, torch.zeros((), device=param.device))
-        held[SECOND_MOMENT] = _if_taken(proposal, squares.lerp(gradient.square(), 1 - self.beta2), squares)
-        held[ADAM_STEPS] = _if_taken(proposal, steps + 1, steps)
-        # In float64, as 1 - β₂ᵗ is a small difference at first.
-        taken = held[ADAM_STEPS].double()
-        root = (held[SECOND_MOMENT] / (1 - self.beta2**taken).to(param.dtype)).sqrt()
+        gradient, held = regularised(param, group).to(param.dtype), proposal.state[param]
+        if SECOND_MOMENT not in held:  # what momentum there is was made by another rule
+            held[ADAM_STEPS] = _no_steps(param)
+            held[SECOND_MOMENT], held[MOMENTUM] = torch.zeros_like(param), torch.zeros_like(param)
+        new = {
+            # At a momentum of 0 as well, which may be raised later.
+            MOMENTUM: _kept(held, MOMENTUM, param).lerp(gradient, 1 - group["momentum"]),
+            SECOND_MOMENT: _kept(held, SECOND_MOMENT, param).lerp(gradient.square(), 1 - self.beta2),
+            ADAM_STEPS: held[ADAM_STEPS] + 1,
+        }
+        for key, tensor in new.items():
+            held[key] = _if_taken(proposal, tensor, held[key])
+        # In float64, as 1 - β₂ᵗ is a small difference at first, and at least in float32, where eps is not zero.
+        taken, wide = new[ADAM_STEPS].double(), torch.promote_types(param.dtype, torch.float32)
+        root = (new[SECOND_MOMENT].to(wide) / (1 - self.beta2**taken).to(wide)).sqrt()
         correction: Tensor = 1 - group["momentum"] ** taken
-        update: Tensor = mean / correction.to(param.dtype) / (root + self.eps)
-        return update
+        update: Tensor = new[MOMENTUM].to(wide) / correction.to(wide) / (root + self.eps)
+        return update.to(param.dtype)
 
 
 class _Layer(NamedTuple):
@@ -144,18 +160,38 @@ class _Layer(NamedTuple):
     """The momentum, `[groups, out, in]`."""
 
 
-def _mean(proposal: Proposal, param: nn.Parameter, group: Group, new: Tensor) -> Tensor:
-    """Take a direction into the momentum; what the update is made of, Nesterov's look ahead included."""
-    momentum = group["momentum"]
+def _mean(proposal: Proposal, param: nn.Parameter, group: Group, direction: Tensor | None) -> Tensor:
+    """Take the direction of a layer's parameter into its momentum, and return what the update is made of.
+
+    Args:
+        proposal: the step.
+        param: the parameter.
+        group: its param group.
+        direction: the preconditioned gradient; None where the layer has no inverse, and the gradient stands for it.
+    """
+    momentum, held = group["momentum"], proposal.state[param]
+    new = (regularised(param, group) if direction is None else direction).to(param.dtype)
     if momentum == 0:
+        held.pop(MOMENTUM, None)  # it would be stale where the momentum is raised again
         return new
-    buffer = proposal.momentum(param)
-    before = torch.zeros_like(param) if buffer is None else buffer
+    if ADAM_STEPS not in held or MOMENTUM not in held:  # torch's momentum is a sum, and perhaps of the negative
+        held[MOMENTUM], held[ADAM_STEPS] = torch.zeros_like(param), _no_steps(param)
+    before = _kept(held, MOMENTUM, param)
     mean = before.lerp(new, 1 - momentum)
-    proposal.state[param][MOMENTUM] = _if_taken(proposal, mean, before)
+    held[MOMENTUM] = _if_taken(proposal, mean, before)
     return mean.lerp(new, 1 - momentum) if group["nesterov"] else mean
+
+
+def _kept(held: Mapping[str, Tensor], key: str, param: nn.Parameter) -> Tensor:
+    """Return a tensor of a parameter's state, in the dtype of the parameter, which may have been changed."""
+    return held[key].to(param.dtype)
+
+
+def _no_steps(param: nn.Parameter) -> Tensor:
+    """Return the count of a mean that nothing was taken into, `[]`, in the dtype that torch's Adam has it in."""
+    return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
 def _if_taken(proposal: Proposal, new: Tensor, before: Tensor) -> Tensor:
     """Return what is to be kept of a step that is perhaps not taken."""
-    return new if proposal.finite is None else torch.where(proposal.finite, new, before)
+    return new if proposal.finite is None else torch.where(proposal.finite, new, before.to(new.dtype))

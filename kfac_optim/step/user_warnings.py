@@ -80,7 +80,7 @@ class UserWarnings:
     def unseen_layers(self, names: Sequence[str]) -> None:
         if names and self._is_first("unseen"):
             warn(
-                f"kfac_optim: {self._unpreconditioned(names, 'gradients but no statistics')}. Either no finite "
+                f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. Either no finite "
                 "statistics came yet, or a layer was parametrized or pruned since, or its forward or backward is out "
                 "of sight: torch.func, gradients from autograd.grad, a forward of its own that multiplies by something "
                 "else than its weight, or, with an estimate that names the loss, torch.compile or an output that is "
@@ -104,7 +104,7 @@ class UserWarnings:
         """Say which layers are left to SGD since their captured calls do not add up to their gradient."""
         if names:
             warn(
-                f"kfac_optim: {self._unpreconditioned(names, 'gradients of which only a part was captured')} from now "
+                f"kfac_optim: {_take(names, 'gradients of which only a part was captured', self._plain.rest)} from now "
                 "on. What backward adds to .grad is not the sum of output gradients times inputs over the forward "
                 "calls that were seen. The rest comes by a use of the weight that is out of sight: in a derivative of "
                 "the model (a gradient penalty, a loss of derivatives), in torch.func, in a custom autograd.Function, "
@@ -150,9 +150,10 @@ class UserWarnings:
             f"so that neither the rate nor a schedule of it has an effect. {advice}"
         )
 
-    def _unpreconditioned(self, names: Sequence[str], having: str) -> str:
-        """Say that layers, all of them by name, have something and go without preconditioning."""
-        listed, step = ", ".join(map(repr, names)), f"the plain {self._plain.layer} step"
-        if len(names) == 1:
-            return f"1 layer has {having} and takes {step} ({listed})"
-        return f"{len(names)} layers have {having} and take {step} ({listed})"
+
+def _take(names: Sequence[str], having: str, plain: str) -> str:
+    """Say that layers, all of them by name, have something and go without preconditioning."""
+    listed, step = ", ".join(map(repr, names)), f"the plain {plain} step"
+    if len(names) == 1:
+        return f"1 layer has {having} and takes {step} ({listed})"
+    return f"{len(names)} layers have {having} and take {step} ({listed})"

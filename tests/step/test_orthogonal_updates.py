@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import InverseRoot, KFACOptimizer, OrthogonalUpdates, Structure
+from kfac_optim import InverseRoot, KFACOptimizer, LevenbergMarquardt, MonteCarlo, OrthogonalUpdates, Structure
 from kfac_optim.linalg.orthogonal import orthogonalised
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -76,7 +76,7 @@ def test_layers_go_by_the_step_written_out_and_the_rest_by_adamw(
             means[layer] = momentum * means.get(layer, torch.zeros_like(new)) + (1 - momentum) * new
             update = momentum * means[layer] + (1 - momentum) * new if nesterov else means[layer]
             update = orthogonalised(update[None])[0]
-            update *= (-1 if maximize else 1) * 0.2 / update.square().mean().sqrt()
+            update *= (-1 if maximize else 1) * 0.2 * max(update.shape) ** 0.5
             with torch.no_grad():
                 for param, part in ((layer.weight, update[:, :-1]), (layer.bias, update[:, -1])):
                     param.mul_(1 - 0.03 * decay).sub_(0.03 * part)
@@ -108,7 +108,7 @@ def test_a_layer_without_statistics_goes_by_its_own_gradient() -> None:
     assert "no statistics so far: Muon" in str(optimizer.summary())
     matrix = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], 1)[None]
     update = orthogonalised(matrix)[0]
-    update *= 0.2 / update.square().mean().sqrt()
+    update *= 0.2 * max(update.shape) ** 0.5
     torch.testing.assert_close(before - model[0].weight, 0.03 * update[:, :-1])
 
 
@@ -167,8 +167,8 @@ def damaged(name: str, value: Any) -> dict[str, Any]:
     [
         ("exp_avg_sq", torch.full((5,), -1.0), r"'exp_avg_sq' of 'scale' is negative"),
         ("exp_avg_sq", torch.zeros(4), r"'exp_avg_sq' of 'scale' is \[4\], here \[5\]"),
-        ("step", 3, r"'step' of 'scale' is .*must be a number from 1 on"),
-        ("step", torch.tensor(0.0), r"'step' of 'scale' is .*must be a number from 1 on"),
+        ("step", 3, r"'step' of 'scale' is .*must be a tensor \[\] of a number from 0 on"),
+        ("step", torch.tensor(-1.0), r"'step' of 'scale' is .*must be a tensor \[\] of a number from 0 on"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(name: str, value: Any, message: str) -> None:
@@ -232,3 +232,87 @@ def test_numbers_out_of_range_are_refused(name: str, value: Any, error: type[Exc
         OrthogonalUpdates(**{name: value})
     with pytest.raises(ValueError, match="damping of InverseRoot must be"):
         InverseRoot(0)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("other", ["SGD", "K-FAC"])
+def test_momentum_of_another_rule_is_not_taken_for_a_mean(other: str, maximize: bool) -> None:
+    numbers = {"lr": 0.01, "momentum": 0.9, "maximize": maximize}
+    model = Scaled()
+    alike = {name: OPTIONS[name] for name in ("inverse", "structure")}
+    sgd = other == "SGD"
+    before = torch.optim.SGD(model.parameters(), **numbers) if sgd else KFACOptimizer(model, **numbers, **alike)
+    train(model, before, 10)
+    optimizer = KFACOptimizer(model, **{**OPTIONS, "maximize": maximize})
+    with pytest.warns(UserWarning, match=r"of torch\.optim\.SGD") if sgd else nullcontext():
+        optimizer.load_state_dict(before.state_dict())
+    optimizer.param_groups[0]["lr"] = 1.0
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    train(model, optimizer, 1, start=20)
+    for name, param in model.named_parameters():
+        moved = (values[name] - param.detach()) * (-1 if maximize else 1)
+        assert (moved * param.grad).sum() > 0, name
+        assert moved.abs().max() < 1.5, name
+
+
+def test_a_model_that_is_cast_in_mid_training_goes_on() -> None:
+    model = Scaled()
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    train(model, optimizer, 3)
+    model.to(torch.float32)
+    train(model, optimizer, 3)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_a_layer_with_a_bias_alone_and_norm_layers_go_by_adamw() -> None:
+    ours, theirs = (nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        model[0].weight.requires_grad_(False)
+        model[2].requires_grad_(False)
+    optimizer = KFACOptimizer(ours, **{**OPTIONS, "structure": None})
+    trained = [param for param in theirs.parameters() if param.requires_grad]
+    adamw = torch.optim.AdamW(trained, 0.03, weight_decay=0)
+    for i in range(4):
+        for model, each in ((ours, optimizer), (theirs, adamw)):
+            each.zero_grad()
+            square_loss(model(batch(i)) - 1).backward()
+            each.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_momentum_may_be_scheduled_through_zero() -> None:
+    model = Scaled()
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    for i, momentum in enumerate((0.9, 0.9, 0.0, 0.0, 0.9)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        before = model.scale.detach().clone()
+        train(model, optimizer, 1, start=i)
+    assert (before - model.scale.detach()).abs().max() > 0.5 * 0.03
+
+
+def test_notes_of_the_user_are_left_alone() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    optimizer.state[model[0].bias]["step"] = 3
+    train(model, optimizer, 2)
+    copied = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    copied.load_state_dict(optimizer.state_dict())
+    assert copied.state[model[0].bias]["step"] == 3
+
+
+def test_complex_parameters_are_refused() -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+    optimizer = KFACOptimizer([param], **{**OPTIONS, "structure": None})
+    param.abs().sum().backward()
+    with (
+        pytest.warns(UserWarning, match="nothing is preconditioned"),
+        pytest.raises(RuntimeError, match=r"is complex, and OrthogonalUpdates takes real ones"),
+    ):
+        optimizer.step()
+
+
+def test_adapt_damping_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"have one length at every damping\. Drop adapt_damping"):
+        KFACOptimizer(mlp(), **OPTIONS, estimate=MonteCarlo(nn.MSELoss()), adapt_damping=LevenbergMarquardt())

@@ -24,10 +24,9 @@ RootState = PairState[SymmetricInverse]
 class InverseRoot(PairInverse[RootState]):
     """Multiplies the gradient by the inverse square roots of its factors: `(G + ε n_G I)^-½ ∇ (A + ε n_A I)^-½`.
 
-    `n_F = tr F / d` is the mean eigenvalue of a factor, so that the damping has no unit: the result turns no way with
-    the size of the loss or of the inputs. The λ of the param groups is not used. Where a gradient is mostly noise, of
-    covariance near `A ⊗ G`, all directions get noise of the same size; the full inverse would give the most to those
-    of the least curvature. Shampoo has these powers on factors of its own (Gupta et al. 2018).
+    `n_F = tr F / d` is the mean eigenvalue of a factor, so that the damping ε has no unit. The λ of the param groups is
+    not used. Where a gradient is mostly noise, of covariance near `A ⊗ G`, all directions get noise of the same size;
+    the full inverse would give the most to those of the least curvature.
 
     Use it with `step_size=OrthogonalUpdates()`, and with `structure=(Structure.DENSE, Structure.IDENTITY)`, which
     leaves out `G` and its cost: orthogonal updates undo most of what `G` does.
