@@ -30,8 +30,9 @@ class OrthogonalUpdates(StepSize):
     Norm layers, and all parameters that belong to no layer, take AdamW's step, with the momentum for β₁. With
     `l2_in_curvature` weight decay is part of every gradient, and not decoupled.
 
-    It is for classifiers and language models that are trained on mini-batches, where a step of the full inverse is
-    noisy. Where batches are large and the loss is that of an autoencoder or a regression, the defaults go further:
+    It is for training on mini-batches, where a step of the full inverse is noisy: classifiers, language models,
+    regressions. On deep autoencoders with large batches the full inverse goes further, with the loss named. What it
+    goes with:
 
         optimizer = KFACOptimizer(
             model,
