@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.checkpoint import KEY
-from kfac_optim.blocks.state_keys import UPDATED
+from kfac_optim.blocks.state_keys import SECOND_MOMENT, UPDATED
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.state_redistribution import Buffer, Holdings
@@ -131,8 +131,8 @@ class StateTransfer(WholeStates):
             return None
         missing = ["what other ranks have measured since the last refresh"] if factors else []
         momentum = any(group["momentum"] != 0 for block in statistics.blocks for group in block.groups)
-        held = (key for each in self._state().values() if isinstance(each, dict) for key in each)
-        if isinstance(plan.strategy, Sharded) and (momentum or not set(UPDATED).isdisjoint(held)):
+        adams = any(SECOND_MOMENT in held for held in self._state().values() if isinstance(held, dict))
+        if isinstance(plan.strategy, Sharded) and (momentum or adams):
             missing.append("the momentum of parameters that other ranks update")
         return " and ".join(missing) or None
 
