@@ -197,8 +197,8 @@ class Holdings:
     def _held(self, buffer: Buffer) -> Tensor | None:
         param, key = buffer
         state = self._state()
-        held: Tensor | None = state[param].get(key) if param in state else None
-        return held
+        held = state[param].get(key) if param in state else None
+        return held if isinstance(held, Tensor) else None  # users keep notes of their own there
 
 
 def _empty(buffer: Buffer) -> Tensor:

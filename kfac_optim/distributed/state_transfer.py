@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.checkpoint import KEY
-from kfac_optim.blocks.state_keys import SECOND_MOMENT, UPDATED
+from kfac_optim.blocks.state_keys import SECOND_MOMENT
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
 from kfac_optim.distributed.state_redistribution import Buffer, Holdings
@@ -165,6 +165,6 @@ class StateTransfer(WholeStates):
             for param in list(state):
                 if isinstance(state[param], dict):
                     state[param] = {name: value for name, value in state[param].items() if name != KEY}
-        for param in dict.fromkeys(param for param, _ in self._borrowed):
-            state[param] = {name: value for name, value in state[param].items() if name not in UPDATED}
+        for param, key in self._borrowed:
+            state[param] = {name: value for name, value in state[param].items() if name != key}
         self._complete, self._borrowed, self._consolidated = {}, [], False

@@ -12,7 +12,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, SECOND_MOMENT
 from kfac_optim.linalg.orthogonal import orthogonalised
-from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize
+from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.utils.validation import check_number
 
 # Elements of a matrix from which on a launch takes no longer than its products.
@@ -83,12 +83,8 @@ class OrthogonalUpdates(StepSize):
                     f"below 1 and dampening 0, got momentum={group['momentum']!r} and dampening={group['dampening']!r} "
                     f"in param group {i}."
                 )
+            refuse_sparse(group, i, "OrthogonalUpdates")
             for param in group["params"]:
-                if param.grad is not None and param.grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"kfac_optim: a parameter {list(param.shape)} of param group {i} has a {param.grad.layout} "
-                        "gradient; OrthogonalUpdates needs dense ones. Pass sparse=False to the layer."
-                    )
                 if param.grad is not None and param.is_complex():
                     raise RuntimeError(
                         f"kfac_optim: a parameter {list(param.shape)} of param group {i} is complex, and "
@@ -175,7 +171,8 @@ def _mean(proposal: Proposal, param: nn.Parameter, group: Group, direction: Tens
     if momentum == 0:
         held.pop(MOMENTUM, None)  # it would be stale where the momentum is raised again
         return new
-    if ADAM_STEPS not in held or MOMENTUM not in held:  # torch's momentum is a sum, and perhaps of the negative
+    if ADAM_STEPS not in held or MOMENTUM not in held:
+        # Torch's momentum is a sum, and perhaps of the negative. The count, which stays 0 here, marks a mean.
         held[MOMENTUM], held[ADAM_STEPS] = torch.zeros_like(param), _no_steps(param)
     before = _kept(held, MOMENTUM, param)
     mean = before.lerp(new, 1 - momentum)

@@ -10,7 +10,7 @@ from kfac_optim.blocks.block import l2
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.quadratic import change, minimum
 from kfac_optim.step.scaling import scalar, scale_all
-from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
+from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.step.trust_region import inner_product
 
 
@@ -46,12 +46,7 @@ class QuadraticModel(StepSize):
                         f"kfac_optim: QuadraticModel decides on momentum itself and descends: {name} of param group "
                         f"{i} must be {wanted}, got {group[name]!r}."
                     )
-            for param in group["params"]:
-                if param.grad is not None and param.grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"kfac_optim: a parameter {list(param.shape)} of param group {i} has a {param.grad.layout} "
-                        "gradient; QuadraticModel needs dense ones. Pass sparse=False to the layer."
-                    )
+            refuse_sparse(group, i, "QuadraticModel")
             if bool(group["weight_decay"] != 0) and not group["l2_in_curvature"]:
                 raise ValueError(
                     f"kfac_optim: weight_decay={group['weight_decay']!r} of param group {i} is no part of the loss "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
@@ -157,3 +158,13 @@ class StepSize(ABC):
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:
         """Return the step; tensors of the proposal, momentum included, may be changed in place."""
+
+
+def refuse_sparse(group: Group, number: int, step_size: str) -> None:
+    """Raise RuntimeError where a parameter of a param group has a sparse gradient, and a step size needs dense ones."""
+    for param in group["params"]:
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"kfac_optim: a parameter {list(param.shape)} of param group {number} has a {param.grad.layout} "
+                f"gradient; {step_size} needs dense ones. Pass sparse=False to the layer."
+            )

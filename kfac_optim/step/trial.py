@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, l2
-from kfac_optim.blocks.state_keys import UPDATED
+from kfac_optim.blocks.state_keys import MOMENTUM
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import ForwardRecorder, KeptForward, Objective
@@ -68,12 +68,11 @@ class Trial:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Take the step back; momentum, which led into it, and what Adam measured start from zero."""
+        """Take the step back; momentum, which led into it, starts from zero."""
         for param, value in self._before.items():
             param.copy_(value)
             if param in self._state:
-                for name in UPDATED:
-                    self._state[param].pop(name, None)
+                self._state[param].pop(MOMENTUM, None)
 
     def _after(self, loss: float) -> float:
         return loss + self._penalty({param: param.detach() for param in self._before})
