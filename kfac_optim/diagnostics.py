@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Coverage
 from kfac_optim.factors.block_diagonal import clear_padding
-from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Structure, WeightSharing
+from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Sketched, Structure, WeightSharing
 from kfac_optim.step.engine import StepRecord
 from kfac_optim.step.step_size import PLAIN_SGD, PlainSteps
 from kfac_optim.utils.text import describe_bytes, table
@@ -230,6 +230,9 @@ def _describe_factor(groups: int, dim: int, dims: Sequence[int], kept: Kept) -> 
         return "identity"
     if isinstance(kept, BlockDiagonal):
         groups, dims = kept.blocks(dim), (kept.width(dim),)
+    if isinstance(kept, Sketched):
+        size = f"{dim}×{dim} from {kept.columns} directions"
+        return f"{groups}·{size}" if groups > 1 else size
     size = f"diag {dim}" if kept is Structure.DIAGONAL else " ⊗ ".join(f"{each}×{each}" for each in dims)
     return f"{groups}·{size}" if groups > 1 else size
 

@@ -71,17 +71,35 @@ class BlockDiagonal:
         return -(-dim // self.blocks(dim))
 
 
-Kept = Structure | BlockDiagonal
+@dataclass(frozen=True, slots=True)
+class Sketched:
+    """Keep the products of a wide factor with random directions, and its trace, in place of the factor.
+
+    Of a factor `F` `[d, d]` the products `F Ω` `[d, columns]` are kept, with directions `Ω` that depend on the two
+    sizes alone (`linalg.sketch_directions`). They are linear in `F`, so that running averages, and sums over several
+    processes, are taken of them as of `F` itself, and nothing of size `d²` is ever formed. `LowRank(sketch=columns)`
+    asks for it, and reads leading eigenpairs off the products.
+
+    Attributes:
+        columns: how many directions.
+    """
+
+    columns: int
+
+
+Kept = Structure | BlockDiagonal | Sketched
 """What is kept of one factor."""
 
 
 def narrower(one: Kept, other: Kept) -> Kept:
     """Return the one of the two that keeps less; the first if they keep as much."""
-    order = (Structure.IDENTITY, Structure.DIAGONAL, BlockDiagonal, Structure.DENSE)
+    order = (Structure.IDENTITY, Structure.DIAGONAL, Sketched, BlockDiagonal, Structure.DENSE)
 
     def extent(kept: Kept) -> tuple[int, int]:
         if isinstance(kept, BlockDiagonal):
             return order.index(BlockDiagonal), kept.size
+        if isinstance(kept, Sketched):
+            return order.index(Sketched), kept.columns
         return order.index(kept), 0
 
     return min(one, other, key=extent)
@@ -179,21 +197,25 @@ class LayerSpec:
 
 
 class FactorShape(NamedTuple):
-    """The shape of a factor is `[groups, dim, dim]` where it is dense and `[groups, dim]` where it is diagonal."""
+    """The shape of a factor is `[groups, dim, dim]` where it is dense or sketched, `[groups, dim]` where it is diagonal."""
 
-    structure: Structure
+    structure: Structure | Sketched
     groups: int
     dim: int
 
     @property
     def packed(self) -> int:
         """Return numbers of its running average as it is kept and sent: of a dense matrix one triangle."""
+        if isinstance(self.structure, Sketched):
+            return self.groups * (self.dim * self.structure.columns + 1)
         per_group = self.dim * (self.dim + 1) // 2 if self.structure is Structure.DENSE else self.dim
         return self.groups * per_group
 
     @property
     def numel(self) -> int:
-        """Count the elements of the matrices, or diagonals."""
+        """Count the elements of the matrices, of their sketches, or of the diagonals."""
+        if isinstance(self.structure, Sketched):
+            return self.packed
         return self.groups * (self.dim**2 if self.structure is Structure.DENSE else self.dim)
 
 

@@ -180,6 +180,8 @@ def build(
             notes.append(f"{'AG'[side]} is diagonal: {width} > max_factor_dim {options.max_factor_dim}")
         elif isinstance(wish, BlockDiagonal) and wish.blocks(dim) == 1:
             structure[side] = Structure.DENSE
+        if all(use.adapter is not None and use.adapter.in_rows for use in uses):
+            structure[side] = inverse.kept(structure[side], dim)
     if structure == [Structure.IDENTITY, Structure.IDENTITY]:
         return None
     if len(uses) > 1:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim.linalg.triangles import pack_triangle, packed_diagonal, triangle_size, unpack_triangle
-from kfac_optim.specs import Structure
+from kfac_optim.linalg.sketches import nystrom, sketch_directions
+from kfac_optim.linalg.triangles import pack_triangle, packed_diagonal, unpack_triangle
+from kfac_optim.specs import FactorShape, Sketched, Structure
 from kfac_optim.utils import value_checks
 
 
@@ -37,15 +38,17 @@ class Factor:
     rank, which merges them (`packed`, `merge`), and the others begin again from nothing (`forget`).
 
     A dense average is symmetric, and kept as a triangle: whole matrices (`average`) are for refreshes and for users,
-    and what every step does is done without them.
+    and what every step does is done without them. Of a sketched one the products `S Ω` and the trace are kept, which
+    are linear in `S`, so that all of this holds for them.
 
     Attributes:
-        structure: dense or diagonal.
+        structure: dense, diagonal or sketched.
         dim: `d`.
-        packed: the average as it is kept and sent: triangles `[groups, d(d + 1)/2]` (dense, see `linalg.pack_triangle`)
-            or diagonals `[groups, d]`.
+        packed: the average as it is kept and sent: triangles `[groups, d(d + 1)/2]` (dense, see `linalg.pack_triangle`),
+            diagonals `[groups, d]`, or sketches with the trace behind them, `[groups, d·columns + 1]`.
         mass: `[]`, on the factor's device so that refusing a sample needs no host synchronisation.
-        pending: raw sum since the last fold, shaped like `average`, or None; of a dense one a triangle counts.
+        pending: raw sum since the last fold, or None: of a dense factor `[groups, d, d]`, of which a triangle counts,
+            else shaped like `packed`.
         elsewhere: of the whole, where another rank merges it; the average is then this rank's share, and not solved for
             here. It is no part of checkpoints, as every merge sends it again.
     """
@@ -53,9 +56,9 @@ class Factor:
     __slots__ = ("dim", "elsewhere", "mass", "packed", "pending", "structure")
 
     def __init__(
-        self, groups: int, dim: int, structure: Structure, *, dtype: torch.dtype, device: torch.device
+        self, groups: int, dim: int, structure: Structure | Sketched, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        numbers = triangle_size(dim) if structure is Structure.DENSE else dim
+        numbers = FactorShape(structure, 1, dim).packed
         self.structure = structure
         self.dim = dim
         self.packed = torch.zeros(groups, numbers, dtype=dtype, device=device)
@@ -77,15 +80,26 @@ class Factor:
 
     @property
     def average(self) -> Tensor:
-        """Return `[groups, d, d]`, a new tensor, of a dense factor; of a diagonal one `packed` itself."""
+        """Return `[groups, d, d]`, a new tensor; of a diagonal factor `packed` itself, `[groups, d]`.
+
+        Of a sketched factor it is what the sketch tells: the matrix of its eigenpairs (`linalg.nystrom`).
+        """
+        if isinstance(self.structure, Sketched):
+            pairs = nystrom(self.sketch(), sketch_directions(self.dim, self.structure.columns, like=self.packed))
+            return pairs.vectors * pairs.values.unsqueeze(-2) @ pairs.vectors.mT
         return unpack_triangle(self.packed, self.dim) if self._is_dense else self.packed
 
+    def sketch(self) -> Tensor:
+        """Return the products `S Ω` of a sketched average, `[groups, d, columns]`, a view."""
+        return self.packed[:, :-1].view(self.groups, self.dim, -1)
+
     def diagonal(self) -> Tensor:
-        """Give the diagonal of the average, `[groups, d]`; it is a copy where the average is dense."""
+        """Give the diagonal of the average, `[groups, d]`; it is a copy where the average is dense. No sketch tells it."""
+        assert not isinstance(self.structure, Sketched)
         return torch.cat(packed_diagonal(self.packed, self.dim), -1) if self._is_dense else self.packed
 
     def add(self, moment: Tensor) -> None:
-        """Add raw second moments to the sum of this step, shaped like `average` or one for all groups."""
+        """Add raw second moments to the sum of this step, shaped like `pending` or one for all groups."""
         if self.pending is None:
             self.pending = moment
         elif self.pending.shape == moment.shape:
@@ -94,8 +108,10 @@ class Factor:
             self.pending = self.pending + moment
 
     def pending_is_finite(self) -> Tensor:
-        """Return whether the pending sum is finite, `[]` bool: by Cauchy-Schwarz, whether its diagonal is."""
+        """Return whether the pending sum is finite, `[]` bool: by Cauchy-Schwarz, whether its diagonal or trace is."""
         assert self.pending is not None
+        if isinstance(self.structure, Sketched):
+            return self.pending[:, -1].isfinite().all()
         diagonal = self.pending.diagonal(dim1=-2, dim2=-1) if self._is_dense else self.pending
         return diagonal.isfinite().all()
 
@@ -167,7 +183,9 @@ class Factor:
 
     def trace(self) -> Tensor:
         """Return the trace of the whole average, `[groups]`, also if another rank keeps it."""
-        return self.diagonal().sum(-1) if self.elsewhere is None else self.elsewhere.trace
+        if self.elsewhere is not None:
+            return self.elsewhere.trace
+        return self.packed[:, -1] if isinstance(self.structure, Sketched) else self.diagonal().sum(-1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds; the sum of an unfinished step is, like `.grad`, not part of it."""
@@ -175,9 +193,13 @@ class Factor:
 
     def ranges(self) -> dict[str, value_checks.Rule]:
         """Tell what these tensors can be."""
-        triangles = value_checks.positive(lambda packed: torch.cat(packed_diagonal(packed, self.dim), -1))
+        rule: value_checks.Rule = value_checks.second_moments
+        if self._is_dense:
+            rule = value_checks.positive(lambda packed: torch.cat(packed_diagonal(packed, self.dim), -1))
+        elif isinstance(self.structure, Sketched):
+            rule = value_checks.positive(lambda packed: packed[:, -1:])
         return {
-            "average": triangles if self._is_dense else value_checks.second_moments,
+            "average": rule,
             "mass": value_checks.not_negative,
         }
 

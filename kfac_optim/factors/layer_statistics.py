@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kfac_optim.factors.second_moments import sum_of_squares
 from kfac_optim.factors.subsampling import Draw
-from kfac_optim.specs import Structure
+from kfac_optim.specs import Sketched, Structure
 
 
 class LayerStatistics(ABC):
@@ -39,12 +39,15 @@ class LayerStatistics(ABC):
         return True
 
     @abstractmethod
-    def input_moment(self, structure: Structure) -> Tensor:
-        """Return `Σ a aᵀ`, `[groups, in, in]`, or its diagonal `[groups, in]`, less what earlier backwards counted."""
+    def input_moment(self, structure: Structure | Sketched) -> Tensor:
+        """Return `Σ a aᵀ`, `[groups, in, in]`, less what earlier backwards counted; or its diagonal `[groups, in]`.
+
+        Statistics of adapters that say `in_rows` are asked for sketches as well, as `second_moments.gram` gives them.
+        """
 
     @abstractmethod
-    def output_moment(self, structure: Structure) -> Tensor:
-        """Return `Σ g gᵀ`, `[groups, out, out]`, or its diagonal `[groups, out]`."""
+    def output_moment(self, structure: Structure | Sketched) -> Tensor:
+        """Return `Σ g gᵀ`, `[groups, out, out]`, or its diagonal `[groups, out]`, or a sketch as for the input."""
 
     @abstractmethod
     def rows(self) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,24 @@ class Patches:
         seen = convolve(self.padded(), kernels, stride=self.stride, dilation=self.dilation, groups=self.groups)
         return channel_rows(seen, self.groups)
 
+    def products(self, along: Tensor) -> Tensor:
+        """Sum the outer products of all rows with `along` `[groups, batch, positions, k]`, without making rows.
+
+        That is what backward does for the kernels of a convolution with the output gradient `along`.
+
+        Returns:
+            `[groups, width, k]`.
+        """
+        columns = along.shape[-1]
+        padded, kernel = self.padded(), (self.groups * columns, self.channels, *self.kernel)
+        gradient = along.permute(1, 0, 3, 2).reshape(len(padded), self.groups * columns, *self.positions)
+        none = [0] * self.ndim
+        kernels = torch.ops.aten.convolution_backward(
+            gradient, padded, padded.new_empty(kernel), None, self.stride, none, self.dilation, False, none,
+            self.groups, (False, True, False),
+        )[1]  # fmt: skip
+        return kernels.view(self.groups, columns, self.width).mT
+
     def columns(self) -> Tensor:
         """Return all rows as columns, `[groups, width, batch · positions]`, by `(*kernel, channel)`, in longer runs."""
         windows = self._windows()

@@ -6,7 +6,7 @@ from torch import Tensor
 from kfac_optim.factors.block_diagonal import cut, level_padding
 from kfac_optim.factors.call_rows import CallRows
 from kfac_optim.factors.second_moments import gram, on_host, product_along, total
-from kfac_optim.specs import Structure
+from kfac_optim.specs import Sketched, Structure
 
 
 class RowStatistics(CallRows):
@@ -53,7 +53,7 @@ class RowStatistics(CallRows):
             count = count - total(self._shared_mask(self.active_before))
         return count if self._sample is None else count * self._sample.weight
 
-    def input_moment(self, structure: Structure) -> Tensor:
+    def input_moment(self, structure: Structure | Sketched) -> Tensor:
         moment = self._input_moment_over(self._active, structure)
         if self.active_before is not None:
             moment -= self._input_moment_over(self.active_before, structure)
@@ -61,7 +61,7 @@ class RowStatistics(CallRows):
             moment *= self._sample.weight
         return level_padding(moment, self.spec.in_dim) if self.spec.blocks(0) > 1 else moment
 
-    def output_moment(self, structure: Structure) -> Tensor:
+    def output_moment(self, structure: Structure | Sketched) -> Tensor:
         moment = gram(self._block_gradients(self.call.gradient), structure)
         if self.call.earlier is not None:
             moment -= gram(self._block_gradients(self.call.earlier), structure)
@@ -89,7 +89,7 @@ class RowStatistics(CallRows):
         a = self.input_rows_along(layer_input, directions if constant is None else directions[:-1])
         return product_along(g, a if constant is None else a + constant)
 
-    def _input_moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+    def _input_moment_over(self, active: Tensor, structure: Structure | Sketched) -> Tensor:
         """Return `Σ a aᵀ` over the rows that `active` marks."""
         marked = None if on_host(active) and bool(active.all()) else active
         mask = None if marked is None else self._shared_mask(marked)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_optim.linalg.products import symmetric_product
-from kfac_optim.specs import Structure
+from kfac_optim.linalg.sketches import sketch_directions
+from kfac_optim.specs import Sketched, Structure
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -20,12 +21,14 @@ _CHUNK = 2**24
 _IN_CACHE = 2**17
 
 
-def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, constant: int | None = None) -> Tensor:
-    """Return `Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal of it.
+def gram(
+    rows: Tensor, structure: Structure | Sketched, active: Tensor | None = None, *, constant: int | None = None
+) -> Tensor:
+    """Return `Σ r rᵀ` over batch and shared axes of `[groups, batch, shared, d]`, or the diagonal or a sketch of it.
 
     Args:
         rows: `r`.
-        structure: whether all of it is wanted.
+        structure: what is wanted of it; of a sketch come the products and the trace, as `Factor` keeps them.
         active: `[batch, shared]` bool, the rows that count; None is all. What the others hold, be it not finite, does
             not matter.
         constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made:
@@ -43,12 +46,29 @@ def gram(rows: Tensor, structure: Structure, active: Tensor | None = None, *, co
         marked = active.flatten()
         rows = rows[:, marked] if on_host(marked) else torch.where(marked.unsqueeze(-1), rows, 0)
         count = total(marked)
+    if isinstance(structure, Sketched):
+        directions = sketch_directions(whole, structure.columns, like=rows)
+        if constant is None:
+            along = rows @ directions
+            return sketch_of(rows.mT @ along, rows.square().sum((1, 2)))
+        along = rows @ directions[:-1] + constant * directions[-1]
+        products = torch.cat([rows.mT @ along, constant * along.sum(1, keepdim=True)], 1)
+        return sketch_of(products, rows.square().sum((1, 2)) + count * constant)
     if structure is Structure.DIAGONAL:
         squares = rows.square().sum(1)
         return squares if constant is None else torch.cat([squares, _filled(squares[:, :1], count * constant)], dim=-1)
     moment = rows.new_empty(len(rows), whole, whole)
     symmetric_product(rows, out=moment[:, : rows.shape[-1], : rows.shape[-1]])
     return moment if constant is None else _border(moment, rows.sum(1), count, constant)
+
+
+def sketch_of(products: Tensor, traces: Tensor) -> Tensor:
+    """Put the products of a factor with its directions, `[groups, d, columns]`, and its trace `[groups]` side by side.
+
+    Returns:
+        `[groups, d·columns + 1]`, as `Factor` keeps it.
+    """
+    return torch.cat([products.flatten(1), traces.unsqueeze(1)], 1)
 
 
 def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

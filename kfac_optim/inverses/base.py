@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.inverses.state import InverseState
-from kfac_optim.specs import Cost, LayerSpec, Part
+from kfac_optim.specs import Cost, Kept, LayerSpec, Part
 
 S = TypeVar("S", bound=InverseState)
 
@@ -35,6 +35,13 @@ class Inverse(ABC, Generic[S]):
             spec: the layer as its adapter describes it, before factors that are too wide are kept in another form.
         """
         return (spec.in_dim,), (spec.out_dim,)
+
+    def kept(self, wish: Kept, dim: int) -> Kept:
+        """Return what this representation keeps of a factor of width `dim`, where the user and the layer wish for `wish`.
+
+        It is asked for layers whose statistics can be sketched (`LayerAdapter.in_rows`).
+        """
+        return wish
 
     @abstractmethod
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> S:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.inverses.pair_inverse import PairState
-from kfac_optim.specs import Structure
+from kfac_optim.specs import Sketched, Structure
 
 # Elements of the matrices that one batched call takes: 256 MiB of float32.
 _AT_ONCE = 2**26
@@ -44,7 +44,7 @@ class FactorJob:
 J = TypeVar("J", bound=FactorJob)
 
 
-def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
+def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure | Sketched, list[J]]]:
     """Return jobs of one structure, size, dtype and device: what one batched call can take.
 
     No more than make `_AT_ONCE` elements of full matrices, or one job that has more: what a refresh needs besides what
@@ -55,9 +55,10 @@ def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure, list[J]]]:
         factor = job.factor
         alike[factor.structure, factor.dim, job.state.condition.dtype, factor.device].append(job)
     for (structure, dim, *_), equal in alike.items():
+        columns = structure.columns if isinstance(structure, Sketched) else dim
         batch, matrices = [equal[0]], equal[0].factor.groups
         for job in equal[1:]:
-            if (matrices + job.factor.groups) * dim**2 > _AT_ONCE:
+            if (matrices + job.factor.groups) * dim * columns > _AT_ONCE:
                 yield structure, batch
                 batch, matrices = [], 0
             batch.append(job)

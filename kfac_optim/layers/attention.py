@@ -16,7 +16,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, StatisticsSink, watch_of
-from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.specs import LayerSpec, Sketched, Structure
 from kfac_optim.utils.autograd import no_view
 from kfac_optim.utils.hooks import Handle, Handles
 
@@ -62,7 +62,7 @@ class ProjectionStatistics(RowStatistics):
         of_groups[self._use.first : self._use.first + self._use.groups] = count
         return of_groups
 
-    def input_moment(self, structure: Structure) -> Tensor:
+    def input_moment(self, structure: Structure | Sketched) -> Tensor:
         moment = super().input_moment(structure)
         if self._use.shared:
             return moment

@@ -16,7 +16,7 @@ from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import product_along, turned
 from kfac_optim.factors.subsampling import Draw
 from kfac_optim.layers.base import WeightBiasAdapter, own_forward
-from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 
 
 class EmbeddingStatistics(RowStatistics):
@@ -65,7 +65,7 @@ class EmbeddingStatistics(RowStatistics):
             return rows
         return torch.where((self.ids != self.padding_idx).unsqueeze(-1), rows, 0)
 
-    def _input_moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+    def _input_moment_over(self, active: Tensor, structure: Structure | Sketched) -> Tensor:
         weights = active.to(self.exact)
         if self.spec.weight_sharing is WeightSharing.EXPAND:
             counts = self._counts(weights)

@@ -25,7 +25,7 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.second_moments import batched, channel_moments, channel_rows, examples_at_once
 from kfac_optim.factors.subsampling import Draw, RowSample
 from kfac_optim.layers.base import WeightBiasAdapter, own_forward
-from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 
 M = TypeVar("M", bound=nn.Module)
 TrailingNorm = TypeVar("TrailingNorm", nn.LayerNorm, nn.RMSNorm)
@@ -94,11 +94,11 @@ class NormStatistics(LayerStatistics):
         examples, positions = self._taken
         return examples if self.spec.weight_sharing is WeightSharing.REDUCE else examples * positions
 
-    def input_moment(self, structure: Structure) -> Tensor:
+    def input_moment(self, structure: Structure | Sketched) -> Tensor:
         shape = (self.spec.groups, 1, 1) if structure is Structure.DENSE else (self.spec.groups, 1)
         return self.call.gradient.new_ones(shape, dtype=self.dtype).mul_(self.count)
 
-    def output_moment(self, structure: Structure) -> Tensor:
+    def output_moment(self, structure: Structure | Sketched) -> Tensor:
         moment = self._moment_of(self.call.gradient, structure)
         if self.call.earlier is not None:
             moment -= self._moment_of(self.call.earlier, structure)
@@ -120,7 +120,7 @@ class NormStatistics(LayerStatistics):
             squares += torch.stack([column.square().sum() for column in columns]).sum()
         return total.unsqueeze(-1) * directions, squares.sqrt() * torch.linalg.vector_norm(directions)
 
-    def _moment_of(self, gradient: Tensor, structure: Structure) -> Tensor:
+    def _moment_of(self, gradient: Tensor, structure: Structure | Sketched) -> Tensor:
         examples = self._taken[0]
         step = examples_at_once(batched(gradient, self.unbatched_ndim))
         starts = range(0, max(1, examples), step)
@@ -148,7 +148,7 @@ class NormStatistics(LayerStatistics):
         return rows.gather(1, part.positions.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
 
 
-def _moment(columns: Sequence[Tensor], structure: Structure) -> Tensor:
+def _moment(columns: Sequence[Tensor], structure: Structure | Sketched) -> Tensor:
     """Return `Σ u uᵀ` `[features, out, out]`, or its diagonal, of the columns of `u`."""
     if structure is Structure.DIAGONAL:
         return torch.stack([column.square().sum((0, 1)) for column in columns], dim=-1)

@@ -18,10 +18,11 @@ from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.patch_correlation import correlated_gram, correlation_pays
 from kfac_optim.factors.patches import Patches
 from kfac_optim.factors.row_statistics import RowStatistics
-from kfac_optim.factors.second_moments import bordered, channel_rows, gram, on_host
+from kfac_optim.factors.second_moments import bordered, channel_rows, gram, on_host, sketch_of
 from kfac_optim.factors.subsampling import RowSample
 from kfac_optim.layers.base import M, StatisticsSink, WeightBiasAdapter
-from kfac_optim.specs import LayerSpec, Structure, WeightSharing
+from kfac_optim.linalg.sketches import sketch_directions
+from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 from kfac_optim.utils.autograd import is_cast_of
 from kfac_optim.utils.hooks import Handle, Handles, is_on
 
@@ -80,7 +81,7 @@ class PatchStatistics(RowStatistics):
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         return channel_rows(self._batched(gradient), self.spec.groups)
 
-    def _input_moment_over(self, active: Tensor, structure: Structure) -> Tensor:
+    def _input_moment_over(self, active: Tensor, structure: Structure | Sketched) -> Tensor:
         """Return `Σ a aᵀ`, of which `A` is the mean, over the patches that `active` marks: the quickest way to it."""
         expand = self.spec.weight_sharing is WeightSharing.EXPAND
         drawn = self._sample is not None and self._sample.positions is not None
@@ -99,8 +100,10 @@ class PatchStatistics(RowStatistics):
         if not on_host(active):
             return super()._input_moment_over(active, structure)
         inactive = active.numel() - int(active.sum())
+        if isinstance(structure, Sketched) and inactive == 0:
+            return self._sketched(patches, structure)
         # To make rows takes several times as long as to correlate as many.
-        if 3 * inactive <= active.numel() and correlation_pays(patches):
+        if not isinstance(structure, Sketched) and 3 * inactive <= active.numel() and correlation_pays(patches):
             moment = self._correlated(patches)
             if inactive == 0:
                 return moment
@@ -126,6 +129,17 @@ class PatchStatistics(RowStatistics):
             return moment
         count = len(patches.features) * math.prod(patches.positions)
         return bordered(moment, patches.total(), count, self.bias_input)
+
+    def _sketched(self, patches: Patches, structure: Sketched) -> Tensor:
+        """Return the sketch of `Σ a aᵀ` over all positions."""
+        directions = sketch_directions(self.spec.in_dim, structure.columns, like=patches.features)
+        traces = replace(patches, features=patches.features.square()).total().sum(-1)
+        if not self.spec.has_bias:
+            return sketch_of(patches.products(patches.along(directions)), traces)
+        along = patches.along(directions[:-1]) + self.bias_input * directions[-1]
+        last = self.bias_input * along.sum((1, 2)).unsqueeze(1)
+        products = torch.cat([patches.products(along), last], 1)
+        return sketch_of(products, traces + along[0, ..., 0].numel() * self.bias_input)
 
     def _batched(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() == self.ndim + 2 else tensor.unsqueeze(0)
