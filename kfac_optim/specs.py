@@ -197,7 +197,7 @@ class LayerSpec:
 
 
 class FactorShape(NamedTuple):
-    """The shape of a factor is `[groups, dim, dim]` where it is dense or sketched, `[groups, dim]` where it is diagonal."""
+    """The shape of a factor is `[groups, dim, dim]`, whole or sketched, and `[groups, dim]` where it is diagonal."""
 
     structure: Structure | Sketched
     groups: int

@@ -27,7 +27,7 @@ from helpers.plain import (
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from kfac_optim import EKFAC, KFACOptimizer, Structure, TrustRegion, WeightSharing
+from kfac_optim import EKFAC, Cholesky, KFACOptimizer, Structure, TrustRegion, WeightSharing
 
 README = Path(__file__).parents[1] / "kfac_optim" / "README.md"
 
@@ -166,6 +166,7 @@ def test_the_record_of_a_block_says_sizes_structure_inverse_and_bytes() -> None:
         max_factor_dim=20,
         weight_sharing={"0": WeightSharing.REDUCE},
         structure={"0": (Structure.DENSE, Structure.IDENTITY)},
+        inverse=Cholesky(),
     )
     conv, linear = optimizer.summary().blocks
     assert (conv.name, conv.layer, conv.params, conv.owners) == ("0", "Conv2d", ("0.weight", "0.bias"), (0,))

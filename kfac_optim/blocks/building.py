@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from kfac_optim.blocks.block import KFACBlock, LayerUse
-from kfac_optim.blocks.options import BlockOptions
+from kfac_optim.blocks.options import SOME_ROWS, BlockOptions
 from kfac_optim.blocks.selection import ModuleNames
 from kfac_optim.factors.subsampling import Subsample
 from kfac_optim.inverses.base import Inverse, InverseRule
@@ -166,6 +166,9 @@ def build(
         kept = reversed(each.structure) if other else each.structure
         structure = [narrower(most, wish) for most, wish in zip(kept, structure, strict=True)]
     inverse, subsample = options.inverse.of(names, first.path), options.subsample.of(names, first.path)
+    in_rows = all(use.adapter is not None and use.adapter.in_rows for use in uses)
+    if subsample is SOME_ROWS and not in_rows:
+        subsample = Subsample()
     if isinstance(inverse, InverseRule):
         wished = replace(spec, structure=(structure[0], structure[1]), opposed=any(opposed))
         modules = [module for _, module in names.lineage(first.path)]
@@ -180,7 +183,7 @@ def build(
             notes.append(f"{'AG'[side]} is diagonal: {width} > max_factor_dim {options.max_factor_dim}")
         elif isinstance(wish, BlockDiagonal) and wish.blocks(dim) == 1:
             structure[side] = Structure.DENSE
-        if all(use.adapter is not None and use.adapter.in_rows for use in uses):
+        if in_rows:
             structure[side] = inverse.kept(structure[side], dim)
     if structure == [Structure.IDENTITY, Structure.IDENTITY]:
         return None

@@ -9,13 +9,16 @@ from torch import nn
 
 from kfac_optim.blocks.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
 from kfac_optim.factors.subsampling import Subsample
+from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.layers.base import Adapters, LayerAdapter
 from kfac_optim.specs import Kept, Structure, WeightSharing
 from kfac_optim.utils.validation import check_dtype, check_integer, check_kind
 
 _DENSE = (Structure.DENSE, Structure.DENSE)
+
+SOME_ROWS = Subsample(rows=8192)
+"""What statistics take where the user does not say: more rows than any factor that is kept has columns, by far."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,10 @@ def block_options(
     options = BlockOptions(
         adapters=adapters,
         skip_layers=tuple(skip_layers),
-        inverse=Choice("inverse", inverse, (Inverse, InverseRule), Cholesky()),
+        inverse=Choice("inverse", inverse, (Inverse, InverseRule), AutoInverse()),
         weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
         structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),
-        subsample=Choice("subsample", Subsample() if subsample is None else subsample, (Subsample,), Subsample()),
+        subsample=Choice("subsample", SOME_ROWS if subsample is None else subsample, (Subsample,), SOME_ROWS),
         max_factor_dim=max_factor_dim,
         factor_dtype=factor_dtype,
     )

@@ -44,7 +44,7 @@ class Factor:
     Attributes:
         structure: dense, diagonal or sketched.
         dim: `d`.
-        packed: the average as it is kept and sent: triangles `[groups, d(d + 1)/2]` (dense, see `linalg.pack_triangle`),
+        packed: the average as it is kept and sent: triangles `[groups, d(d + 1)/2]` (dense, see `linalg.triangles`),
             diagonals `[groups, d]`, or sketches with the trace behind them, `[groups, d·columns + 1]`.
         mass: `[]`, on the factor's device so that refusing a sample needs no host synchronisation.
         pending: raw sum since the last fold, or None: of a dense factor `[groups, d, d]`, of which a triangle counts,
@@ -94,7 +94,7 @@ class Factor:
         return self.packed[:, :-1].view(self.groups, self.dim, -1)
 
     def diagonal(self) -> Tensor:
-        """Give the diagonal of the average, `[groups, d]`; it is a copy where the average is dense. No sketch tells it."""
+        """Give the diagonal of an average that is no sketch, `[groups, d]`; a copy where the average is dense."""
         assert not isinstance(self.structure, Sketched)
         return torch.cat(packed_diagonal(self.packed, self.dim), -1) if self._is_dense else self.packed
 

@@ -99,7 +99,7 @@ class Patches:
         padded, kernel = self.padded(), (self.groups * columns, self.channels, *self.kernel)
         gradient = along.permute(1, 0, 3, 2).reshape(len(padded), self.groups * columns, *self.positions)
         none = [0] * self.ndim
-        kernels = torch.ops.aten.convolution_backward(
+        kernels: Tensor = torch.ops.aten.convolution_backward(
             gradient, padded, padded.new_empty(kernel), None, self.stride, none, self.dilation, False, none,
             self.groups, (False, True, False),
         )[1]  # fmt: skip

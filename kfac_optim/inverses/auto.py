@@ -5,31 +5,38 @@ from typing import Any
 
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.cholesky import Cholesky
+from kfac_optim.inverses.damped.low_rank import LowRank
 from kfac_optim.inverses.doubly_factored import DoublyFactored
 from kfac_optim.specs import LayerSpec
+
+_SKETCH = 64  # directions of wide factors
 
 
 @dataclass(frozen=True)
 class AutoInverse(InverseRule):
-    """Chooses for each layer the inverse that its shape asks for: `inverse=AutoInverse()`, or for some in a mapping.
+    """Chooses for each layer the inverse that its shape asks for. It is the default.
 
     1. A linear layer over a flattened feature map, wider than `max_factor_dim`: `DoublyFactored` with the channels of
        the map, where C, T and out are not wider. The map must be seen: a convolution, layers that keep its channels,
        `nn.Flatten()` and the linear layer, in `nn.Sequential`s. A `flatten` in a `forward` is not; name that layer:
        `{"head": DoublyFactored(channels=256), "*": AutoInverse()}`.
-    2. Everything else: `Cholesky`. Beside a scalar or an identity, as in the 2×2 blocks of norm layers, its damping is
+    2. A layer with a dense factor at least 256 wide: `LowRank(sketch=64)`, which keeps 64 columns of such factors, and
+       32 eigenvectors.
+    3. Everything else: `Cholesky`. Beside a scalar or an identity, as in the 2×2 blocks of norm layers, its damping is
        exact too.
 
-    `summary()` shows what came of it.
+    `summary()` shows what came of it. `inverse=Cholesky()` keeps all factors whole.
 
-    Why these rules. In place of three factors the wide layer would have a diagonal `A`: on MNIST at 8 × 8 pixels, with
-    a convolution of 16 channels and layers 1024-32-10, the loss after 200 steps was 0.23 with three factors, 0.25 with
-    a diagonal `A` and 0.19 with a dense one. Of those that use whole factors none is cheaper than `Cholesky` at any
-    size, as the table shows, and where `Eigen` costs as little, for narrow layers and for two diagonal factors, its
-    exact damping has not paid: with layers 64-30-30-30-10 the loss after 300 steps was 0.21 with `Cholesky` and 0.23
-    with `Eigen` and with `EKFAC`; with all factors diagonal 0.26 with `Cholesky` and 0.28 with `Eigen`. (`MonteCarlo`,
-    `kl_clip` 0.03, each at the best of 3 dampings, or of 12 to 16 pairs of damping and rate; means of two or three
-    seeds, which are up to 0.03 apart.)
+    Why these rules. From a width of 256 on, the 64 columns of a sketch are a quarter of the numbers and of the
+    operations of statistics, and the rest is cheaper still, while directions of steps hardly differ (figures at
+    `LowRank`, and what a step costs in `benchmarks/README.md`). In place of three factors the wide layer would have a
+    diagonal `A`: on MNIST at 8 × 8 pixels, with a convolution of 16 channels and layers 1024-32-10, the loss after 200
+    steps was 0.23 with three factors, 0.25 with a diagonal `A` and 0.19 with a dense one. Of those that use whole
+    factors none is cheaper than `Cholesky` at any size, as the table shows, and where `Eigen` costs as little, for
+    narrow layers and for two diagonal factors, its exact damping has not paid: with layers 64-30-30-30-10 the loss
+    after 300 steps was 0.21 with `Cholesky` and 0.23 with `Eigen` and with `EKFAC`; with all factors diagonal 0.26 with
+    `Cholesky` and 0.28 with `Eigen`. (`MonteCarlo`, `kl_clip` 0.03, each at the best of 3 dampings, or of 12 to 16
+    pairs of damping and rate; means of two or three seeds, which are up to 0.03 apart.)
 
     Microseconds of a refresh and of applying it, both factors of size d, float32, one CPU core, torch 2.13, the best of
     many:
@@ -43,8 +50,6 @@ class AutoInverse(InverseRule):
     | 512 | 18400, 5400 | 152000, 5400 | 44300, 11700 | 59400, 13500 |
     | 1024 | 104000, 46700 | 1220000, 46900 | 278000, 92700 | 385000, 92000 |
 
-    `LowRank` is cheaper for wide layers, at the price of an approximation: it is for you to choose.
-
     Nothing has been measured on accelerators, where `NewtonSchulz` may well be the faster one from some size on: the
     rule does not look at the device.
     """
@@ -55,4 +60,6 @@ class AutoInverse(InverseRule):
             widest = max(max(dims) for dims in three.factor_dims(spec))
             if three.refusal(spec.by_blocks()) is None and widest <= max_factor_dim:
                 return three
-        return Cholesky()
+        wide = LowRank(sketch=_SKETCH)
+        sides = zip(spec.structure, (spec.in_dim, spec.out_dim), strict=True)
+        return wide if any(wide.kept(kept, dim) != kept for kept, dim in sides) else Cholesky()

@@ -37,9 +37,13 @@ class Inverse(ABC, Generic[S]):
         return (spec.in_dim,), (spec.out_dim,)
 
     def kept(self, wish: Kept, dim: int) -> Kept:
-        """Return what this representation keeps of a factor of width `dim`, where the user and the layer wish for `wish`.
+        """Return what this representation keeps of a factor, where the user and the layer wish for `wish`.
 
         It is asked for layers whose statistics can be sketched (`LayerAdapter.in_rows`).
+
+        Args:
+            wish: a structure that the layer and the user allow.
+            dim: width of the factor.
         """
         return wish
 

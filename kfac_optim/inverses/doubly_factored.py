@@ -103,7 +103,7 @@ class DoublyFactored(Inverse[DoublyFactoredState]):
             return "other layers multiply by the transpose of its weight"
         kept = [factor.structure for factor in spec.factors()]
         if kept != [Structure.DENSE, Structure.DENSE]:
-            kinds = " and ".join(kind.value for kind in kept)
+            kinds = " and ".join(kind.value if isinstance(kind, Structure) else "sketched" for kind in kept)
             return f"its A and G are {kinds}, not dense (raise max_factor_dim if that made them so)"
         if columns == 0 or columns % self.channels:
             return f"the inputs are no multiple of {self.channels} channels"

@@ -1,5 +1,6 @@
 """Leading eigenpairs of matrices of which only the products with a few random directions are known."""
 
+import math
 from functools import lru_cache
 
 import torch
@@ -29,7 +30,8 @@ def sketch_directions(dim: int, columns: int, *, like: Tensor) -> Tensor:
 def _directions(dim: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(dim)
     bits = torch.randint(2, (dim, columns), generator=generator, device="cpu")
-    return ((2 * bits - 1).to(torch.float64) / dim**0.5).to(dtype).to(device)
+    signs = (2 * bits - 1).to(torch.float64)
+    return (signs / math.sqrt(dim)).to(dtype).to(device)
 
 
 def nystrom(sketch: Tensor, directions: Tensor) -> Eigenpairs:

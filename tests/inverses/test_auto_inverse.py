@@ -76,7 +76,10 @@ def conv_train(model: nn.Module, optimizer: KFACOptimizer, steps: int) -> None:
         ((5, 3), {"structure": (DIAGONAL, DIAGONAL)}, 9, None, Cholesky()),
         ((5, 3), {"structure": (IDENTITY, DENSE)}, 2, None, Cholesky()),
         ((2, 1), {"groups": 64}, 9, None, Cholesky()),  # of a norm layer
-        ((512, 512), {}, 8192, None, Cholesky()),
+        ((255, 255), {}, 8192, None, Cholesky()),
+        ((256, 3), {}, 8192, None, LowRank(sketch=64)),
+        ((3, 256), {}, 8192, None, LowRank(sketch=64)),
+        ((512, 512), {"structure": (IDENTITY, DIAGONAL)}, 8192, None, Cholesky()),
     ],
 )
 def test_the_shape_decides(

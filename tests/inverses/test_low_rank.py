@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import Cholesky, KFACOptimizer, LowRank, Structure
-from kfac_optim.inverses.damped.low_rank import Deflation, LowRankState
+from kfac_optim.inverses.damped.deflation import DeflatedState, Deflation
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import SymmetricInverse
 from kfac_optim.linalg.eigen import leading_eigenpairs, random_basis
@@ -28,7 +28,7 @@ def factor_of(values: Tensor) -> Tensor:
     return basis @ torch.diag(values) @ basis.mT
 
 
-def state_with(inverse: LowRank, a: Tensor, g: Tensor) -> LowRankState:
+def state_with(inverse: LowRank, a: Tensor, g: Tensor) -> DeflatedState:
     state = inverse.init(spec(len(a), len(g), 1, (DENSE, DENSE)), dtype=torch.float64, device=CPU)
     for factor, matrix in ((state.pair.a, a), (state.pair.g, g)):
         factor.add(matrix[None].clone())
@@ -296,4 +296,5 @@ def test_bad_choices_are_refused(arguments: dict[str, object], error: type[Excep
 
 
 def test_its_name_says_what_was_chosen() -> None:
-    assert repr(LowRank(32)) == "LowRank(rank=32, iterations=2)"
+    assert repr(LowRank()) == "LowRank()"
+    assert repr(LowRank(16, sketch=40)) == "LowRank(rank=16, sketch=40)"

@@ -1,78 +1,34 @@
 """Each damped factor as a few eigenvectors and one number for all the rest: thin products apply it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from kfac_optim.factors.factor import Factor
 from kfac_optim.inverses.batching import FactorJob, batches
-from kfac_optim.inverses.damped.base import (
-    DampedJob,
-    damped_factors,
-    identity_like,
-    invert_by_cholesky,
-    take_reciprocals,
+from kfac_optim.inverses.damped.base import DampedJob, damped_factors, invert_by_cholesky, take_reciprocals
+from kfac_optim.inverses.damped.deflation import (
+    DeflatedState,
+    Deflation,
+    DeflationJob,
+    apply_deflated,
+    check_sketch,
+    hand_back,
+    is_deflated,
+    read_off,
+    result_numbers,
+    sketched_if_wide,
+    sketched_refresh,
 )
-from kfac_optim.inverses.damping import Damped
-from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse, PairState, SymmetricInverse, side_of
-from kfac_optim.linalg.eigen import Eigenpairs, leading_eigenpairs, random_basis
-from kfac_optim.linalg.products import sandwich
-from kfac_optim.linalg.sketches import nystrom, sketch_directions
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse
+from kfac_optim.linalg.eigen import leading_eigenpairs
 from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Structure
-from kfac_optim.utils import value_checks
 from kfac_optim.utils.validation import check_integer
 
 
-class Deflation(NamedTuple):
-    """Represents an inverse `scale · (I - basis · diag(weights) · basisᵀ)`, of each group."""
-
-    basis: Tensor
-    """Eigenvectors as columns, `[groups, d, r]`; before the first refresh random ones, from which the iteration starts."""
-    weights: Tensor
-    """How much of each the inverse takes away, `[groups, r]`, from 0 to 1."""
-    scale: Tensor
-    """What the inverse multiplies all other directions by, `[groups]`."""
-
-
-_Side = Deflation | SymmetricInverse
-
-
-class LowRankState(PairState[_Side]):
-    """Holds the factors of one block and the inverses of their damped forms.
-
-    The condition number is that of the matrix that is inverted: of its largest eigenvalue over the one for the rest.
-
-    Attributes:
-        a: a `Deflation` where `A` is sketched, or dense and at least four ranks wide; else the inverse itself, as
-            `Cholesky` has it.
-        g: the same of `G`.
-        cutoff: the smallest eigenvalue kept, over the damping, `[2]` for A and G, the largest of all groups; 0 where
-            the inverse is exact.
-    """
-
-    def __init__(self, spec: LayerSpec, rank: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, partial(_identity, rank), dtype=dtype, device=device)
-        self.cutoff = torch.zeros_like(self.condition)
-
-    def counted(self) -> dict[str, Tensor]:
-        return super().counted() | {"cutoff": self.cutoff}
-
-    def counters(self) -> dict[str, Tensor]:
-        return super().counters() | {"cutoff_A": self.cutoff[0], "cutoff_G": self.cutoff[1]}
-
-    def measures(self, part: str) -> tuple[Tensor, ...]:
-        return *super().measures(part), self.cutoff[side_of(part)]
-
-    def ranges(self) -> dict[str, Any]:
-        return super().ranges() | {"cutoff": value_checks.measured}
-
-
 @dataclass(frozen=True)
-class LowRank(PairInverse[LowRankState]):
+class LowRank(PairInverse[DeflatedState]):
     """Inverts each wide factor as `Cholesky` does, but only along its leading eigenvectors; the rest gets one number.
 
     A factor `F = U diag(d) Uᵀ + rest` of trace `t`, with r eigenpairs kept, counts as `U diag(d) Uᵀ + μ (I - U Uᵀ)`,
@@ -117,29 +73,34 @@ class LowRank(PairInverse[LowRankState]):
     sketch: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("rank of LowRank", self.rank)
+        check_sketch("LowRank", self.sketch, self.rank)
         check_integer("iterations of LowRank", self.iterations)
-        if self.sketch is not None:
-            check_integer("sketch of LowRank (None keeps whole factors)", self.sketch)
-            if self.sketch < self.rank:
-                raise ValueError(
-                    f"kfac_optim: sketch of LowRank must be at least its rank, {self.rank}, got {self.sketch}. Twice the "
-                    "rank is a good choice."
-                )
+
+    @property
+    def _from_width(self) -> int:
+        """Return the width from which on thin products are at most half the operations of one with the inverse.
+
+        Below that little is saved, and a good part of the curvature lost: in a network 64 wide, 32 eigenpairs of 65
+        take half as many steps again as the whole factor.
+        """
+        return 4 * self.rank
+
+    def __repr__(self) -> str:
+        chosen = [f"{field.name}={getattr(self, field.name)}" for field in fields(self)]
+        usual = [f"{field.name}={field.default}" for field in fields(self)]
+        return f"LowRank({', '.join(each for each in chosen if each not in usual)})"
 
     def kept(self, wish: Kept, dim: int) -> Kept:
-        if self.sketch is not None and wish is Structure.DENSE and dim >= 4 * self.sketch:
-            return Sketched(self.sketch)
-        return wish
+        return sketched_if_wide(self.sketch, wish, dim)
 
-    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> LowRankState:
-        return LowRankState(spec, self.rank, dtype=dtype, device=device)
+    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> DeflatedState:
+        return DeflatedState(spec, self.rank, self._from_width, dtype=dtype, device=device)
 
-    def refresh(self, states: Sequence[LowRankState], dampings: Sequence[float]) -> None:
+    def refresh(self, states: Sequence[DeflatedState], dampings: Sequence[float]) -> None:
         jobs = [job for state, damping in zip(states, dampings, strict=True) for job in _jobs(state, damping)]
-        for structure, deflating in batches(job for job in jobs if isinstance(job, _DeflationJob)):
+        for structure, deflating in batches(job for job in jobs if isinstance(job, DeflationJob)):
             if isinstance(structure, Sketched):
-                _read_off(structure, deflating)
+                read_off(structure, deflating)
             else:
                 self._follow(deflating)
         for structure, equal in batches(job for job in jobs if isinstance(job, DampedJob)):
@@ -148,29 +109,20 @@ class LowRank(PairInverse[LowRankState]):
             else:
                 take_reciprocals(equal)
 
-    def apply(self, state: LowRankState, grad: Tensor, damping: float) -> Tensor:
-        a, g = state.a, state.g
-        scales = [side.scale for side in (a, g) if isinstance(side, Deflation)]
-        direction = grad.to(state.condition.dtype)
-        if scales:
-            scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
-            direction = direction * scale.view(-1, 1, 1)
-        return _from_right(a, _from_left(g, direction))
+    def apply(self, state: DeflatedState, grad: Tensor, damping: float) -> Tensor:
+        return apply_deflated(state, grad)
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
-        if _deflates(factor.structure, factor.dim, self.rank):
-            numbers = factor.groups * (factor.dim * self.rank + self.rank + 1)
-            return numbers, numbers
-        return factor.packed, factor.numel
+        return result_numbers(factor, self.rank, self._from_width)
 
     def flops(self, spec: LayerSpec) -> Cost:
         refresh, per_element = 0.0, 0.0
         r = float(self.rank)
         for structure, groups, dim in spec.factors():
             if isinstance(structure, Sketched):
-                refresh += groups * (6 * dim * structure.columns**2 + 2 * EIGH_FLOPS * structure.columns**3)
+                refresh += groups * sketched_refresh(dim, structure.columns)
                 per_element += 4 * r
-            elif _deflates(structure, dim, self.rank):
+            elif is_deflated(structure, dim, self._from_width):
                 orthogonal = 4 * self.iterations * dim * r**2
                 refresh += groups * (
                     2 * (self.iterations + 1) * r * dim**2 + orthogonal + 4 * dim * r**2 + EIGH_FLOPS * r**3
@@ -181,111 +133,21 @@ class LowRank(PairInverse[LowRankState]):
                 per_element += 2 * dim
         return Cost(refresh=refresh, apply=per_element * spec.groups * spec.in_dim * spec.out_dim)
 
-    def _follow(self, jobs: "Sequence[_DeflationJob]") -> None:
+    def _follow(self, jobs: Sequence[DeflationJob]) -> None:
         """Stack every group of every job, of one size, into one batch, and hand the parts back."""
         matrix = torch.cat([job.damped.scaled(job.average()) for job in jobs])
         shift = torch.cat([job.damped.shift for job in jobs])
         start = torch.cat([job.deflation.basis for job in jobs])
         pairs = leading_eigenpairs(matrix, shift, start, self.iterations)
-        _keep(jobs, pairs, matrix.diagonal(dim1=-2, dim2=-1).sum(-1), shift)
+        hand_back(jobs, pairs, matrix.diagonal(dim1=-2, dim2=-1).sum(-1), shift)
 
 
-def _read_off(structure: Sketched, jobs: "Sequence[_DeflationJob]") -> None:
-    """Read the leading eigenpairs off the sketches of every group of every job, of one size."""
-    dtype = jobs[0].state.condition.dtype
-    scales = torch.cat([job.damped.scale for job in jobs]).to(dtype)
-    sketch = torch.cat([job.factor.sketch().to(dtype) for job in jobs]) * scales[:, None, None]
-    traces = torch.cat([job.factor.trace().to(dtype) for job in jobs]) * scales
-    shift = torch.cat([job.damped.shift for job in jobs])
-    pairs = nystrom(sketch, sketch_directions(sketch.shape[1], structure.columns, like=sketch))
-    rank = jobs[0].deflation.weights.shape[-1]
-    leading = Eigenpairs(pairs.values[:, -rank:], pairs.vectors[..., -rank:], pairs.attempts)
-    _keep(jobs, leading, traces, shift)
-
-
-def _keep(jobs: "Sequence[_DeflationJob]", pairs: Eigenpairs, traces: Tensor, shift: Tensor) -> None:
-    """Hand the parts of a batch back to its jobs; see `_DeflationJob.keep`."""
-    sizes = [job.factor.groups for job in jobs]
-    whole = (pairs.values, pairs.vectors, pairs.attempts, traces, shift)
-    for job, *part in zip(jobs, *(torch.split(each, sizes) for each in whole), strict=True):
-        job.keep(*part)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _DeflationJob(FactorJob):
-    """Says how a wide factor is damped, and where what is computed goes."""
-
-    state: LowRankState
-    damped: Damped
-    deflation: Deflation
-
-    def keep(self, values: Tensor, vectors: Tensor, attempts: Tensor, traces: Tensor, shift: Tensor) -> None:
-        """Take the groups that are usable, and leave the others at what they had last.
-
-        Args:
-            values: of the eigenpairs, ascending, `[groups, r]`.
-            vectors: `[groups, d, r]`.
-            attempts: `[groups]`, 0 where all failed.
-            traces: of the factor, `[groups]`.
-            shift: its damping, `[groups]`.
-        """
-        usable = self.settle(attempts)
-        dim, rank = vectors.shape[1:]
-        rest = shift + ((traces - values.sum(-1)) / (dim - rank)).clamp(min=0)
-        basis, weights, scale = self.deflation
-        damped = values + shift.unsqueeze(-1)
-        # Rounding may put the mean of the rest above the smallest value kept.
-        removed = (1 - rest.unsqueeze(-1) / damped).clamp(min=0)
-        torch.where(usable[:, None, None], vectors, basis, out=basis)
-        torch.where(usable[:, None], removed, weights, out=weights)
-        torch.where(usable, rest.reciprocal(), scale, out=scale)
-        for measure, measured in (
-            (self.state.condition, damped[:, -1] / rest),
-            (self.state.cutoff, values[:, 0] / shift),
-        ):
-            last = measure[self.side]
-            measure[self.side] = torch.where(usable, measured, last).max()
-
-
-def _jobs(state: LowRankState, damping: float) -> list[FactorJob]:
+def _jobs(state: DeflatedState, damping: float) -> list[FactorJob]:
     jobs: list[FactorJob] = []
     for side, factor, share in damped_factors(state, damping):
         kept = state.side(side)
         if isinstance(kept, Deflation):
-            jobs.append(_DeflationJob(state, side, factor, share, kept))
+            jobs.append(DeflationJob(state, side, factor, share, kept))
         else:
             jobs.append(DampedJob(state, side, factor, share, kept.inverse))
     return jobs
-
-
-def _deflates(structure: Structure | Sketched, dim: int, rank: int) -> bool:
-    """Return whether a factor is sketched, or thin products are at most half the operations of one with the inverse.
-
-    Below that little is saved, and a good part of the curvature lost: in a network 64 wide, 32 eigenpairs of 65 take
-    half as many steps again as the whole factor.
-    """
-    return isinstance(structure, Sketched) or (structure is Structure.DENSE and dim >= 4 * rank)
-
-
-def _identity(rank: int, factor: Factor, dtype: torch.dtype) -> _Side:
-    """Return what stands until there is an inverse."""
-    if not _deflates(factor.structure, factor.dim, rank):
-        return SymmetricInverse(identity_like(factor, dtype))
-    basis = random_basis(factor.dim, rank, dtype=dtype, device=factor.device).repeat(factor.groups, 1, 1)
-    return Deflation(basis, basis.new_zeros(factor.groups, rank), basis.new_ones(factor.groups))
-
-
-def _from_left(side: _Side | None, matrix: Tensor) -> Tensor:
-    """Multiply `[n, d, columns]` from the left by an inverse, in place where that is a `Deflation`, scale aside."""
-    if not isinstance(side, Deflation):
-        return sandwich(None if side is None else side.inverse, matrix, None)
-    parts = side.weights.unsqueeze(-1) * (side.basis.mT @ matrix)
-    return matrix.baddbmm_(side.basis.expand(len(matrix), -1, -1), parts, alpha=-1)
-
-
-def _from_right(side: _Side | None, matrix: Tensor) -> Tensor:
-    """Multiply `[n, rows, d]` from the right by an inverse, in place where that is a `Deflation`, scale aside."""
-    if not isinstance(side, Deflation):
-        return sandwich(None, matrix, None if side is None else side.inverse)
-    parts = (matrix @ side.basis) * side.weights.unsqueeze(-2)
-    return matrix.baddbmm_(parts, side.basis.mT.expand(len(matrix), -1, -1), alpha=-1)

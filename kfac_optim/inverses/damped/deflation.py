@@ -1,0 +1,203 @@
+"""A factor, or its inverse, as a few eigenvectors and one number for all the rest: thin products apply it.
+
+Two representations are made of these: `LowRank`, which inverts damped factors, and `InverseRoot`, of wide factors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfac_optim.factors.factor import Factor
+from kfac_optim.inverses.batching import FactorJob
+from kfac_optim.inverses.damped.base import identity_like
+from kfac_optim.inverses.damping import Damped
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairState, SymmetricInverse, side_of
+from kfac_optim.linalg.eigen import Eigenpairs, random_basis
+from kfac_optim.linalg.products import sandwich
+from kfac_optim.linalg.sketches import nystrom, sketch_directions
+from kfac_optim.specs import FactorShape, Kept, LayerSpec, Sketched, Structure
+from kfac_optim.utils import value_checks
+from kfac_optim.utils.validation import check_integer
+
+
+class Deflation(NamedTuple):
+    """Represents an inverse, or a root of it, `scale · (I - basis · diag(weights) · basisᵀ)`, of each group."""
+
+    basis: Tensor
+    """Eigenvectors as columns, `[groups, d, r]`; before the first refresh random ones, where iterations start."""
+    weights: Tensor
+    """How much of each the inverse takes away, `[groups, r]`, from 0 to 1."""
+    scale: Tensor
+    """What the inverse multiplies all other directions by, `[groups]`."""
+
+
+Side = Deflation | SymmetricInverse
+
+
+class DeflatedState(PairState[Side]):
+    """Holds the factors of one block and the inverses of their damped forms, or the roots of these.
+
+    The condition number of a `Deflation` is that of the damped matrix: of its largest eigenvalue over the one for the
+    rest.
+
+    Attributes:
+        a: a `Deflation` where `A` is sketched, or dense and at least `from_width` wide; else the inverse itself, as
+            `Cholesky` has it.
+        g: the same of `G`.
+        cutoff: the smallest eigenvalue kept, over the damping, `[2]` for A and G, the largest of all groups; 0 where
+            the inverse is exact.
+    """
+
+    def __init__(
+        self, spec: LayerSpec, rank: int, from_width: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(spec, partial(_identity, rank, from_width), dtype=dtype, device=device)
+        self.cutoff = torch.zeros_like(self.condition)
+
+    def counted(self) -> dict[str, Tensor]:
+        return super().counted() | {"cutoff": self.cutoff}
+
+    def counters(self) -> dict[str, Tensor]:
+        return super().counters() | {"cutoff_A": self.cutoff[0], "cutoff_G": self.cutoff[1]}
+
+    def measures(self, part: str) -> tuple[Tensor, ...]:
+        return *super().measures(part), self.cutoff[side_of(part)]
+
+    def ranges(self) -> dict[str, Any]:
+        return super().ranges() | {"cutoff": value_checks.measured}
+
+
+def read_off(structure: Sketched, jobs: "Sequence[DeflationJob]") -> None:
+    """Read the leading eigenpairs off the sketches of every group of every job, of one size."""
+    dtype = jobs[0].state.condition.dtype
+    scales = torch.cat([job.damped.scale for job in jobs]).to(dtype)
+    sketch = torch.cat([job.factor.sketch().to(dtype) for job in jobs]) * scales[:, None, None]
+    traces = torch.cat([job.factor.trace().to(dtype) for job in jobs]) * scales
+    shift = torch.cat([job.damped.shift for job in jobs])
+    pairs = nystrom(sketch, sketch_directions(sketch.shape[1], structure.columns, like=sketch))
+    rank = jobs[0].deflation.weights.shape[-1]
+    leading = Eigenpairs(pairs.values[:, -rank:], pairs.vectors[..., -rank:], pairs.attempts)
+    hand_back(jobs, leading, traces, shift)
+
+
+def hand_back(jobs: "Sequence[DeflationJob]", pairs: Eigenpairs, traces: Tensor, shift: Tensor) -> None:
+    """Hand the parts of a batch back to its jobs; see `DeflationJob.keep`."""
+    sizes = [job.factor.groups for job in jobs]
+    whole = (pairs.values, pairs.vectors, pairs.attempts, traces, shift)
+    for job, *part in zip(jobs, *(torch.split(each, sizes) for each in whole), strict=True):
+        job.keep(*part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeflationJob(FactorJob):
+    """Says how a wide factor is damped, which power of it is wanted, and where what is computed goes."""
+
+    state: DeflatedState
+    damped: Damped
+    deflation: Deflation
+    power: float = 1.0
+    """What the inverse is raised to: ½ for its root."""
+
+    def keep(self, values: Tensor, vectors: Tensor, attempts: Tensor, traces: Tensor, shift: Tensor) -> None:
+        """Take the groups that are usable, and leave the others at what they had last.
+
+        Args:
+            values: of the eigenpairs, ascending, `[groups, r]`.
+            vectors: `[groups, d, r]`.
+            attempts: `[groups]`, 0 where all failed.
+            traces: of the factor, `[groups]`.
+            shift: its damping, `[groups]`.
+        """
+        usable = self.settle(attempts)
+        dim, rank = vectors.shape[1:]
+        rest = shift + ((traces - values.sum(-1)) / (dim - rank)).clamp(min=0)
+        basis, weights, scale = self.deflation
+        damped = values + shift.unsqueeze(-1)
+        # Rounding may put the mean of the rest above the smallest value kept.
+        removed = (1 - (rest.unsqueeze(-1) / damped) ** self.power).clamp(min=0)
+        torch.where(usable[:, None, None], vectors, basis, out=basis)
+        torch.where(usable[:, None], removed, weights, out=weights)
+        torch.where(usable, rest**-self.power, scale, out=scale)
+        for measure, measured in (
+            (self.state.condition, damped[:, -1] / rest),
+            (self.state.cutoff, values[:, 0] / shift),
+        ):
+            last = measure[self.side]
+            measure[self.side] = torch.where(usable, measured, last).max()
+
+
+def is_deflated(structure: Structure | Sketched, dim: int, from_width: float) -> bool:
+    """Return whether a factor is kept as a `Deflation`: if it is sketched, or dense and wide enough."""
+    return isinstance(structure, Sketched) or (structure is Structure.DENSE and dim >= from_width)
+
+
+def apply_deflated(state: DeflatedState, grad: Tensor) -> Tensor:
+    """Multiply a gradient matrix `[groups, out, in]` by what stands for both inverses."""
+    a, g = state.a, state.g
+    scales = [side.scale for side in (a, g) if isinstance(side, Deflation)]
+    direction = grad.to(state.condition.dtype)
+    if scales:
+        scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
+        direction = direction * scale.view(-1, 1, 1)
+    return _from_right(a, _from_left(g, direction))
+
+
+def result_numbers(factor: FactorShape, rank: int, from_width: float) -> tuple[int, int]:
+    """Return numbers of what is computed for one factor, as `PairInverse.result` has them."""
+    if is_deflated(factor.structure, factor.dim, from_width):
+        numbers = factor.groups * (factor.dim * rank + rank + 1)
+        return numbers, numbers
+    return factor.packed, factor.numel
+
+
+def sketched_refresh(dim: int, columns: int) -> float:
+    """Return the operations of reading eigenpairs off the sketch of one factor."""
+    return 6.0 * dim * columns**2 + 2 * EIGH_FLOPS * columns**3
+
+
+def sketched_if_wide(sketch: int | None, wish: Kept, dim: int) -> Kept:
+    """Return what is kept of a factor: a sketch where it has at most a quarter of the columns."""
+    if sketch is not None and wish is Structure.DENSE and dim >= 4 * sketch:
+        return Sketched(sketch)
+    return wish
+
+
+def check_sketch(whose: str, sketch: int | None, rank: int) -> None:
+    """Raise unless `sketch` is None, or an integer that is at least the rank."""
+    check_integer(f"rank of {whose}", rank)
+    if sketch is None:
+        return
+    check_integer(f"sketch of {whose} (None keeps whole factors)", sketch)
+    if sketch < rank:
+        raise ValueError(
+            f"kfac_optim: sketch of {whose} must be at least its rank, {rank}, got {sketch}. Twice the rank is a good "
+            "choice."
+        )
+
+
+def _identity(rank: int, from_width: float, factor: Factor, dtype: torch.dtype) -> Side:
+    """Return what stands until there is an inverse."""
+    if not is_deflated(factor.structure, factor.dim, from_width):
+        return SymmetricInverse(identity_like(factor, dtype))
+    basis = random_basis(factor.dim, rank, dtype=dtype, device=factor.device).repeat(factor.groups, 1, 1)
+    return Deflation(basis, basis.new_zeros(factor.groups, rank), basis.new_ones(factor.groups))
+
+
+def _from_left(side: Side | None, matrix: Tensor) -> Tensor:
+    """Multiply `[n, d, columns]` from the left by an inverse, in place where that is a `Deflation`, scale aside."""
+    if not isinstance(side, Deflation):
+        return sandwich(None if side is None else side.inverse, matrix, None)
+    parts = side.weights.unsqueeze(-1) * (side.basis.mT @ matrix)
+    return matrix.baddbmm_(side.basis.expand(len(matrix), -1, -1), parts, alpha=-1)
+
+
+def _from_right(side: Side | None, matrix: Tensor) -> Tensor:
+    """Multiply `[n, rows, d]` from the right by an inverse, in place where that is a `Deflation`, scale aside."""
+    if not isinstance(side, Deflation):
+        return sandwich(None, matrix, None if side is None else side.inverse)
+    parts = (matrix @ side.basis) * side.weights.unsqueeze(-2)
+    return matrix.baddbmm_(parts, side.basis.mT.expand(len(matrix), -1, -1), alpha=-1)
