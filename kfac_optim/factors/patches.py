@@ -103,7 +103,7 @@ class Patches:
             gradient, padded, padded.new_empty(kernel), None, self.stride, none, self.dilation, False, none,
             self.groups, (False, True, False),
         )[1]  # fmt: skip
-        return kernels.view(self.groups, columns, self.width).mT
+        return kernels.reshape(self.groups, columns, self.width).mT
 
     def columns(self) -> Tensor:
         """Return all rows as columns, `[groups, width, batch · positions]`, by `(*kernel, channel)`, in longer runs."""

@@ -82,6 +82,8 @@ ON_TWO = {
     "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=EMPTY),
     "ekfac, one worker": Case("pictures", Replicated(0.5), {"inverse": EKFAC(), **EACH}, split=UNEVEN, micro=2),
     "low rank": Case("mixed", Sharded(), {"inverse": LowRank(1)}, split=UNEVEN),
+    "sketches": Case("mixed", Sharded(), {"inverse": LowRank(1, sketch=1)}, split=UNEVEN),
+    "sketches, factors": Case("tied", Replicated(0.5, FACTORS), {"inverse": LowRank(1, sketch=1)}, split=EMPTY),
     "newton": Case("mixed", Replicated(1, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY, wrapped=None),
     "eigen, factors apart": Case("tied", Replicated(0.5, FACTORS), {"inverse": Eigen(), **RARE}, split=UNEVEN),
     "eigen, sharded": Case("mixed", Sharded(), {"inverse": Eigen()}, split=UNEVEN),
@@ -130,6 +132,7 @@ ON_FOUR = {
     "scaler": Case("mixed", Sharded(), split=EMPTY, scaler="named", micro=2),
     "auto": Case("mixed", Auto(), by_layer=GROUPS, split=UNEVEN),
     "orthogonal": Case("tokens", Sharded(), ORTHOGONAL, split=UNEVEN),
+    "sketches": Case("pictures", Sharded(FACTORS), {"inverse": LowRank(1, sketch=1)}, split=EMPTY),
 }
 
 
@@ -153,7 +156,7 @@ def strategies_of() -> st.SearchStrategy[Strategy | Auto]:
 def cases(draw: st.DrawFn) -> Case:
     strategy = draw(strategies_of())
     factor_period, inverse_period = draw(st.sampled_from([(1, 1), (1, 3), (2, 4)]))
-    inverse = draw(st.sampled_from([Cholesky(), Eigen(), EKFAC(), LowRank(1), NewtonSchulz(), AutoInverse()]))
+    inverse = draw(st.sampled_from([Cholesky(), Eigen(), EKFAC(), LowRank(1), LowRank(1, sketch=1), NewtonSchulz(), AutoInverse()]))
     if isinstance(inverse, EKFAC):
         inverse_period = factor_period
     options: dict[str, Any] = {
