@@ -191,6 +191,34 @@ class _Bottleneck(nn.Module):
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x), inplace=True)
 
 
+class _BasicBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = (
+            nn.Identity()
+            if inputs == outputs and stride == 1
+            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x), inplace=True)
+
+
+class ResNet18(nn.Sequential):
+    """The 18-layer network for ImageNet of He et al. (2016): ``[batch, 3, height, width]`` to logits."""
+
+    def __init__(self, classes: int = 1000) -> None:
+        widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
+        super().__init__(
+            *(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
+            *(_BasicBlock(inputs, outputs, outputs // inputs) for inputs, outputs in itertools.pairwise(widths)),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes)),
+        )
+
+
 class ResNet50(nn.Module):
     """The 50-layer network for ImageNet of He et al. (2016), the stride in the 3 × 3 convolutions.
 

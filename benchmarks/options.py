@@ -21,11 +21,12 @@ CONTESTANTS = (
     *("SGD", "AdamW", "Muon", "L-BFGS", "Shampoo", "LAMB", "MADGRAD", "AdaBelief", "SOAP", "DistributedShampoo"),
     *("KFAC-default", "KFAC-orthogonal", "KFAC-fast"),
 )
-SETTINGS = ("exact", "fast")
+SETTINGS = ("default", "whole")
 DATASETS = ("digits", "mnist")
 WITHOUT_DOWNLOAD = ("regression", "regression-1000", "classifier")
 DEFAULTS_PROBLEMS = (*WITHOUT_DOWNLOAD, "mnist-a", "mnist-b")
-WORKLOADS = ("autoencoder", "resnet20", "transformer")
+LARGE_WORKLOADS = ("autoencoder", "resnet20", "transformer")
+WORKLOADS = (*LARGE_WORKLOADS, "digits", "narrow", "wide", "softmax", "resnet18")
 LARGE_MODELS = ("gpt2-small", "resnet50")
 AUTOENCODER_DATASETS = ("mnist", "curves")
 AUTOENCODER_BATCH = 2000  # images, where no other number is asked for
@@ -174,7 +175,7 @@ def _quickstart(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", choices=DATASETS, default="digits", help="default: digits, no download")
     parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
     parser.add_argument("--epochs", type=arguments.positive_int, metavar="N", help="default: tuned to the data set")
-    parser.add_argument("--setting", choices=SETTINGS, default="exact", help="of K-FAC (default: its defaults)")
+    parser.add_argument("--setting", choices=SETTINGS, default="default", help="of K-FAC (default: its defaults)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     parser.add_argument(
         "--threads",
@@ -289,7 +290,7 @@ def _refresh(parser: argparse.ArgumentParser) -> None:
 
 
 def _distributed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=LARGE_WORKLOADS, help="default: %(default)s")
     parser.add_argument(
         "--ranks",
         type=arguments.positive_int,

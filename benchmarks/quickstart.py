@@ -128,7 +128,7 @@ def compare(args: argparse.Namespace, place: ProcessPlace) -> None:
     processes.check_share(problem.batch_size, place.world_size)
     images = problem.load(args.data_dir)
 
-    options = SETTINGS[args.setting](problem.batch_size // place.world_size)  # a rank samples its own share
+    options = SETTINGS[args.setting]
     runs = run_grids(problem, images, options, args.seed, console)
     tuned_sgd = min((run for run in runs if run.optimizer == "SGD"), key=lambda run: run.best_loss)
     target = tuned_sgd.best_loss

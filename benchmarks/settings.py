@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from kfac_optim import LowRank, Subsample
+from kfac_optim import Cholesky, LowRank, Subsample
 
 
 def fast(batch: int) -> dict[str, Any]:
@@ -13,5 +12,7 @@ def fast(batch: int) -> dict[str, Any]:
     return {"inverse": LowRank(), "subsample": Subsample(examples=max(1, batch // 4), rows=8192)}
 
 
-# By name, ``(examples of a batch) → options``.
-SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {"exact": lambda _: {}, "fast": fast}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "whole": {"inverse": Cholesky(), "subsample": Subsample()},
+}

@@ -3,9 +3,8 @@
 A training step is zero_grad, forward, backward and optimizer step, on synthetic data. All variants run interleaved,
 in blocks of whole inverse periods, so that statistics and refreshes count with their true frequency; ratios are
 medians over rounds. The floor is the arithmetic of K-FAC's plain formulas at the rate of a large matrix product
-timed in the same run; the gap is measured overhead over floor overhead. ``exact`` is KFACOptimizer at its defaults
-but for the periods; ``fast`` keeps 32 eigenpairs of wide factors and takes statistics of a quarter of the examples,
-of no more than 8,192 rows, all in float32.
+timed in the same run; the gap is measured overhead over floor overhead. ``default`` is KFACOptimizer at its defaults
+but for the periods; ``whole`` keeps all factors whole and takes statistics of all rows, which is what the floor counts.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def measure(
     """
     model = workload.model().to(device)
     inputs, targets = (tensor.to(device) for tensor in workload.batch(workload.examples))
-    options = SETTINGS[setting](workload.examples)
+    options = SETTINGS[setting]
     variants = {
         "sgd": _variant(model, workload, None),
         "no layer": _variant(model, workload, Periods(NEVER, NEVER), {"skip_layers": ("*",)}),

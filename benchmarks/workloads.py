@@ -1,15 +1,16 @@
-"""The three training steps whose cost is measured, on synthetic data."""
+"""The training steps whose cost is measured, on synthetic data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models import Autoencoder, ResNet20, Transformer
+from benchmarks.models import Autoencoder, ResNet18, ResNet20, Transformer, mlp
 from kfac_optim import LossTerms
 
 
@@ -32,7 +33,7 @@ class Workload:
     loss: Callable[[Tensor, Tensor], Tensor]
     loss_terms: LossTerms
     examples: int
-    peer: dict[tuple[int, int], float]
+    peer: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def reconstruction_loss(logits: Tensor, pixels: Tensor) -> Tensor:
@@ -52,6 +53,24 @@ def _images_and_classes(examples: int) -> tuple[Tensor, Tensor]:
 def _text_and_next_characters(examples: int) -> tuple[Tensor, Tensor]:
     text = torch.randint(65, (examples, 129))
     return text[:, :-1], text[:, 1:]
+
+
+def _photographs_and_classes(examples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(examples, 3, 224, 224), torch.randint(1000, (examples,))
+
+
+def _features_and_classes(inputs: int, classes: int, examples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(examples, inputs), torch.randint(classes, (examples,))
+
+
+def _classifier(widths: Sequence[int], examples: int) -> Workload:
+    return Workload(
+        partial(mlp, widths, nn.Tanh),
+        partial(_features_and_classes, widths[0], widths[-1]),
+        F.cross_entropy,
+        LossTerms.EXAMPLES,
+        examples,
+    )
 
 
 def next_character_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -84,4 +103,11 @@ WORKLOADS = {
         examples=16,
         peer={(1, 1): 3.5, (1, 10): 2.4, (10, 100): 1.31},
     ),
+    # Small layers, where launches take longer than products.
+    "digits": _classifier((64, *[64] * 8, 10), examples=128),
+    "narrow": _classifier([16] * 101, examples=64),
+    # Layers far wider than a batch has rows.
+    "wide": _classifier((3072, 64, 4), examples=32),
+    "softmax": _classifier((256, 256, 3000), examples=64),
+    "resnet18": Workload(ResNet18, _photographs_and_classes, F.cross_entropy, LossTerms.EXAMPLES, examples=4),
 }

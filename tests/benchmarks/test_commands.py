@@ -1,6 +1,5 @@
 """The command line: each benchmark runs whole in its quick form, and bad arguments are refused with the remedy."""
 
-import argparse
 import json
 import math
 import re
@@ -34,7 +33,7 @@ from benchmarks.models import Autoencoder, ResNet50, Transformer
 from benchmarks.quickstart import Run, verdict
 from benchmarks.settings import SETTINGS
 from benchmarks.training import Checkpoint, train
-from kfac_optim import LowRank
+from kfac_optim import Cholesky
 
 
 def run(*arguments: object) -> None:
@@ -66,20 +65,9 @@ def test_quickstart_leaves_a_table_a_plot_and_figures(tmp_path: Path, capsys: py
 
 def test_kfac_takes_the_setting_and_sgd_does_not() -> None:
     model = nn.Linear(3, 2)
-    sgd, kfac = (quickstart.make_optimizer(name, model, 0.1, SETTINGS["fast"](32)) for name in ("SGD", "KFAC"))
+    sgd, kfac = (quickstart.make_optimizer(name, model, 0.1, SETTINGS["whole"]) for name in ("SGD", "KFAC"))
     assert type(sgd) is torch.optim.SGD
-    assert [block.inverse for block in kfac._binding.coverage.blocks] == [LowRank()]
-
-
-def test_on_several_processes_each_samples_a_quarter_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = argparse.ArgumentParser()
-    command_options.ADD["quickstart"](parser)
-    seen = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr(quickstart, "run_grids", seen)
-    with pytest.raises(KeyboardInterrupt):
-        quickstart.compare(parser.parse_args(["--setting", "fast"]), Mock(rank=0, world_size=2))
-    _, _, options, _, _ = seen.call_args.args
-    assert options["subsample"].examples == 128 // 2 // 4
+    assert [block.inverse for block in kfac._binding.coverage.blocks] == [Cholesky()]
 
 
 def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +75,9 @@ def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path, monkeypa
     monkeypatch.setitem(step_cost.WORKLOADS, "transformer", small)
     out = tmp_path / "cost.json"
     run("step-cost", "--quick", "--models", "transformer", "--periods", "1,2", "--out", out)
-    exact, fast = json.loads(out.read_text())["models"]
-    assert (exact["setting"], fast["setting"]) == ("exact", "fast")
-    for cost in (exact, fast):
+    default, whole = json.loads(out.read_text())["models"]
+    assert (default["setting"], whole["setting"]) == ("default", "whole")
+    for cost in (default, whole):
         (period,) = cost["periods"]
         assert period["periods"] == "1,2"
         assert period["floor_ratio"] > 1
@@ -97,7 +85,7 @@ def test_step_cost_measures_ratio_floor_parts_and_state(tmp_path: Path, monkeypa
         assert set(cost["parts"]) == {"update", "application", "statistics", "refresh"}
         assert all(part["floor_seconds"] >= 0 for part in cost["parts"].values())
         assert cost["peak_bytes"] > cost["sgd_peak_bytes"] > 0
-    assert exact["state_multiple"] > fast["state_multiple"] > 1  # an average and an inverse of each factor
+    assert whole["state_multiple"] > default["state_multiple"] > 1  # an average and an inverse of each factor
 
 
 @pytest.mark.slow

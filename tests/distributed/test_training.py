@@ -156,7 +156,9 @@ def strategies_of() -> st.SearchStrategy[Strategy | Auto]:
 def cases(draw: st.DrawFn) -> Case:
     strategy = draw(strategies_of())
     factor_period, inverse_period = draw(st.sampled_from([(1, 1), (1, 3), (2, 4)]))
-    inverse = draw(st.sampled_from([Cholesky(), Eigen(), EKFAC(), LowRank(1), LowRank(1, sketch=1), NewtonSchulz(), AutoInverse()]))
+    inverse = draw(
+        st.sampled_from([Cholesky(), Eigen(), EKFAC(), LowRank(1), LowRank(1, sketch=1), NewtonSchulz(), AutoInverse()])
+    )
     if isinstance(inverse, EKFAC):
         inverse_period = factor_period
     options: dict[str, Any] = {
