@@ -23,6 +23,7 @@ from kfac_optim.inverses import (
     DoublyFactored,
     Eigen,
     Inverse,
+    InverseAndRoot,
     InverseRoot,
     InverseRule,
     InverseState,
@@ -41,6 +42,7 @@ from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.orthogonal_updates import OrthogonalUpdates
 from kfac_optim.step.quadratic_model import QuadraticModel
 from kfac_optim.step.refresh_schedules import Background, Schedule, Staggered, Together
+from kfac_optim.step.selected_updates import SelectedUpdates
 from kfac_optim.utils.tested_versions import warn_of_untested_torch
 
 __version__ = "0.1.0"
@@ -64,6 +66,7 @@ __all__ = [
     "ExponentialDecay",
     "HyperparameterScheduler",
     "Inverse",
+    "InverseAndRoot",
     "InverseRoot",
     "InverseRule",
     "InverseState",
@@ -82,6 +85,7 @@ __all__ = [
     "QuadraticModel",
     "RowStatistics",
     "Schedule",
+    "SelectedUpdates",
     "Sketched",
     "Staggered",
     "Structure",

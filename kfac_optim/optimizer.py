@@ -24,7 +24,6 @@ from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.factors.subsampling import Subsample
 from kfac_optim.fisher.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.fisher.gauss_newton import ForwardRecorder, Objective
-from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
@@ -106,14 +105,14 @@ class KFACOptimizer(Optimizer):
         average: `IterateAverage()` averages the parameters over the steps; `eval()` shows the average and `train()`
             hides it. None averages nothing.
         inverse: the representation of the inverse curvature; one for all layers, or a mapping from name globs or module
-            classes. By default it is what suits each layer: whole factors, and sketches of those 256 wide and more.
-            `Cholesky()` keeps all factors whole.
+            classes. None is what suits the step size, which for most is `AutoInverse()`: what suits each layer, whole
+            factors and sketches of those 256 wide and more. `Cholesky()` keeps all factors whole.
         estimate: which output gradients make `G`: those of the training loss, or of a loss that the estimate names
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
         weight_sharing: whether shared positions are expanded or reduced; one choice, or a mapping as for `inverse`.
         structure: the structure that is kept of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a
-            mapping as for `inverse`; None is dense.
+            mapping as for `inverse`; None is dense, but for `OrthogonalUpdates()`.
         subsample: how many examples, and positions of each, make a layer's statistics; one `Subsample`, or a mapping as
             for `inverse`. None is `Subsample(rows=8192)`, as many examples as have 8,192 positions between them;
             `Subsample()` is all of them.
@@ -178,7 +177,7 @@ class KFACOptimizer(Optimizer):
         step_size: StepSize = AdaptiveTrustRegion(),  # noqa: B008 (immutable)
         adapt_damping: LevenbergMarquardt | None = None,
         average: IterateAverage | None = None,
-        inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] = AutoInverse(),  # noqa: B008 (immutable)
+        inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None = None,
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
         loss_terms: LossTerms = LossTerms.EXAMPLES,
         weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing] = WeightSharing.EXPAND,

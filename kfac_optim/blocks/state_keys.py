@@ -6,7 +6,9 @@ SECOND_MOMENT = "exp_avg_sq"
 """The key of Adam's average of squared gradients, as torch's Adam has it."""
 ADAM_STEPS = "step"
 """The key of the number of gradients in that average, `[]`, as torch's Adam has it."""
-UPDATED = (MOMENTUM, SECOND_MOMENT, ADAM_STEPS)
+PREFERENCE = "preference"
+"""The key of what `SelectedUpdates` remembers of a layer, `[]`, at the first of its parameters."""
+UPDATED = (MOMENTUM, SECOND_MOMENT, ADAM_STEPS, PREFERENCE)
 """The keys of the tensors that change with each update of the parameter, and are where it is updated."""
 AVERAGE = "average"
 """The key of the average of the parameter's iterates, in float32 at least."""

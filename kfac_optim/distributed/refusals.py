@@ -1,7 +1,7 @@
 """Choices that do not go together on several processes, refused where the optimizer is built."""
 
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded
+from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Replicated, Sharded
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.refresh_schedules import Background
 
@@ -22,6 +22,13 @@ def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: boo
         )
     strategy = config.strategy
     candidates = (strategy.candidates or (Auto(),)) if isinstance(strategy, Auto) else (strategy,)
+    fractions = [each.inverse_worker_fraction for each in candidates if isinstance(each, Replicated)]
+    if not choices.step_size.preconditions and (Auto() in candidates or any(fraction < 1 for fraction in fractions)):
+        raise ValueError(
+            f"kfac_optim: {choices.step_size!r} makes updates of the momentum, by the inverses, on every process that "
+            f"updates a layer; under {strategy} some of these have no inverses. Use "
+            "DistributedConfig(strategy=Replicated()), or Sharded()."
+        )
     if choices.judges and (in_shards or any(isinstance(each, (Sharded, FullySharded)) for each in candidates)):
         raise ValueError(
             f"kfac_optim: {choices.judges[0]} needs all gradients and momentum on every process, which has only a part "

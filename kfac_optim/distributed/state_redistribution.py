@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
-from kfac_optim.blocks.state_keys import ADAM_STEPS, UPDATED
+from kfac_optim.blocks.state_keys import ADAM_STEPS, PREFERENCE, UPDATED
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out, leaves, nested
@@ -204,6 +204,6 @@ class Holdings:
 def _empty(buffer: Buffer) -> Tensor:
     """Return what a buffer of another rank is received into."""
     param, key = buffer
-    if key == ADAM_STEPS:
+    if key in (ADAM_STEPS, PREFERENCE):
         return torch.empty((), dtype=torch.float32, device=param.device)
     return torch.empty_like(param)

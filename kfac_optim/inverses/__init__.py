@@ -11,6 +11,7 @@ products with each dense factor, at every step.
 | `Eigen` | `A ⊗ G + λI` | 25 d³ | 2 | where λ changes from step to step |
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
 | `InverseRoot` | the roots of damped `A` and `G` | 25 d³ | 1 | with `OrthogonalUpdates` |
+| `InverseAndRoot` | damped `A` and `G`, or the root of `A` | 27 d³ | 1 | with `SelectedUpdates` |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
 
 `AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
@@ -18,7 +19,7 @@ products with each dense factor, at every step.
 """
 
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.inverses.damped import Cholesky, InverseRoot, LowRank, NewtonSchulz
+from kfac_optim.inverses.damped import Cholesky, InverseAndRoot, InverseRoot, LowRank, NewtonSchulz
 from kfac_optim.inverses.doubly_factored import DoublyFactored
 from kfac_optim.inverses.eigenbasis import EKFAC, Eigen
 from kfac_optim.inverses.state import InverseState
@@ -29,6 +30,7 @@ __all__ = [
     "DoublyFactored",
     "Eigen",
     "Inverse",
+    "InverseAndRoot",
     "InverseRoot",
     "InverseRule",
     "InverseState",

@@ -31,6 +31,9 @@ _RANGES = {
     "basis": value_checks.unit_vectors,
     "weights": value_checks.share,
     "scale": value_checks.not_negative,
+    "root": value_checks.positive_matrix,
+    "root_weights": value_checks.share,
+    "root_scale": value_checks.not_negative,
 }
 
 
@@ -39,6 +42,15 @@ class SymmetricInverse(NamedTuple):
 
     inverse: Tensor
     """`[groups, d, d]`, or `[groups, d]` for a diagonal factor."""
+
+
+class SymmetricPowers(NamedTuple):
+    """Holds the inverse of one damped factor, and the root of that."""
+
+    inverse: Tensor
+    """`[groups, d, d]`, or `[groups, d]` for a diagonal factor."""
+    root: Tensor
+    """The inverse root, in the same shape."""
 
 
 S = TypeVar("S", bound=NamedTuple)
@@ -105,7 +117,7 @@ class PairState(InverseState, Generic[S]):
 
     def results(self, part: str) -> tuple[Result, ...]:
         return tuple(
-            Result(tensor, symmetric=isinstance(side, SymmetricInverse) and tensor.dim() == 3)
+            Result(tensor, symmetric=isinstance(side, SymmetricInverse | SymmetricPowers) and tensor.dim() == 3)
             for side in of_part(part, self.a, self.g)
             for _, tensor in _tensors(side)
         )

@@ -39,7 +39,7 @@ class Choices:
     estimate: Estimate
     refresh: Refresh
     loss_terms: LossTerms
-    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule]
+    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None
     weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing]
     structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None
     subsample: Subsample | Mapping[Pattern, Subsample] | None
@@ -77,13 +77,14 @@ class Choices:
         options = block_options(
             adapters=self.adapters,
             skip_layers=self.skip_layers,
-            inverse=self.inverse,
+            inverse=self.step_size.usual_inverse if self.inverse is None else self.inverse,
             weight_sharing=self.weight_sharing,
-            structure=self.structure,
+            structure=self.step_size.usual_structure if self.structure is None else self.structure,
             subsample=self.subsample,
             max_factor_dim=self.max_factor_dim,
             factor_dtype=self.factor_dtype,
         )
+        self.step_size.check_inverses((options.inverse.default, *options.inverse.by_pattern.values()))
         object.__setattr__(self, "options", options)
 
     @cached_property

@@ -107,7 +107,7 @@ class Engine:
             covered, unpreconditioned = _covered(graded, agreement)
             here = executor.gradients.gradients(covered)
             active, grads = [block for block, _ in here], [parts for _, parts in here]
-            parts = executor.gradients.precondition(active, grads)
+            parts = executor.gradients.precondition(active, grads) if step_size.preconditions else grads
         products, measures = _measure(covered, active, grads, parts, executor) if covered else ([], {})
         proposal = Proposal(
             groups, state, graded, covered, active, parts, products, kl_clip, count, executor, objective, memory, finite

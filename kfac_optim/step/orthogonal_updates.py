@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, SECOND_MOMENT
+from kfac_optim.inverses.base import Inverse, InverseRule
+from kfac_optim.inverses.damped.root import InverseRoot
 from kfac_optim.linalg.orthogonal import orthogonalised
+from kfac_optim.specs import Kept, Structure
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.utils.validation import check_number
 
 # Elements of a matrix from which on a launch takes no longer than its products.
-_SMALL = 2**18
+SMALL = 2**18
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class OrthogonalUpdates(StepSize):
     beta2: float = 0.999
     eps: float = 1e-8
 
+    usual_inverse: ClassVar[Inverse[Any] | InverseRule] = InverseRoot()
+    usual_structure: ClassVar[tuple[Kept, Kept] | None] = (Structure.DENSE, Structure.IDENTITY)
     takes_shards = False
     directs_all = True
     plain = PlainSteps(layer="Muon", rest="AdamW")
@@ -98,36 +103,56 @@ class OrthogonalUpdates(StepSize):
         here = set(proposal.executor.gradients.owned(list(group_of)))
         trained = {param: group for param, group in group_of.items() if param in here}
         layers = [block for block in proposal.graded if any(p.dim() > 1 and p in trained for p in block.params)]
-        means = {
-            param: _mean(proposal, param, trained[param], direction.get(param))
-            for block in layers
-            for param in block.params
-            if param in trained
-        }
-        updates = self._of_layers(layers, means)
+        updates = self._of_layers(proposal, layers, trained, direction)
         for param, group in trained.items():
             if param not in updates:
                 updates[param] = self._of_adam(proposal, param, group)
         return Sized(updates, lambda _: {"momentum": 0.0, "nesterov": False}, {})
 
-    def _of_layers(self, layers: Sequence[KFACBlock], means: Direction) -> Direction:
-        """Return the updates of layers; small matrices of one shape go through one batch of products."""
+    def _of_layers(
+        self,
+        proposal: Proposal,
+        layers: Sequence[KFACBlock],
+        trained: Mapping[nn.Parameter, Group],
+        direction: Direction,
+    ) -> Direction:
+        """Return the updates of layers, and take their directions into the momentum.
+
+        Args:
+            proposal: the step.
+            layers: blocks with a matrix.
+            trained: the parameters that are updated here, with their param groups.
+            direction: what `proposal.direction` gave.
+        """
+        means = {
+            param: take_into_mean(proposal, param, trained[param], direction.get(param))
+            for block in layers
+            for param in block.params
+            if param in trained
+        }
+        return self._orthogonal(layers, means)
+
+    def _orthogonal(self, layers: Sequence[KFACBlock], means: Direction) -> Direction:
+        """Return orthogonal updates of layers; small matrices of one shape go through one batch of products."""
         alike: defaultdict[tuple[object, ...], list[_Layer]] = defaultdict(list)
         for number, block in enumerate(layers):
             parts = [means.get(param, torch.zeros_like(param)).to(block.wide_dtype) for param in block.params]
             matrix = block.adapter.pack(block.spec, parts)
-            alone = number if matrix.numel() > _SMALL else None
+            alone = number if matrix.numel() > SMALL else None
             alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(_Layer(block, matrix))
         updates: Direction = {}
         for equal in alike.values():
-            together = orthogonalised(torch.cat([layer.matrix for layer in equal]))
-            together *= self.rms * max(together.shape[-2:]) ** 0.5
+            together = self.of_matched_size(torch.cat([layer.matrix for layer in equal]))
             for layer, whole in zip(equal, torch.split(together, [len(layer.matrix) for layer in equal]), strict=True):
                 unpacked = layer.block.adapter.unpack(layer.block.spec, whole)
                 for param, part in zip(layer.block.params, unpacked, strict=True):
                     if param in means:
                         updates[param] = torch.empty_like(param).copy_(part.reshape(param.shape))
         return updates
+
+    def of_matched_size(self, matrix: Tensor) -> Tensor:
+        """Return the orthogonal factors of matrices `[n, out, in]`, with a root mean square of `rms` at full rank."""
+        return orthogonalised(matrix).mul_(self.rms * max(matrix.shape[-2:]) ** 0.5)
 
     def _of_adam(self, proposal: Proposal, param: nn.Parameter, group: Group) -> Tensor:
         """Return the update of AdamW at a rate of 1, without the decay (Kingma & Ba 2015, algorithm 1)."""
@@ -142,7 +167,7 @@ class OrthogonalUpdates(StepSize):
             ADAM_STEPS: held[ADAM_STEPS] + 1,
         }
         for key, tensor in new.items():
-            held[key] = _if_taken(proposal, tensor, held[key])
+            held[key] = if_taken(proposal, tensor, held[key])
         # In float64, as 1 - β₂ᵗ is a small difference at first, and at least in float32, where eps is not zero.
         taken, wide = new[ADAM_STEPS].double(), torch.promote_types(param.dtype, torch.float32)
         root = (new[SECOND_MOMENT].to(wide) / (1 - self.beta2**taken).to(wide)).sqrt()
@@ -157,7 +182,7 @@ class _Layer(NamedTuple):
     """The momentum, `[groups, out, in]`."""
 
 
-def _mean(proposal: Proposal, param: nn.Parameter, group: Group, direction: Tensor | None) -> Tensor:
+def take_into_mean(proposal: Proposal, param: nn.Parameter, group: Group, direction: Tensor | None) -> Tensor:
     """Take the direction of a layer's parameter into its momentum, and return what the update is made of.
 
     Args:
@@ -176,7 +201,7 @@ def _mean(proposal: Proposal, param: nn.Parameter, group: Group, direction: Tens
         held[MOMENTUM], held[ADAM_STEPS] = torch.zeros_like(param), _no_steps(param)
     before = _kept(held, MOMENTUM, param)
     mean = before.lerp(new, 1 - momentum)
-    held[MOMENTUM] = _if_taken(proposal, mean, before)
+    held[MOMENTUM] = if_taken(proposal, mean, before)
     return mean.lerp(new, 1 - momentum) if group["nesterov"] else mean
 
 
@@ -190,6 +215,6 @@ def _no_steps(param: nn.Parameter) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
-def _if_taken(proposal: Proposal, new: Tensor, before: Tensor) -> Tensor:
+def if_taken(proposal: Proposal, new: Tensor, before: Tensor) -> Tensor:
     """Return what is to be kept of a step that is perhaps not taken."""
     return new if proposal.finite is None else torch.where(proposal.finite, new, before.to(new.dtype))

@@ -9,9 +9,9 @@ for full or very large batches, where no rate and no schedule has to be found.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.gauss_newton import Objective
+from kfac_optim.inverses.auto import AutoInverse
+from kfac_optim.inverses.base import Inverse, InverseRule
+from kfac_optim.specs import Kept
 from kfac_optim.step.execution import Executor, Parts
 
 Group = Mapping[str, Any]
@@ -108,6 +111,15 @@ class StepSize(ABC):
     region held that step; and the share of steps of late that it made too short.
     """
 
+    usual_inverse: ClassVar[Inverse[Any] | InverseRule] = AutoInverse()
+    """The representation of inverses where the user names none."""
+
+    usual_structure: ClassVar[tuple[Kept, Kept] | None] = None
+    """What is kept of `(A, G)` where the user does not say; None is both, dense."""
+
+    preconditions = True
+    """Whether the gradients are to be preconditioned before `size` is asked, which else has them as they are."""
+
     needs_objective = False
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
 
@@ -122,6 +134,9 @@ class StepSize(ABC):
 
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
+
+    def check_inverses(self, inverses: Iterable[Inverse[Any] | InverseRule]) -> None:  # noqa: B027 (as above)
+        """Raise ValueError where a representation of inverses does not go with it."""
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
         """Return how many numbers `size` has the executor sum over workers, each time that it does so in one step.

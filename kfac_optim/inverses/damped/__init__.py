@@ -3,6 +3,7 @@
 from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.inverses.damped.low_rank import LowRank
 from kfac_optim.inverses.damped.newton import NewtonSchulz
+from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.inverses.damped.root import InverseRoot
 
-__all__ = ["Cholesky", "InverseRoot", "LowRank", "NewtonSchulz"]
+__all__ = ["Cholesky", "InverseAndRoot", "InverseRoot", "LowRank", "NewtonSchulz"]

@@ -1,12 +1,8 @@
-"""A factor, or its inverse, as a few eigenvectors and one number for all the rest: thin products apply it.
+"""A power of a damped factor as a few eigenvectors and one number for all the rest: thin products apply it."""
 
-Two representations are made of these: `LowRank`, which inverts damped factors, and `InverseRoot`, of wide factors.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,25 +33,29 @@ class Deflation(NamedTuple):
 
 Side = Deflation | SymmetricInverse
 
+S = TypeVar("S", bound=NamedTuple)
 
-class DeflatedState(PairState[Side]):
-    """Holds the factors of one block and the inverses of their damped forms, or the roots of these.
+
+class DeflatedState(PairState[S]):
+    """Holds the factors of one block and the inverses of their damped forms, or other powers of these.
 
     The condition number of a `Deflation` is that of the damped matrix: of its largest eigenvalue over the one for the
     rest.
 
     Attributes:
-        a: a `Deflation` where `A` is sketched, or dense and at least `from_width` wide; else the inverse itself, as
-            `Cholesky` has it.
-        g: the same of `G`.
         cutoff: the smallest eigenvalue kept, over the damping, `[2]` for A and G, the largest of all groups; 0 where
             the inverse is exact.
     """
 
     def __init__(
-        self, spec: LayerSpec, rank: int, from_width: float, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: LayerSpec,
+        start: Callable[[Factor, torch.dtype], S],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        super().__init__(spec, partial(_identity, rank, from_width), dtype=dtype, device=device)
+        super().__init__(spec, start, dtype=dtype, device=device)
         self.cutoff = torch.zeros_like(self.condition)
 
     def counted(self) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def read_off(structure: Sketched, jobs: "Sequence[DeflationJob]") -> None:
     traces = torch.cat([job.factor.trace().to(dtype) for job in jobs]) * scales
     shift = torch.cat([job.damped.shift for job in jobs])
     pairs = nystrom(sketch, sketch_directions(sketch.shape[1], structure.columns, like=sketch))
-    rank = jobs[0].deflation.weights.shape[-1]
+    rank = jobs[0].basis.shape[-1]
     leading = Eigenpairs(pairs.values[:, -rank:], pairs.vectors[..., -rank:], pairs.attempts)
     hand_back(jobs, leading, traces, shift)
 
@@ -94,13 +94,16 @@ def hand_back(jobs: "Sequence[DeflationJob]", pairs: Eigenpairs, traces: Tensor,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeflationJob(FactorJob):
-    """Says how a wide factor is damped, which power of it is wanted, and where what is computed goes."""
+    """Says how a wide factor is damped, which powers of its inverse are wanted, and where what is computed goes."""
 
-    state: DeflatedState
+    state: DeflatedState[Any]
     damped: Damped
-    deflation: Deflation
-    power: float = 1.0
-    """What the inverse is raised to: ½ for its root."""
+    powers: Sequence[tuple[float, Deflation]]
+    """Each power with what stands for it; all have one basis."""
+
+    @property
+    def basis(self) -> Tensor:
+        return self.powers[0][1].basis
 
     def keep(self, values: Tensor, vectors: Tensor, attempts: Tensor, traces: Tensor, shift: Tensor) -> None:
         """Take the groups that are usable, and leave the others at what they had last.
@@ -115,13 +118,13 @@ class DeflationJob(FactorJob):
         usable = self.settle(attempts)
         dim, rank = vectors.shape[1:]
         rest = shift + ((traces - values.sum(-1)) / (dim - rank)).clamp(min=0)
-        basis, weights, scale = self.deflation
         damped = values + shift.unsqueeze(-1)
-        # Rounding may put the mean of the rest above the smallest value kept.
-        removed = (1 - (rest.unsqueeze(-1) / damped) ** self.power).clamp(min=0)
-        torch.where(usable[:, None, None], vectors, basis, out=basis)
-        torch.where(usable[:, None], removed, weights, out=weights)
-        torch.where(usable, rest**-self.power, scale, out=scale)
+        torch.where(usable[:, None, None], vectors, self.basis, out=self.basis)
+        for power, (_, weights, scale) in self.powers:
+            # Rounding may put the mean of the rest above the smallest value kept.
+            removed = (1 - (rest.unsqueeze(-1) / damped) ** power).clamp(min=0)
+            torch.where(usable[:, None], removed, weights, out=weights)
+            torch.where(usable, rest**-power, scale, out=scale)
         for measure, measured in (
             (self.state.condition, damped[:, -1] / rest),
             (self.state.cutoff, values[:, 0] / shift),
@@ -135,11 +138,10 @@ def is_deflated(structure: Structure | Sketched, dim: int, from_width: float) ->
     return isinstance(structure, Sketched) or (structure is Structure.DENSE and dim >= from_width)
 
 
-def apply_deflated(state: DeflatedState, grad: Tensor) -> Tensor:
-    """Multiply a gradient matrix `[groups, out, in]` by what stands for both inverses."""
-    a, g = state.a, state.g
+def apply_sides(a: Side | None, g: Side | None, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply a gradient matrix `[groups, out, in]` by `g` from the left and by `a` from the right, in this dtype."""
     scales = [side.scale for side in (a, g) if isinstance(side, Deflation)]
-    direction = grad.to(state.condition.dtype)
+    direction = grad.to(dtype)
     if scales:
         scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
         direction = direction * scale.view(-1, 1, 1)
@@ -179,7 +181,7 @@ def check_sketch(whose: str, sketch: int | None, rank: int) -> None:
         )
 
 
-def _identity(rank: int, from_width: float, factor: Factor, dtype: torch.dtype) -> Side:
+def identity_side(rank: int, from_width: float, factor: Factor, dtype: torch.dtype) -> Side:
     """Return what stands until there is an inverse."""
     if not is_deflated(factor.structure, factor.dim, from_width):
         return SymmetricInverse(identity_like(factor, dtype))

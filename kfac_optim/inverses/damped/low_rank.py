@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from kfac_optim.inverses.damped.deflation import (
     DeflatedState,
     Deflation,
     DeflationJob,
-    apply_deflated,
+    Side,
+    apply_sides,
     check_sketch,
     hand_back,
+    identity_side,
     is_deflated,
     read_off,
     result_numbers,
@@ -26,9 +29,12 @@ from kfac_optim.linalg.eigen import leading_eigenpairs
 from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Structure
 from kfac_optim.utils.validation import check_integer
 
+LowRankState = DeflatedState[Side]
+"""A side is a `Deflation` where the factor is sketched, or dense and at least four ranks wide."""
+
 
 @dataclass(frozen=True)
-class LowRank(PairInverse[DeflatedState]):
+class LowRank(PairInverse[LowRankState]):
     """Inverts each wide factor as `Cholesky` does, but only along its leading eigenvectors; the rest gets one number.
 
     A factor `F = U diag(d) Uᵀ + rest` of trace `t`, with r eigenpairs kept, counts as `U diag(d) Uᵀ + μ (I - U Uᵀ)`,
@@ -93,10 +99,10 @@ class LowRank(PairInverse[DeflatedState]):
     def kept(self, wish: Kept, dim: int) -> Kept:
         return sketched_if_wide(self.sketch, wish, dim)
 
-    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> DeflatedState:
-        return DeflatedState(spec, self.rank, self._from_width, dtype=dtype, device=device)
+    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> LowRankState:
+        return LowRankState(spec, partial(identity_side, self.rank, self._from_width), dtype=dtype, device=device)
 
-    def refresh(self, states: Sequence[DeflatedState], dampings: Sequence[float]) -> None:
+    def refresh(self, states: Sequence[LowRankState], dampings: Sequence[float]) -> None:
         jobs = [job for state, damping in zip(states, dampings, strict=True) for job in _jobs(state, damping)]
         for structure, deflating in batches(job for job in jobs if isinstance(job, DeflationJob)):
             if isinstance(structure, Sketched):
@@ -109,8 +115,8 @@ class LowRank(PairInverse[DeflatedState]):
             else:
                 take_reciprocals(equal)
 
-    def apply(self, state: DeflatedState, grad: Tensor, damping: float) -> Tensor:
-        return apply_deflated(state, grad)
+    def apply(self, state: LowRankState, grad: Tensor, damping: float) -> Tensor:
+        return apply_sides(state.a, state.g, grad, state.condition.dtype)
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         return result_numbers(factor, self.rank, self._from_width)
@@ -137,17 +143,17 @@ class LowRank(PairInverse[DeflatedState]):
         """Stack every group of every job, of one size, into one batch, and hand the parts back."""
         matrix = torch.cat([job.damped.scaled(job.average()) for job in jobs])
         shift = torch.cat([job.damped.shift for job in jobs])
-        start = torch.cat([job.deflation.basis for job in jobs])
+        start = torch.cat([job.basis for job in jobs])
         pairs = leading_eigenpairs(matrix, shift, start, self.iterations)
         hand_back(jobs, pairs, matrix.diagonal(dim1=-2, dim2=-1).sum(-1), shift)
 
 
-def _jobs(state: DeflatedState, damping: float) -> list[FactorJob]:
+def _jobs(state: LowRankState, damping: float) -> list[FactorJob]:
     jobs: list[FactorJob] = []
     for side, factor, share in damped_factors(state, damping):
         kept = state.side(side)
         if isinstance(kept, Deflation):
-            jobs.append(DeflationJob(state, side, factor, share, kept))
+            jobs.append(DeflationJob(state, side, factor, share, [(1.0, kept)]))
         else:
             jobs.append(DampedJob(state, side, factor, share, kept.inverse))
     return jobs

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from kfac_optim.inverses.damped.deflation import (
     DeflatedState,
     Deflation,
     DeflationJob,
-    apply_deflated,
+    Side,
+    apply_sides,
     check_sketch,
+    identity_side,
     read_off,
     result_numbers,
     sketched_if_wide,
@@ -26,9 +29,12 @@ from kfac_optim.linalg.eigen import eigendecomposition
 from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Structure
 from kfac_optim.utils.validation import check_number
 
+RootState = DeflatedState[Side]
+"""A side is the inverse root of its factor, a `Deflation` where it is sketched; condition numbers are in the 2-norm."""
+
 
 @dataclass(frozen=True)
-class InverseRoot(PairInverse[DeflatedState]):
+class InverseRoot(PairInverse[RootState]):
     """Multiplies the gradient by the inverse square roots of its factors: `(G + ε n_G I)^-½ ∇ (A + ε n_A I)^-½`.
 
     `n_F = tr F / d` is the mean eigenvalue of a factor, so that the damping ε has no unit. The λ of the param groups is
@@ -67,10 +73,10 @@ class InverseRoot(PairInverse[DeflatedState]):
     def kept(self, wish: Kept, dim: int) -> Kept:
         return sketched_if_wide(self.sketch, wish, dim)
 
-    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> DeflatedState:
-        return DeflatedState(spec, self.rank, math.inf, dtype=dtype, device=device)
+    def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> RootState:
+        return RootState(spec, partial(identity_side, self.rank, math.inf), dtype=dtype, device=device)
 
-    def refresh(self, states: Sequence[DeflatedState], dampings: Sequence[float]) -> None:
+    def refresh(self, states: Sequence[RootState], dampings: Sequence[float]) -> None:
         jobs = [job for state in states for job in self._jobs(state)]
         for structure, sketched in batches(job for job in jobs if isinstance(job, DeflationJob)):
             assert isinstance(structure, Sketched)
@@ -87,10 +93,10 @@ class InverseRoot(PairInverse[DeflatedState]):
                 roots, attempts = values.rsqrt(), values.isfinite().all(-1).long()
             keep_inverses(equal, roots, attempts, values.amax(-1) / values.amin(-1))
 
-    def apply(self, state: DeflatedState, grad: Tensor, damping: float) -> Tensor:
-        return apply_deflated(state, grad)
+    def apply(self, state: RootState, grad: Tensor, damping: float) -> Tensor:
+        return apply_sides(state.a, state.g, grad, state.condition.dtype)
 
-    def _jobs(self, state: DeflatedState) -> list[FactorJob]:
+    def _jobs(self, state: RootState) -> list[FactorJob]:
         jobs: list[FactorJob] = []
         for side, factor in enumerate((state.pair.a, state.pair.g)):
             if factor is not None and factor.elsewhere is None:
@@ -98,7 +104,7 @@ class InverseRoot(PairInverse[DeflatedState]):
                 damped = Damped(torch.ones_like(mean), torch.where(mean > 0, self.damping * mean, 1.0))
                 kept = state.side(side)
                 if isinstance(kept, Deflation):
-                    jobs.append(DeflationJob(state, side, factor, damped, kept, power=0.5))
+                    jobs.append(DeflationJob(state, side, factor, damped, [(0.5, kept)]))
                 else:
                     jobs.append(DampedJob(state, side, factor, damped, kept.inverse))
         return jobs

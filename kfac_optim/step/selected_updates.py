@@ -1,0 +1,178 @@
+"""Each layer takes Muon's step or that of the natural gradient, whichever goes further downhill on what comes next."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.preconditioning import to_matrix, to_params
+from kfac_optim.blocks.state_keys import MOMENTUM, PREFERENCE
+from kfac_optim.inverses.base import Inverse, InverseRule
+from kfac_optim.inverses.damped.deflation import DeflatedState
+from kfac_optim.inverses.damped.powers import InverseAndRoot
+from kfac_optim.specs import Kept
+from kfac_optim.step.orthogonal_updates import SMALL, OrthogonalUpdates, if_taken, take_into_mean
+from kfac_optim.step.step_size import Direction, Group, Proposal
+
+_LOOKS = 5  # steps between two comparisons
+_PACE = 0.2  # what the last comparison counts for, of their average
+
+
+@dataclass(frozen=True)
+class SelectedUpdates(OrthogonalUpdates):
+    """Takes, in each layer, the better of two updates of one size, at the rates of AdamW.
+
+    Both are made of the momentum `M ← μ M + (1 - μ) ∇` of the layer's gradients `[out, in]`, with factors damped
+    relative to their mean eigenvalues (`InverseAndRoot`), and both have the root mean square `rms`:
+
+    - the orthogonal factor of `M (A + ε n_A I)^-½`, as `OrthogonalUpdates` has it, which suits gradients that are
+      mostly noise;
+    - `(G + ε n_G I)⁻¹ M (A + ε n_A I)⁻¹`, the natural gradient, which suits those that are mostly signal.
+
+    Which is better the next gradient tells. Every five steps both are made of the momentum as it was before the new
+    gradient, of examples that it has not seen, and the slopes of the loss along both are compared, `⟨∇, update⟩`; the
+    layer takes that update which was steeper on the average of late. So the choice needs no unit, no number to tune,
+    and no other pass.
+
+    All else is as with `OrthogonalUpdates`: norm layers, and all parameters that belong to no layer, take AdamW's step;
+    leave the output layer to AdamW by `skip_layers`; weight decay is decoupled; there is no trust region. What it goes
+    with:
+
+        optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, nesterov=True, step_size=SelectedUpdates(),
+                                  skip_layers=["head"])
+
+    Rates of 0.003 to 0.03 suit the small models of the benchmarks. Name the loss (`estimate=MonteCarlo(criterion)`)
+    where errors are large and of many sizes, as in autoencoders and regressions.
+    """
+
+    usual_inverse: ClassVar[Inverse[Any] | InverseRule] = InverseAndRoot()
+    usual_structure: ClassVar[tuple[Kept, Kept] | None] = None
+    preconditions = False
+
+    def check_inverses(self, inverses: Iterable[Inverse[Any] | InverseRule]) -> None:
+        for inverse in inverses:
+            if not isinstance(inverse, InverseAndRoot):
+                raise ValueError(
+                    f"kfac_optim: SelectedUpdates chooses between two powers of the factors, which inverse={inverse!r} "
+                    "does not keep. Leave inverse out, or pass InverseAndRoot(...)."
+                )
+
+    def _of_layers(
+        self,
+        proposal: Proposal,
+        layers: Sequence[KFACBlock],
+        trained: Mapping[nn.Parameter, Group],
+        direction: Direction,
+    ) -> Direction:
+        ready = set(proposal.covered)
+        chosen: list[_Layer] = []
+        compared: list[tuple[_Layer, Tensor]] = []
+        plain: Direction = {}
+        for block in layers:
+            mine = [param for param in block.params if param in trained]
+            looks = block in ready and _is_time(block) and all(MOMENTUM in proposal.state[param] for param in mine)
+            before = {param: proposal.state[param][MOMENTUM] for param in mine} if looks else {}
+            means = {param: take_into_mean(proposal, param, trained[param], direction.get(param)) for param in mine}
+            if block not in ready:
+                plain |= means
+                continue
+            chosen.append(_Layer(block, _matrix(block, means)))
+            if looks:
+                compared.append((_Layer(block, _matrix(block, before)), _matrix(block, direction)))
+        self._compare(proposal, compared)
+        updates = self._orthogonal([block for block in layers if block not in ready], plain)
+        for layer, update in zip(chosen, self._updates(proposal, chosen), strict=True):
+            block = layer.block
+            for param, part in zip(block.params, to_params(block, update, block.params), strict=True):
+                if param in trained:
+                    updates[param] = part.to(param.dtype)
+        return updates
+
+    def _compare(self, proposal: Proposal, compared: "Sequence[tuple[_Layer, Tensor]]") -> None:
+        """Take into each layer's preference which of both updates the new gradient is steeper along.
+
+        Args:
+            proposal: the step.
+            compared: layers with the momentum before the new gradient, and the new gradient `[groups, out, in]`.
+        """
+        before = [layer for layer, _ in compared]
+        for (layer, gradient), orthogonal, natural in zip(
+            compared, self._orthogonal_of(before), map(self._natural_of, before), strict=True
+        ):
+            slopes = torch.stack([(gradient * update).sum() for update in (orthogonal, natural)])
+            size = slopes.abs().sum()
+            found = torch.where(size > 0, (slopes[1] - slopes[0]) / size, 0.0).nan_to_num(nan=0.0)
+            held = _preference(proposal, layer.block)
+            proposal.state[layer.block.params[0]][PREFERENCE] = if_taken(
+                proposal, held.lerp(found.to(held), _PACE), held
+            )
+
+    def _updates(self, proposal: Proposal, layers: "Sequence[_Layer]") -> list[Tensor]:
+        """Return of each layer the update that it prefers, `[groups, out, in]`."""
+        preferences = [_preference(proposal, layer.block) > 0 for layer in layers]
+        if all(prefers.device.type == "cpu" for prefers in preferences):  # then only one update is made of each
+            natural = {layer.block for layer, prefers in zip(layers, preferences, strict=True) if prefers}
+            rest = iter(self._orthogonal_of([layer for layer in layers if layer.block not in natural]))
+            return [self._natural_of(layer) if layer.block in natural else next(rest) for layer in layers]
+        # The host would wait for the preference.
+        both = zip(preferences, map(self._natural_of, layers), self._orthogonal_of(layers), strict=True)
+        return [torch.where(prefers, natural, orthogonal) for prefers, natural, orthogonal in both]
+
+    def _orthogonal_of(self, layers: "Sequence[_Layer]") -> list[Tensor]:
+        """Return the orthogonal update of each layer; small matrices of one shape go through one batch of products."""
+        alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+        whitened = [_whitened(layer) for layer in layers]
+        for number, matrix in enumerate(whitened):
+            alone = number if matrix.numel() > SMALL else None
+            alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(number)
+        for numbers in alike.values():
+            together = self.of_matched_size(torch.cat([whitened[number] for number in numbers]))
+            sizes = [len(whitened[number]) for number in numbers]
+            for number, update in zip(numbers, torch.split(together, sizes), strict=True):
+                whitened[number] = update
+        return whitened
+
+    def _natural_of(self, layer: "_Layer") -> Tensor:
+        """Return the natural gradient of a layer in the size of all updates."""
+        block = layer.block
+        found = block.inverse.apply(block.state, layer.matrix, block.damping)
+        # Numbers whose squares vanish, or overflow, in float32 are brought near 1 before they are squared.
+        largest = found.abs().amax((-2, -1), keepdim=True)
+        found = found / torch.where(largest > 0, largest, 1)
+        size = found.square().mean((-2, -1), keepdim=True).sqrt()
+        return found * (self.rms / torch.where(size > 0, size, 1))
+
+
+class _Layer(NamedTuple):
+    block: KFACBlock
+    matrix: Tensor
+    """What the update is made of, `[groups, out, in]`."""
+
+
+def _is_time(block: KFACBlock) -> bool:
+    """Return whether both updates are compared at this step: every few steps, and at each of the first."""
+    step = block.clock.step
+    return step < _LOOKS or step % _LOOKS == 0
+
+
+def _whitened(layer: _Layer) -> Tensor:
+    inverse, state = layer.block.inverse, layer.block.state
+    assert isinstance(inverse, InverseAndRoot), "refused otherwise"
+    assert isinstance(state, DeflatedState)
+    return inverse.apply_root(state, layer.matrix)
+
+
+def _matrix(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """Return one matrix of tensors by parameter, zeros where a parameter has none."""
+    return to_matrix(block, [tensors.get(param, torch.zeros_like(param)) for param in block.params])
+
+
+def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:
+    """Return what the comparisons of late say, `[]`: above 0 the natural gradient was steeper."""
+    param = block.params[0]
+    held: Tensor | None = proposal.state[param].get(PREFERENCE)
+    return torch.zeros((), device=param.device) if held is None else held
