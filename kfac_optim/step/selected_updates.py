@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import to_matrix, to_params
 from kfac_optim.blocks.state_keys import MOMENTUM, PREFERENCE
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.deflation import DeflatedState
 from kfac_optim.inverses.damped.powers import InverseAndRoot
@@ -114,7 +115,7 @@ class SelectedUpdates(OrthogonalUpdates):
     def _updates(self, proposal: Proposal, layers: "Sequence[_Layer]") -> list[Tensor]:
         """Return of each layer the update that it prefers, `[groups, out, in]`."""
         preferences = [_preference(proposal, layer.block) > 0 for layer in layers]
-        if all(prefers.device.type == "cpu" for prefers in preferences):  # then only one update is made of each
+        if all(map(on_host, preferences)):  # then only one update is made of each
             natural = {layer.block for layer, prefers in zip(layers, preferences, strict=True) if prefers}
             rest = iter(self._orthogonal_of([layer for layer in layers if layer.block not in natural]))
             return [self._natural_of(layer) if layer.block in natural else next(rest) for layer in layers]

@@ -24,6 +24,7 @@ from kfac_optim import (
     LowRank,
     NewtonSchulz,
     OrthogonalUpdates,
+    SelectedUpdates,
     Staggered,
     Structure,
     TrustRegion,
@@ -49,6 +50,7 @@ ORTHOGONAL = {
     "kl_clip": None,
     "weight_decay": 0.1,
 }
+SELECTED = {"step_size": SelectedUpdates(), "momentum": 0.9, "weight_decay": 0.1, "inverse": None}
 MOVING = (0.1, 0.15, 0.25, 0.4, 0.6, 0.3, 0.2)  # the inverses follow at each doubling and halving
 UNUSED = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
@@ -89,6 +91,9 @@ ON_TWO = {
     "eigen, sharded": Case("mixed", Sharded(), {"inverse": Eigen()}, split=UNEVEN),
     "orthogonal": Case("mixed", Replicated(0.5), ORTHOGONAL, split=UNEVEN),
     "orthogonal, sharded": Case("tied", Sharded(), {**ORTHOGONAL, "nesterov": True}, split=EMPTY, wrapped=None),
+    "selected": Case("mixed", Replicated(), SELECTED, split=UNEVEN),
+    "selected, sharded": Case("tokens", Sharded(), {**SELECTED, "nesterov": True}, split=EMPTY, wrapped=None),
+    "selected, factors apart": Case("tied", Sharded(FACTORS), SELECTED, split=UNEVEN),
     "doubly factored": Case("feature map", Sharded(), WIDE, split=EMPTY),
     "rule": Case("tokens", Sharded(), {"inverse": AutoInverse()}, split=UNEVEN, wrapped=STATIC),
     "blocks": Case("mixed", Replicated(0.5), {"structure": (BlockDiagonal(3), DENSE)}, split=UNEVEN),
