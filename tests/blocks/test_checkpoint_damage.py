@@ -28,7 +28,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
-    InverseRoot,
+    InverseAndRoot,
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
@@ -42,7 +42,7 @@ Path = tuple[Any, ...]
 INVERSES: list[Inverse[Any]] = [
     Cholesky(),
     Eigen(),
-    InverseRoot(),
+    InverseAndRoot(),
     EKFAC(),
     LowRank(rank=1),
     NewtonSchulz(),

@@ -26,7 +26,7 @@ from kfac_optim import (
     Cholesky,
     DoublyFactored,
     Eigen,
-    InverseRoot,
+    InverseAndRoot,
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
@@ -49,7 +49,7 @@ from kfac_optim.distributed.planning.buckets import Payload
 
 INVERSES: dict[str, Any] = {
     type(inverse).__name__: inverse
-    for inverse in (Cholesky(), Eigen(), InverseRoot(), EKFAC(), LowRank(1), NewtonSchulz())
+    for inverse in (Cholesky(), Eigen(), InverseAndRoot(), EKFAC(), LowRank(1), NewtonSchulz())
 } | {"DoublyFactored": {"5": DoublyFactored(2)}}
 FRACTIONS = {2: (1.0, 0.5), 4: (1.0, 0.5, 0.25)}
 FACTOR_PERIOD, PERIOD = 2, 4

@@ -16,7 +16,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
-    InverseRoot,
+    InverseAndRoot,
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
@@ -48,7 +48,7 @@ def over_maps() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *mlp(sizes=(12, 6, 3)))
 
 
-SEVERAL = [Cholesky(), LowRank(1), Eigen(), InverseRoot(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6)]
+SEVERAL = [Cholesky(), LowRank(1), Eigen(), InverseAndRoot(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6)]
 CASES = [
     *[(look_alikes, inverse, (DENSE, DENSE)) for inverse in SEVERAL],
     *[(look_alikes, inverse, (DIAGONAL, DENSE)) for inverse in (Cholesky(), EKFAC(), NewtonSchulz())],

@@ -17,7 +17,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
-    InverseRoot,
+    InverseAndRoot,
     InverseRule,
     KFACOptimizer,
     LayerSpec,
@@ -29,7 +29,7 @@ from kfac_optim import (
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-ALL = [Cholesky(), DoublyFactored(4), EKFAC(), Eigen(), InverseRoot(), LowRank(), NewtonSchulz()]
+ALL = [Cholesky(), DoublyFactored(4), EKFAC(), Eigen(), InverseAndRoot(), LowRank(), NewtonSchulz()]
 
 
 def chosen(model: nn.Module, **options: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
-    InverseRoot,
+    InverseAndRoot,
     LowRank,
     NewtonSchulz,
 )
@@ -29,7 +29,7 @@ from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
-PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseRoot(), EKFAC()]
+PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC()]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=lambda inverse: type(inverse).__name__)
 
 # Counts, flags and measures, and one mass for each average.

@@ -19,7 +19,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
-    InverseRoot,
+    InverseAndRoot,
     InverseState,
     LayerSpec,
     LowRank,
@@ -33,7 +33,7 @@ from kfac_optim.utils.tensor_storage import drop, hold
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseRoot(), EKFAC(), EKFAC(per_example=False)]
+PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC(), EKFAC(per_example=False)]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=str)
 DAMPING = 0.3
 
