@@ -17,8 +17,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC()])
-    "inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC()], ids=str
-)
 @pytest.mark.parametrize("limit", [1, 40, 75])
 def test_pieces_give_what_one_batch_gives(inverse: Inverse[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = [measured_state(inverse, 4, 3, groups=1 + number % 3) for number in range(7)]
