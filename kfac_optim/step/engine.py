@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
-from torch.profiler import record_function
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.state_keys import UPDATED
@@ -19,9 +18,12 @@ from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Agreement, Executor, Parts
 from kfac_optim.step.refresher import Refresher
+from kfac_optim.step.scalars import Scalar, scalars, total
 from kfac_optim.step.scaling import by_group
 from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
-from kfac_optim.step.trust_region import inner_product, joined, square_sum
+from kfac_optim.step.trust_region import inner_product, square_sum
+from kfac_optim.utils.autograd import profiled
+from kfac_optim.utils.joined_tensors import joined
 from kfac_optim.utils.sharded_params import is_sharded, local
 from kfac_optim.utils.validation import check_kfac_numbers
 
@@ -35,7 +37,7 @@ class StepRecord:
     """Holds what one step did.
 
     Attributes:
-        measures: of the step by name, device scalars over the preconditioned parameters; empty where there are none.
+        measures: of the step by name, numbers over the preconditioned parameters; empty where there are none.
             `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen;
             the rest is what the step size tells.
         memory: what the step size remembers from now on, `[4]`.
@@ -43,7 +45,7 @@ class StepRecord:
         unpreconditioned: names of blocks whose gradient went to SGD as it was, for want of an inverse.
     """
 
-    measures: Mapping[str, Tensor]
+    measures: Mapping[str, Scalar]
     memory: Tensor
     count: LossCount
     unpreconditioned: tuple[str, ...]
@@ -91,7 +93,7 @@ class Engine:
         _follow_model(state, blocks)
         count = self.window.close()._replace(summed=agreement.summed)
         scale = self.choices.estimate.scale(count, admission.loss_scale)
-        with record_function("kfac.fold"):
+        with profiled("kfac.fold"):
             for block in blocks:
                 if block in agreement.sampled:
                     block.fold(count, scale)
@@ -100,9 +102,9 @@ class Engine:
                 unit = step_size.loss_unit(memory)
                 for block in blocks:
                     block.clock.use_unit(unit)
-        with record_function("kfac.refresh"):
+        with profiled("kfac.refresh"):
             self._refresh(blocks)
-        with record_function("kfac.precondition"):
+        with profiled("kfac.precondition"):
             graded = [block for block in blocks if block in agreement.graded]
             covered, unpreconditioned = _covered(graded, agreement)
             here = executor.gradients.gradients(covered)
@@ -114,12 +116,12 @@ class Engine:
         )
         sized = _AS_IT_IS
         if covered or (trained and (step_size.needs_objective or step_size.directs_all)):
-            with record_function("kfac.step_size"):
+            with profiled("kfac.step_size"):
                 sized = step_size.size(proposal)
             if sized.memory is not None:
                 before = memory.to(sized.memory.device, non_blocking=True)
                 memory = sized.memory if finite is None else torch.where(finite, sized.memory, before)
-        with record_function("kfac.update"):
+        with profiled("kfac.update"):
             for group in groups:
                 params = executor.gradients.owned([param for param in group["params"] if param.grad is not None])
                 _sgd(group, params, sized, state, finite)
@@ -251,7 +253,7 @@ def _is_used(block: KFACBlock) -> bool:
 
 def _measure(
     covered: Blocks, blocks: Blocks, grads: Sequence[Parts], parts: Sequence[Parts], executor: Executor
-) -> tuple[list[tuple[Group, Tensor]], dict[str, Tensor]]:
+) -> tuple[list[tuple[Group, Scalar]], dict[str, Scalar]]:
     """Return `Δᵀ∇` of each param group, as weight and bias may be of several, and the measures of a `StepRecord`."""
     device = covered[0].params[0].device
     # Of every group that has covered blocks, also where these are preconditioned by other workers.
@@ -273,14 +275,10 @@ def _measure(
     nothing = inner_product([], [], device)
     sums = [found.get(key, nothing) for key in groups]
     sums += [square_sum(directions, device), square_sum(gradients, device)]
-    *by_groups, direction_square, gradient_square = executor.gradients.sum_over_updaters(torch.stack(sums)).unbind()
+    *by_groups, direction_square, gradient_square = scalars(executor.gradients.sum_over_updaters(torch.stack(sums)))
     products = list(zip(groups.values(), by_groups, strict=True))
-    measures = {
-        "inner": torch.stack(by_groups).sum(),
-        "direction_square": direction_square,
-        "gradient_square": gradient_square,
-    }
-    return products, measures
+    squares = {"direction_square": direction_square, "gradient_square": gradient_square}
+    return products, {"inner": total(by_groups), **squares}
 
 
 def _sgd(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: State, finite: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step.execution import Executor, Parts
+from kfac_optim.step.scalars import Scalar
 
 Group = Mapping[str, Any]
 Direction = dict[nn.Parameter, Tensor]
@@ -36,7 +37,7 @@ class Proposal:
         covered: those of them whose gradients are preconditioned, by whatever worker.
         blocks: the covered ones whose direction is known here.
         parts: what preconditioning made of it.
-        products: `Δᵀ∇` over the parameters of each param group that has any, `[]`, of all workers.
+        products: `Δᵀ∇` over the parameters of each param group that has any, of all workers.
         kl_clip: that all groups agree on.
         count: terms of the loss.
         executor: who does the work.
@@ -52,7 +53,7 @@ class Proposal:
     covered: Sequence[KFACBlock]
     blocks: Sequence[KFACBlock]
     parts: Sequence[Parts]
-    products: Sequence[tuple[Group, Tensor]]
+    products: Sequence[tuple[Group, Scalar]]
     kl_clip: float | None
     count: LossCount
     executor: Executor
@@ -77,13 +78,13 @@ class Sized:
     Attributes:
         direction: replaces the gradient; parameters without a direction keep theirs.
         sgd: returns the numbers of torch's SGD that replace those of a param group.
-        measures: for `metrics()`, each `[]`.
+        measures: for `metrics()`.
         memory: what is remembered from now on, `[4]`; None is what was.
     """
 
     direction: Direction
     sgd: Callable[[Group], Mapping[str, Any]]
-    measures: Mapping[str, Tensor]
+    measures: Mapping[str, Scalar]
     memory: Tensor | None = None
 
 
