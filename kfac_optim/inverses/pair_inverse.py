@@ -92,6 +92,10 @@ class PairState(InverseState, Generic[S]):
         whole.g = _joined([self.g, *(each.g for each in others)])
         return whole
 
+    def to_stack(self) -> list[Tensor]:
+        sides = (self.a or ()), (self.g or ())
+        return [tensor for side in sides for tensor in side if tensor is not None]
+
     def side(self, index: int) -> S:
         """Return what is computed of `A` (0) or `G` (1), which is not the identity."""
         side = (self.a, self.g)[index]

@@ -101,6 +101,14 @@ class InverseState(ABC):
         """
         return None
 
+    def to_stack(self) -> Sequence[Tensor]:
+        """Return the tensors that `stacked` makes a copy of; while none of them changes, the copy is used again.
+
+        None of them is to be replaced or changed other than by operations that change a tensor in place and count it
+        (`Tensor._version`). Without any, the states are stacked at every step.
+        """
+        return ()
+
     def ranges(self) -> dict[str, Any]:
         """Return what the tensors of a checkpoint can be, nested like `tensors`, by rules of `utils.value_checks`.
 
