@@ -20,6 +20,7 @@ from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.state import InverseState
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.precision import at_least_float32
 from kfac_optim.utils.sharded_params import Shards
 
 
@@ -50,7 +51,8 @@ class LayerUse:
 
     def is_refused(self) -> bool:
         """Return whether the module was parametrized or pruned since, and so no longer uses the trained tensor."""
-        return is_parametrized(self.module) or self.adapter.refusal(self.module) is not None
+        parametrized = "parametrizations" in self.module._modules and is_parametrized(self.module)
+        return parametrized or self.adapter.refusal(self.module) is not None
 
 
 class RefreshUnderWay(NamedTuple):
@@ -130,7 +132,7 @@ class KFACBlock:
     @property
     def dtype(self) -> torch.dtype:
         """Give the dtype of the factors."""
-        return self.factor_dtype or torch.promote_types(self.params[0].dtype, torch.float32)
+        return self.factor_dtype or at_least_float32(self.params[0].dtype)
 
     @property
     def is_ready(self) -> bool:
@@ -257,7 +259,7 @@ class KFACBlock:
     @property
     def wide_dtype(self) -> torch.dtype:
         """Give the dtype of preconditioned gradients until they are cast to the parameters': at least float32."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return at_least_float32(self.dtype)
 
     def blank_state(self) -> InverseState:
         """Return a state that has seen nothing."""

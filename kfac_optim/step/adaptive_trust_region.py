@@ -14,6 +14,7 @@ from kfac_optim.step.scalars import (
     bounded,
     chosen,
     exponential,
+    or_zero,
     quotient,
     scalar_beside,
     scalars_beside,
@@ -94,7 +95,7 @@ class AdaptiveTrustRegion(StepSize):
             direction,
             lambda _: {},
             {"trust_region_scale": scale, "momentum_scale": kept, "kl_clip": kl_clip},
-            vector(after, proposal.memory).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
+            vector([or_zero(number) for number in after], proposal.memory),
         )
 
 
@@ -120,6 +121,8 @@ def _added(products: Sequence[tuple[Group, Scalar]]) -> Scalar:
 
 def _keep_directions(proposal: Proposal, direction: Direction) -> None:
     """Keep the direction of this step where torch keeps momentum, of the parameters that have none."""
+    if all(group["momentum"] != 0 for group in proposal.groups):
+        return
     for param, group in covered_here(proposal):
         if group["momentum"] == 0 and param in direction:
             proposal.state[param]["momentum_buffer"] = _kept(proposal, param, group, direction[param])

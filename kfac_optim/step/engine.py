@@ -204,10 +204,12 @@ def check_shards(group: Group, number: int, whole: object | None) -> None:
 def _follow_model(state: State, blocks: Blocks) -> None:
     """Take momentum and statistics to where the model was moved since the last step."""
     for param, held in state.items():
-        for name in UPDATED:
-            tensor = held.get(name) if isinstance(held, dict) else None  # users keep notes of their own there
-            if isinstance(tensor, Tensor) and tensor.device != param.device:
-                held[name] = tensor.to(param.device)
+        if isinstance(held, dict):  # users keep notes of their own there
+            device = param.device
+            for name in UPDATED:
+                tensor = held.get(name)
+                if isinstance(tensor, Tensor) and tensor.device != device:
+                    held[name] = tensor.to(device)
     for block in blocks:
         block.follow()
 
@@ -272,8 +274,7 @@ def _measure(
         found[id(group)] = inner_product(lefts, rights, device)
         directions += lefts
         gradients += rights
-    nothing = inner_product([], [], device)
-    sums = [found.get(key, nothing) for key in groups]
+    sums = [found[key] if key in found else inner_product([], [], device) for key in groups]
     sums += [square_sum(directions, device), square_sum(gradients, device)]
     *by_groups, direction_square, gradient_square = scalars(executor.gradients.sum_over_updaters(torch.stack(sums)))
     products = list(zip(groups.values(), by_groups, strict=True))

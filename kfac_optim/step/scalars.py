@@ -91,6 +91,13 @@ def finite(x: Scalar) -> Scalar:
     return 0.0 if x != x else min(max(x, -sys.float_info.max), sys.float_info.max)
 
 
+def or_zero(x: Scalar | Flag) -> Scalar | Flag:
+    """Return `x`, but 0 where it is not finite."""
+    if isinstance(x, Tensor):
+        return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+    return x if math.isfinite(x) else 0.0
+
+
 def chosen(condition: Flag, if_true: Scalar, if_false: Scalar) -> Scalar:
     """Return one of two numbers."""
     if isinstance(condition, Tensor):

@@ -19,9 +19,12 @@ def summed_terms(proposal: Proposal) -> float:
 
 def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
     """Return the covered parameters that are updated here, in whole or in part, with their param groups."""
-    here = set(proposal.executor.gradients.owned([param for block in proposal.covered for param in block.params]))
-    pairs = [pair for block in proposal.covered for pair in zip(block.params, block.groups, strict=True)]
-    return [(param, group) for param, group in pairs if param in here]
+    params = [param for block in proposal.covered for param in block.params]
+    groups = [group for block in proposal.covered for group in block.groups]
+    if (owned := proposal.executor.gradients.owned(params)) is params:
+        return list(zip(params, groups, strict=True))
+    here = set(owned)
+    return [(param, group) for param, group in zip(params, groups, strict=True) if param in here]
 
 
 def momenta(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:

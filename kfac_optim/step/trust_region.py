@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.step.scalars import Flag, Scalar, bounded, chosen, finite, larger, quotient, root
-
-# What sums are taken in; asking torch costs as much as a short sum.
-_WIDE = (torch.float32, torch.float64)
+from kfac_optim.utils.precision import at_least_float32
 
 
 def trust_region_scale(
@@ -112,9 +110,7 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
         device: where the scalar lives.
     """
     products = [_dot(a, b) for a, b in zip(left, right, strict=True)]
-    if not products:
-        return torch.zeros((), device=device)
-    return torch.stack([_brought(product, device) for product in products]).sum()
+    return _sum([_brought(product, device) for product in products], device)
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -125,18 +121,23 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         device: where the scalar lives.
     """
     alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        alike[tensor.device, tensor.dtype].append(tensor)
-    if not alike:
-        return torch.zeros((), device=device)
     squares: list[Tensor] = []
-    for (where, dtype), some in alike.items():
-        if where.type == "cpu":  # norms take longer there, and lose more digits
-            squares.append(torch.stack([_dot(tensor, tensor) for tensor in some]))
+    for tensor in tensors:
+        if tensor.device.type == "cpu":  # norms take longer there, and lose more digits
+            squares.append(_brought(_dot(tensor, tensor), device))
         else:
-            norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))
-            squares.append(torch.stack(norms).square())
-    return torch.cat([_brought(each, device) for each in squares]).sum()
+            alike[tensor.device, tensor.dtype].append(tensor)
+    for (_, dtype), some in alike.items():
+        norms = torch._foreach_norm(some, 2, dtype=at_least_float32(dtype))
+        squares.append(_brought(torch.stack(norms).square().sum(), device))
+    return _sum(squares, device)
+
+
+def _sum(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of tensors `[]` on one device, `[]`."""
+    if len(numbers) == 1:
+        return numbers[0]
+    return torch.stack([*numbers]).sum() if numbers else torch.zeros((), device=device)
 
 
 def _brought(numbers: Tensor, device: torch.device) -> Tensor:
@@ -148,8 +149,9 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
         strides = left.stride()
         order = sorted(range(left.dim()), key=lambda axis: -strides[axis])
         left, right = left.permute(order), right.permute(order)
-    left, right = left.reshape(-1), right.reshape(-1)
-    if left.dtype != right.dtype or left.dtype not in _WIDE:
-        dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    if left.dim() != 1:
+        left, right = left.reshape(-1), right.reshape(-1)
+    if left.dtype != right.dtype or left.dtype != at_least_float32(left.dtype):
+        dtype = at_least_float32(torch.promote_types(left.dtype, right.dtype))
         left, right = left.to(dtype), right.to(dtype)
     return torch.dot(left, right)
