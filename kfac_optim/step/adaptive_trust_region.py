@@ -75,7 +75,7 @@ class AdaptiveTrustRegion(StepSize):
             return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         decrease, quadratic = lengths(proposal.products)
         buffers = momenta(proposal)
-        slopes = proposal.executor.gradients.sum_over_updaters(_slopes(buffers, proposal.covered[0].params[0].device))
+        slopes = proposal.executor.gradients.sum_over_updaters(_slopes(proposal, buffers))
         slope, promised = scalars_beside(slopes, decrease)
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
         multiplier = follow(multiplier, slope_ratio(slope, slope_before), held > 0)
@@ -99,11 +99,12 @@ class AdaptiveTrustRegion(StepSize):
         )
 
 
-def _slopes(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
+def _slopes(proposal: Proposal, buffers: Sequence[tuple[Group, Tensor, Tensor]]) -> Tensor:
     """Return `Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
     found: list[Tensor] = []
+    device = proposal.covered[0].params[0].device
     for group, lefts, rights in by_group(buffers):
-        product = inner_product(joined(lefts), joined(rights), device)
+        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
         slope = product * (sign * scalar_beside(group["lr"], product))
         found.append(torch.stack([slope, slope * group["momentum"]]))

@@ -23,7 +23,7 @@ from kfac_optim.step.scaling import by_group
 from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import inner_product, square_sum
 from kfac_optim.utils.autograd import profiled
-from kfac_optim.utils.joined_tensors import joined
+from kfac_optim.utils.joined_tensors import Joins, joined
 from kfac_optim.utils.sharded_params import is_sharded, local
 from kfac_optim.utils.validation import check_kfac_numbers
 
@@ -110,9 +110,11 @@ class Engine:
             here = executor.gradients.gradients(covered)
             active, grads = [block for block, _ in here], [parts for _, parts in here]
             parts = executor.gradients.precondition(active, grads)
-        products, measures = _measure(covered, active, grads, parts, executor) if covered else ([], {})
+        joins = Joins()
+        products, measures = _measure(covered, active, grads, parts, executor, joins) if covered else ([], {})
         proposal = Proposal(
-            groups, state, graded, covered, active, parts, products, kl_clip, count, executor, objective, memory, finite
+            *(groups, state, graded, covered, active, parts, products, kl_clip, count),
+            *(executor, objective, memory, joins, finite),
         )
         sized = _AS_IT_IS
         if covered or (trained and (step_size.needs_objective or step_size.directs_all)):
@@ -207,8 +209,7 @@ def _follow_model(state: State, blocks: Blocks) -> None:
         if isinstance(held, dict):  # users keep notes of their own there
             device = param.device
             for name in UPDATED:
-                tensor = held.get(name)
-                if isinstance(tensor, Tensor) and tensor.device != device:
+                if name in held and isinstance(tensor := held[name], Tensor) and tensor.device != device:
                     held[name] = tensor.to(device)
     for block in blocks:
         block.follow()
@@ -254,7 +255,12 @@ def _is_used(block: KFACBlock) -> bool:
 
 
 def _measure(
-    covered: Blocks, blocks: Blocks, grads: Sequence[Parts], parts: Sequence[Parts], executor: Executor
+    covered: Blocks,
+    blocks: Blocks,
+    grads: Sequence[Parts],
+    parts: Sequence[Parts],
+    executor: Executor,
+    joins: Joins,
 ) -> tuple[list[tuple[Group, Scalar]], dict[str, Scalar]]:
     """Return `Δᵀ∇` of each param group, as weight and bias may be of several, and the measures of a `StepRecord`."""
     device = covered[0].params[0].device
@@ -270,7 +276,7 @@ def _measure(
     directions: list[Tensor] = []
     gradients: list[Tensor] = []
     for group, lefts, rights in by_group(pairs):
-        lefts, rights = joined(lefts), joined(rights)
+        lefts, rights = joined(lefts), joins.of(rights)
         found[id(group)] = inner_product(lefts, rights, device)
         directions += lefts
         gradients += rights

@@ -39,8 +39,7 @@ class TrustRegion(StepSize):
         summed = summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         buffers = [each for each in momenta(proposal) if each[0]["momentum"] != 0]
-        device = proposal.covered[0].params[0].device
-        promises = proposal.executor.gradients.sum_over_updaters(_promised(buffers, device).reshape(1))
+        promises = proposal.executor.gradients.sum_over_updaters(_promised(proposal, buffers).reshape(1))
         (promised,) = scalars_beside(promises, decrease)
         held = momentum_scale(promised, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)
@@ -54,11 +53,12 @@ class TrustRegion(StepSize):
         )
 
 
-def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
+def _promised(proposal: Proposal, buffers: Sequence[tuple[Group, Tensor, Tensor]]) -> Tensor:
     """Return the decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
+    device = proposal.covered[0].params[0].device
     decrease = torch.zeros((), device=device)
     for group, lefts, rights in by_group(buffers):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        product = inner_product(joined(lefts), joined(rights), device)
+        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
         decrease = decrease + product * (sign * group["momentum"] * scalar_beside(group["lr"], product))
     return decrease

@@ -49,9 +49,10 @@ def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Gr
     """Return each param group, whose numbers multiply all its products, and the two sides of its pairs."""
     found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}
     for group, left, right in pairs:
-        _, lefts, rights = found.setdefault(id(group), (group, [], []))
-        lefts.append(left)
-        rights.append(right)
+        if (sides := found.get(id(group))) is None:
+            sides = found[id(group)] = group, [], []
+        sides[1].append(left)
+        sides[2].append(right)
     return found.values()
 
 

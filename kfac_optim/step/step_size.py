@@ -21,6 +21,7 @@ from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step.execution import Executor, Parts
 from kfac_optim.step.scalars import Scalar
+from kfac_optim.utils.joined_tensors import Joins
 
 Group = Mapping[str, Any]
 Direction = dict[nn.Parameter, Tensor]
@@ -43,6 +44,7 @@ class Proposal:
         executor: who does the work.
         objective: the loss of this step, where it is known.
         memory: what the step size remembers of earlier steps, `[4]` (see `StepSize`), not to be changed.
+        joins: joins gradients, some of which the products have joined already.
         finite: `[]` bool, whether the step will be taken, where only the device knows: if not, nothing may change that
             outlives the step. None is yes.
     """
@@ -59,6 +61,7 @@ class Proposal:
     executor: Executor
     objective: Objective | None
     memory: Tensor
+    joins: Joins
     finite: Tensor | None = None
 
     def direction(self) -> Direction:
@@ -67,8 +70,8 @@ class Proposal:
 
     def momentum(self, param: nn.Parameter) -> Tensor | None:
         """Give the momentum of earlier steps."""
-        buffer: Tensor | None = self.state[param].get("momentum_buffer") if param in self.state else None
-        return buffer
+        held = self.state.get(param)
+        return None if held is None else held.get("momentum_buffer")
 
 
 @dataclass(frozen=True, slots=True)
