@@ -222,15 +222,15 @@ class KFACBlock:
             self.fold_into(self.state, count, gradient_scale)
         else:
             # These terms of the loss have no gradient here, which is a sample of zeros.
-            self.state.age(self._decay(), on_device_of(self.params[0], count.averaged))
+            self.state.age(self.decay(), on_device_of(self.params[0], count.averaged))
         self.clock.note_fold(count)
 
     def fold_into(self, state: InverseState, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take the sums of a state, this block's or a copy of it, into the averages of that state."""
         averaged, scale = (on_device_of(self.params[0], number) for number in (count.averaged, gradient_scale))
-        state.fold(averaged, self._decay(), scale)
+        state.fold(averaged, self.decay(), scale)
 
-    def _decay(self) -> float:
+    def decay(self) -> float:
         """Return the decay of the averages since the last fold."""
         decay: float = self.group["factor_decay"] ** self.clock.since_fold()
         return decay

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.utils.tensor_storage import copy_held
 
@@ -59,6 +60,13 @@ class InverseState(ABC):
             decay: what the old average is multiplied by, over all optimizer steps since the last fold.
             loss_scale: what the output gradients are multiplied by, against those of the loss as the user wrote it.
         """
+
+    def to_fold(self) -> FactorPair | None:
+        """Return the pair of factors whose `fold` is all that this state's does; None if there is no such pair.
+
+        Pairs of equal shapes are folded together.
+        """
+        return None
 
     @abstractmethod
     def factors(self) -> tuple[Tensor | None, Tensor | None]:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.folding import fold_all
 from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
@@ -94,9 +95,7 @@ class Engine:
         count = self.window.close()._replace(summed=agreement.summed)
         scale = self.choices.estimate.scale(count, admission.loss_scale)
         with profiled("kfac.fold"):
-            for block in blocks:
-                if block in agreement.sampled:
-                    block.fold(count, scale)
+            fold_all([block for block in blocks if block in agreement.sampled], count, scale)
             executor.statistics.settle()
             if agreement.sampled and kl_clip is not None and self.choices.adapt_damping is None:
                 unit = step_size.loss_unit(memory)
