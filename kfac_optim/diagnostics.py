@@ -14,6 +14,7 @@ from kfac_optim.blocks.building import Coverage
 from kfac_optim.factors.block_diagonal import clear_padding
 from kfac_optim.specs import BlockDiagonal, BlockRecord, Kept, ParameterRecord, Sketched, Structure, WeightSharing
 from kfac_optim.step.engine import StepRecord
+from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import PLAIN_SGD, PlainSteps
 from kfac_optim.utils.text import describe_bytes, table
 
@@ -127,8 +128,7 @@ def metrics(
     if record is not None:
         numbers["unpreconditioned_blocks"] = float(len(record.unpreconditioned))
     if record is not None and record.measures:
-        names, values = zip(*record.measures.items(), strict=True)
-        measures = dict(zip(names, torch.stack([value.double() for value in values]).tolist(), strict=True))
+        measures = _fetched(record.measures)
         if "inner" in measures:
             inner, direction, gradient = (measures.pop(n) for n in ("inner", "direction_square", "gradient_square"))
             norms = math.sqrt(direction * gradient)
@@ -161,6 +161,13 @@ def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tenso
                 clear_padding(factor, dim)
         result[block.name] = (a, g)
     return result
+
+
+def _fetched(measures: Mapping[str, Scalar]) -> dict[str, float]:
+    """Return measures as Python numbers; the host waits once for those that the device has."""
+    on_device = {name: value.double() for name, value in measures.items() if isinstance(value, Tensor)}
+    found = dict(zip(on_device, torch.stack([*on_device.values()]).tolist(), strict=True)) if on_device else {}
+    return {name: found[name] if isinstance(value, Tensor) else value for name, value in measures.items()}
 
 
 def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict[str, float]:

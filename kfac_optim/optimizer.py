@@ -345,7 +345,7 @@ class KFACOptimizer(Optimizer):
         trial = None
         if random is not None and loss is not None and any(param.grad is not None for param in self._params()):
             trial = Trial(self.param_groups, self.state, loss)
-        devices = {param.device.type for param in self._params()}
+        devices = {device.type for device in {param.device for param in self._params()}}
         try:
             with without_autocast(devices):
                 admission = self._step(judged=trial is not None)

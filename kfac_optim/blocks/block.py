@@ -20,6 +20,7 @@ from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.state import InverseState
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.precision import at_least_float32
 from kfac_optim.utils.sharded_params import Shards
 
 
@@ -50,7 +51,8 @@ class LayerUse:
 
     def is_refused(self) -> bool:
         """Return whether the module was parametrized or pruned since, and so no longer uses the trained tensor."""
-        return is_parametrized(self.module) or self.adapter.refusal(self.module) is not None
+        parametrized = "parametrizations" in self.module._modules and is_parametrized(self.module)
+        return parametrized or self.adapter.refusal(self.module) is not None
 
 
 class RefreshUnderWay(NamedTuple):
@@ -130,7 +132,7 @@ class KFACBlock:
     @property
     def dtype(self) -> torch.dtype:
         """Give the dtype of the factors."""
-        return self.factor_dtype or torch.promote_types(self.params[0].dtype, torch.float32)
+        return self.factor_dtype or at_least_float32(self.params[0].dtype)
 
     @property
     def is_ready(self) -> bool:
@@ -220,15 +222,15 @@ class KFACBlock:
             self.fold_into(self.state, count, gradient_scale)
         else:
             # These terms of the loss have no gradient here, which is a sample of zeros.
-            self.state.age(self._decay(), on_device_of(self.params[0], count.averaged))
+            self.state.age(self.decay(), on_device_of(self.params[0], count.averaged))
         self.clock.note_fold(count)
 
     def fold_into(self, state: InverseState, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take the sums of a state, this block's or a copy of it, into the averages of that state."""
         averaged, scale = (on_device_of(self.params[0], number) for number in (count.averaged, gradient_scale))
-        state.fold(averaged, self._decay(), scale)
+        state.fold(averaged, self.decay(), scale)
 
-    def _decay(self) -> float:
+    def decay(self) -> float:
         """Return the decay of the averages since the last fold."""
         decay: float = self.group["factor_decay"] ** self.clock.since_fold()
         return decay
@@ -257,7 +259,7 @@ class KFACBlock:
     @property
     def wide_dtype(self) -> torch.dtype:
         """Give the dtype of preconditioned gradients until they are cast to the parameters': at least float32."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return at_least_float32(self.dtype)
 
     def blank_state(self) -> InverseState:
         """Return a state that has seen nothing."""

@@ -20,6 +20,8 @@ def period_of(group: Mapping[str, Any], name: str) -> int:
     A value that is no period counts as 1: `step()` refuses it with its name, and a forward should not fail for it.
     """
     period = group[name]
+    if type(period) is int and period > 0:  # to ask whether it is any other kind of integer takes longer
+        return period
     return int(period) if isinstance(period, Integral) and int(period) > 0 else 1
 
 

@@ -7,7 +7,8 @@ counts as a group (`LayerSpec.by_blocks`).
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,13 @@ from kfac_optim.blocks.block import KFACBlock, l2
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
 from kfac_optim.inverses.state import InverseState
 from kfac_optim.layers.base import LayerAdapter
+from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.autograd import version
 
-# Elements of a weight below which a launch takes longer than its products, and a copy of the inverses less (128 × 128;
-# one CPU core, torch 2.13).
+# Elements of a weight below which a launch takes longer than its products (128 × 128; one CPU core, torch 2.13), and of
+# its inverses, which stacks hold a second time.
 _SMALL = 2**14
+_SMALL_INVERSE = 2**16
 
 
 def regularised(param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
@@ -64,39 +68,82 @@ def precondition(block: KFACBlock, grads: Sequence[Tensor]) -> Tensor:
     return block.inverse.apply(block.state, matrix, block.damping)
 
 
-def precondition_all(blocks: Sequence[KFACBlock], grads: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Return the preconditioned gradients of all blocks, in the shapes and memory layouts of `grads`.
+class Stacks:
+    """Preconditions small blocks of equal shapes in one batch of products, since a launch takes longer than these.
 
-    Small blocks of equal shapes go through one batch of products, since to launch them takes longer than to compute
-    them. The others come one after the other, so that the matrices of one are gone before those of the next are made.
+    What their inverses are stacked into is kept from step to step, until one of them has changed. It is made of what
+    the states hold, and so in no checkpoint, pickle or copy.
     """
-    found: list[Sequence[Tensor]] = [()] * len(blocks)
-    equal: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for index, (block, of_block) in enumerate(zip(blocks, grads, strict=True)):
-        equal[_shape(block, of_block) or index].append(index)
-    for members in equal.values():
-        state = None
-        if len(members) > 1:
-            first, *others = (blocks[index].state for index in members)
-            state = first.stacked(others)
-        if state is None:
-            for index in members:
-                found[index] = to_params(blocks[index], precondition(blocks[index], grads[index]), grads[index])
-        else:
-            together = _precondition_stack(blocks[members[0]], state, [grads[index] for index in members])
-            for index, parts in zip(members, together, strict=True):
-                found[index] = parts
-    return found
+
+    def __init__(self) -> None:
+        self._kinds: dict[KFACBlock, tuple[LayerSpec, int | None]] = {}
+        self._numbers: dict[Hashable, int] = {}  # of kinds, which take long to hash
+        self._stacks: dict[KFACBlock, _Stack] = {}  # by the first of the blocks
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+        """Return the preconditioned gradients of all blocks, in the shapes and memory layouts of `grads`.
+
+        Blocks that are stacked with no other come one after the other, so that the matrices of one are gone before
+        those of the next are made.
+        """
+        found: list[Sequence[Tensor]] = [()] * len(blocks)
+        equal: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for index, (block, of_block) in enumerate(zip(blocks, grads, strict=True)):
+            equal[self._shared(block, of_block) or index].append(index)
+        before, self._stacks = self._stacks, {}
+        for members in equal.values():
+            first = blocks[members[0]]
+            stack = None
+            if len(members) > 1:
+                stack = _renewed(before.get(first), [blocks[index].state for index in members])
+                self._stacks[first] = stack
+            if stack is None or stack.state is None:
+                for index in members:
+                    found[index] = to_params(blocks[index], precondition(blocks[index], grads[index]), grads[index])
+            else:
+                together = _precondition_stack(first, stack.state, [grads[index] for index in members])
+                for index, parts in zip(members, together, strict=True):
+                    found[index] = parts
+        if len(self._kinds) > len(blocks):
+            self._kinds = {block: self._kinds[block] for block in blocks}
+        return found
+
+    def _shared(self, block: KFACBlock, grads: Sequence[Tensor]) -> Hashable | None:
+        """Return what blocks share whose gradients may be stacked; None for a block that goes alone."""
+        known = self._kinds.get(block)
+        if known is None or known[0] is not block.spec:
+            kind = _kind(block)
+            number = None if kind is None else self._numbers.setdefault(kind, len(self._numbers) + 1)
+            known = self._kinds[block] = block.spec, number
+        number = known[1]
+        if number is None or not all(grad.is_contiguous() for grad in grads):
+            return None
+        return number, block.damping, *[(grad.dtype, grad.device) for grad in grads]
 
 
-def _shape(block: KFACBlock, grads: Sequence[Tensor]) -> Hashable | None:
-    """Return what blocks share whose gradients may be stacked; None for a block that goes alone."""
+class _Stack(NamedTuple):
+    """Holds a stacked state, and of what it was made."""
+
+    state: InverseState | None
+    tensors: list[Tensor]
+    versions: list[int]
+
+
+def _renewed(stack: _Stack | None, states: Sequence[InverseState]) -> _Stack:
+    """Return the stack of some states: the one that was made before, if nothing in it has changed since."""
+    tensors = [tensor for state in states for tensor in state.to_stack()]
+    versions = [version(tensor) for tensor in tensors]
+    if stack is not None and versions and stack.versions == versions and all(map(is_, stack.tensors, tensors)):
+        return stack
+    return _Stack(states[0].stacked(states[1:]), tensors, versions)
+
+
+def _kind(block: KFACBlock) -> Hashable | None:
+    """Return what of a block itself decides on the blocks that it may be stacked with; None if it goes alone."""
     spec = block.spec
-    small = spec.groups == 1 and spec.in_dim * spec.out_dim <= _SMALL
-    whole = spec.blocks(0) == spec.blocks(1) == 1 and _packs_columns(type(block.adapter))
-    if not (small and whole and all(grad.is_contiguous() for grad in grads)):
-        return None
-    return block.inverse, block.damping, spec.structure, *((grad.shape, grad.dtype, grad.device) for grad in grads)
+    small = spec.in_dim * spec.out_dim <= _SMALL and sum(factor.numel for factor in spec.factors()) <= _SMALL_INVERSE
+    whole = spec.groups == spec.blocks(0) == spec.blocks(1) == 1 and _packs_columns(type(block.adapter))
+    return (block.inverse, spec.structure, *(param.shape for param in block.params)) if small and whole else None
 
 
 @cache

@@ -26,7 +26,15 @@ from kfac_optim.capture.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.second_moments import without_ragged
 from kfac_optim.specs import LossTerms
-from kfac_optim.utils.autograd import accumulator, graph_is_kept, in_backward, reaches, running_backward, version
+from kfac_optim.utils.autograd import (
+    accumulator,
+    graph_is_kept,
+    in_backward,
+    profiled,
+    reaches,
+    running_backward,
+    version,
+)
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.sharded_params import Shards
@@ -218,7 +226,7 @@ class ForwardCall:
         kept = graph_is_kept()
         self._gradient = gradient if kept else None
         self._root = ledger.tally.count_layer(self._root, self._examples, gradient.shape, running_backward())
-        with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
+        with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
             keep = watch.emit(LayerCall(shown, gradient, earlier, self._training, self.context))
         if (keep or verifies) and kept and not traced:
@@ -282,7 +290,7 @@ class ForwardCall:
         """Take one of the gradients of an opened call, whose outer products add up; `reach` as in `LayerCall`."""
         watch = self._watch()
         if watch is not None:
-            with without_autocast((gradient.device.type,)), torch.profiler.record_function("kfac.statistics"):
+            with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
                 layer_input, gradient = without_ragged(self._input), without_ragged(gradient.detach())
                 reach = without_ragged(reach)
                 watch.emit(LayerCall(layer_input, gradient, None, self._training, self.context, reach=reach))

@@ -69,7 +69,10 @@ class _LayerHook:
         window, watch = self._window(), self._watch()
         if window is None or watch is None:
             return None
-        if torch.compiler.is_compiling() and not window.captures():
+        if torch.compiler.is_compiling():
+            if not window.captures():
+                return None
+        elif window.idle:
             return None
         if not torch.is_grad_enabled():
             window.roots.layer_without_graph()

@@ -51,7 +51,10 @@ class ForwardListener:
     mode: TorchFunctionMode | None = None
 
     def begin_forward(self) -> bool:
-        """Note that a forward of the model begins outside of graphs; return whether it is to run in the mode."""
+        """Note that a forward of the model begins outside of graphs; return whether it is to run in the mode.
+
+        If not, no layer that is watched wants its calls in this forward to be captured.
+        """
         return False
 
     def look(self) -> None:
@@ -77,6 +80,7 @@ class CaptureWindow(Ledger):
         roots: the forwards of the model.
         modes: the modes that forwards under way run in.
         capturing: whether graphs are to capture; they are traced once with it and once without.
+        idle: whether a forward of the model is running of which nobody wants to hear anything from its layers.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
         probe: keeps a gradient, to find what it was multiplied by before the step.
         left_out: how many steps did not come because a scaler has found an overflow.
@@ -94,7 +98,7 @@ class CaptureWindow(Ledger):
         self.call_nobody()
         self.roots = Roots()
         self.modes = ModeStack()
-        self.capturing = False
+        self.capturing = self.idle = False
         self.scaled = False
         self.probe = ScaleProbe()
         self.left_out = 0
@@ -258,6 +262,7 @@ class CaptureWindow(Ledger):
         # An interrupted forward (KeyboardInterrupt) leaves its own behind.
         self.roots.leave_all()
         self.modes.leave()
+        self.idle = False
         self.graphs.renew_nodes(self._watches)
         if self.recorder is not None:
             self.recorder.drop()
@@ -273,8 +278,10 @@ class CaptureWindow(Ledger):
             else:
                 hooks.off()
         mode = self.listener.mode
-        if mode is not None and torch.is_grad_enabled() and self.listener.begin_forward():
-            self.modes.enter(mode)
+        if mode is not None and torch.is_grad_enabled():
+            self.idle = not self.listener.begin_forward()
+            if not self.idle:
+                self.modes.enter(mode)
 
     def _forward_began_in_graph(self, nested: bool) -> None:
         if not nested:
@@ -296,6 +303,7 @@ class CaptureWindow(Ledger):
     def end_forward(self) -> None:
         """Note that the model's outermost forward ends, whether or not it failed."""
         self.modes.leave()
+        self.idle = False
         for hooks in self._hooks:
             hooks.on()
 
@@ -310,4 +318,5 @@ class CaptureWindow(Ledger):
     def _end(self) -> None:
         self.roots.end()
         self.modes.leave()
+        self.idle = False
         self.graphs.end(self._watches)

@@ -76,6 +76,11 @@ class CallRows(LayerStatistics):
         return active_rows(self._sampled_gradient_rows(reach))
 
     @cached_property
+    def _number_active(self) -> int:
+        """Return how many rows count. The host waits for the device to say."""
+        return int(self._active.sum())
+
+    @cached_property
     def active_before(self) -> Tensor | None:
         """Return which rows counted before this backward, `[batch, shared]` bool; None at the first."""
         return None if self.call.earlier is None else active_rows(self._sampled_gradient_rows(self.call.earlier))

@@ -33,7 +33,7 @@ class RowStatistics(CallRows):
 
     @property
     def keeps_input(self) -> bool:
-        return on_host(self._active) and int(self._active.sum()) < self.positions
+        return on_host(self._active) and self._number_active < self.positions
 
     @property
     def has_input(self) -> bool:
@@ -42,7 +42,7 @@ class RowStatistics(CallRows):
         if not on_host(self._active):
             return True
         before = self.active_before
-        return bool(self._active.any()) if before is None else not torch.equal(self._active, before)
+        return self._number_active > 0 if before is None else not torch.equal(self._active, before)
 
     @property
     def count(self) -> float | Tensor:
@@ -91,7 +91,9 @@ class RowStatistics(CallRows):
 
     def _input_moment_over(self, active: Tensor, structure: Structure | Sketched) -> Tensor:
         """Return `Σ a aᵀ` over the rows that `active` marks."""
-        marked = None if on_host(active) and bool(active.all()) else active
+        known = active is self._active and on_host(active)
+        all_count = self._number_active == active.numel() if known else on_host(active) and bool(active.all())
+        marked = None if all_count else active
         mask = None if marked is None else self._shared_mask(marked)
         if self.spec.blocks(0) > 1:
             return gram(self._block_inputs(marked), structure, mask)

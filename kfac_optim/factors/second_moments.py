@@ -16,6 +16,10 @@ T = TypeVar("T", Tensor, Tensor | None)
 # Elements of per-example gradients that are held at a time: 64 MiB of float32.
 _CHUNK = 2**24
 
+# Elements of rows that are sooner copied than a row and a column are put around their product, unless that is larger
+# (one CPU core, torch 2.13).
+_FEW = 2**14
+
 # Elements of an input or gradient that are worked on at a time where one pass after the other goes over them: 512 KiB
 # of float32, so that a second-level cache holds them and what is made of them.
 _IN_CACHE = 2**17
@@ -31,8 +35,8 @@ def gram(
         structure: what is wanted of it; of a sketch come the products and the trace, as `Factor` keeps them.
         active: `[batch, shared]` bool, the rows that count; None is all. What the others hold, be it not finite, does
             not matter.
-        constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made:
-            that would copy all others too, and leave rows of an odd length, which are slower to multiply.
+        constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made of
+            many rows: that would copy all others too, and leave rows of an odd length, which are slower to multiply.
     """
     whole = rows.shape[-1] + (constant is not None)
     if active is None and structure is Structure.DENSE and _feature_major(rows):
@@ -57,6 +61,8 @@ def gram(
     if structure is Structure.DIAGONAL:
         squares = rows.square().sum(1)
         return squares if constant is None else torch.cat([squares, _filled(squares[:, :1], count * constant)], dim=-1)
+    if constant is not None and isinstance(count, int) and rows.shape[2] <= rows.shape[1] and rows.numel() <= _FEW:
+        rows, constant = F.pad(rows, (0, 1), value=constant), None
     moment = rows.new_empty(len(rows), whole, whole)
     symmetric_product(rows, out=moment[:, : rows.shape[-1], : rows.shape[-1]])
     return moment if constant is None else _border(moment, rows.sum(1), count, constant)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import make_pair, of_part
+from kfac_optim.factors.kronecker_factors import FactorPair, make_pair, of_part
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.state import InverseState, Result
@@ -104,6 +104,10 @@ class PairState(InverseState, Generic[S]):
         whole.g = _joined([self.g, *(each.g for each in others)])
         return whole
 
+    def to_stack(self) -> list[Tensor]:
+        sides = (self.a or ()), (self.g or ())
+        return [tensor for side in sides for tensor in side if tensor is not None]
+
     def side(self, index: int) -> S:
         """Return what is computed of `A` (0) or `G` (1), which is not the identity."""
         side = (self.a, self.g)[index]
@@ -145,6 +149,9 @@ class PairState(InverseState, Generic[S]):
 
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
         self.pair.fold(loss_terms, decay, loss_scale)
+
+    def to_fold(self) -> FactorPair | None:
+        return self.pair if type(self).fold is PairState.fold else None
 
     def averages(self, part: str) -> tuple[Factor, ...]:
         return self.pair.averages(part)

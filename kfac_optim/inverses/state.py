@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.utils.tensor_storage import copy_held
 
@@ -60,6 +61,13 @@ class InverseState(ABC):
             loss_scale: what the output gradients are multiplied by, against those of the loss as the user wrote it.
         """
 
+    def to_fold(self) -> FactorPair | None:
+        """Return the pair of factors whose `fold` is all that this state's does; None if there is no such pair.
+
+        Pairs of equal shapes are folded together.
+        """
+        return None
+
     @abstractmethod
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the undamped running averages `(A, G)`, not to be written to; None stands for the identity."""
@@ -100,6 +108,14 @@ class InverseState(ABC):
         None if there is none: then blocks of equal shapes are preconditioned one after the other.
         """
         return None
+
+    def to_stack(self) -> Sequence[Tensor]:
+        """Return the tensors that `stacked` makes a copy of; while none of them changes, the copy is used again.
+
+        None of them is to be replaced or changed other than by operations that change a tensor in place and count it
+        (`Tensor._version`). Without any, the states are stacked at every step.
+        """
+        return ()
 
     def ranges(self) -> dict[str, Any]:
         """Return what the tensors of a checkpoint can be, nested like `tensors`, by rules of `utils.value_checks`.

@@ -15,11 +15,16 @@ def sandwich(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tenso
         middle: `[n, rows, columns]`.
         right: a matrix over `columns`, in the same form.
     """
+    product = middle
     if left is not None:
-        middle = left @ middle if left.dim() == 3 else left.unsqueeze(-1) * middle
-    if right is not None:
-        middle = middle @ right if right.dim() == 3 else middle * right.unsqueeze(-2)
-    return middle
+        product = left @ middle if left.dim() == 3 else left.unsqueeze(-1) * middle
+    if right is None:
+        return product
+    if right.dim() == 3:
+        return product @ right
+    # In place where the product is ours: to make another takes as long as the multiplication.
+    own = product is not middle and product.dtype == right.dtype
+    return product.mul_(right.unsqueeze(-2)) if own else product * right.unsqueeze(-2)
 
 
 def symmetric_product(rows: Tensor, out: Tensor) -> None:

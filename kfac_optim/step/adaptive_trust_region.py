@@ -9,18 +9,22 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.step.scaling import (
-    by_group,
-    covered_here,
-    lengths,
-    momenta,
-    scalar,
-    scale_all,
-    scale_momentum,
-    summed_terms,
+from kfac_optim.step.scalars import (
+    Scalar,
+    bounded,
+    chosen,
+    exponential,
+    or_zero,
+    quotient,
+    scalar_beside,
+    scalars_beside,
+    total,
+    vector,
 )
+from kfac_optim.step.scaling import by_group, covered_here, lengths, momenta, scale_all, scale_momentum, summed_terms
 from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
-from kfac_optim.step.trust_region import follow, inner_product, joined, shortened, slope_ratio, trust_region_scale
+from kfac_optim.step.trust_region import follow, inner_product, shortened, slope_ratio, trust_region_scale
+from kfac_optim.utils.joined_tensors import joined
 
 _SHARE = 0.25  # of what the new step promises, that momentum which goes uphill may take back
 # Ordinary training holds nearly every step, at 1e-2 or more of what the rate makes it, as the region finds the length.
@@ -67,57 +71,59 @@ class AdaptiveTrustRegion(StepSize):
         )
 
     def size(self, proposal: Proposal) -> Sized:
-        one = torch.ones_like(proposal.products[0][1])
         if proposal.kl_clip is None:
-            return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": one, "momentum_scale": one})
-        buffers = momenta(proposal)
-        slope, promised = proposal.executor.gradients.sum_over_updaters(_slopes(buffers, one.device)).unbind()
-        memory = proposal.memory.to(one.device, non_blocking=True)
-        multiplier, slope_before, held, share = memory.unbind()
-        ratio = slope_ratio(slope.to(memory.dtype), slope_before)
-        multiplier = follow(multiplier, ratio, held > 0)
-        size = multiplier.exp().to(one.dtype)
-        kl_clip, longest = proposal.kl_clip * size.square(), size.clamp(min=1)
+            return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         decrease, quadratic = lengths(proposal.products)
+        buffers = momenta(proposal)
+        slopes = proposal.executor.gradients.sum_over_updaters(_slopes(proposal, buffers))
+        slope, promised = scalars_beside(slopes, decrease)
+        multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
+        multiplier = follow(multiplier, slope_ratio(slope, slope_before), held > 0)
+        size = exponential(multiplier)
+        kl_clip, longest = proposal.kl_clip * size * size, bounded(size, least=1.0)
         scale = trust_region_scale(quadratic, decrease, summed_terms(proposal), kl_clip, longest)
         allowed = _SHARE * scale * decrease
-        kept = torch.where(promised < -allowed, -allowed / promised, 1.0)
+        kept = chosen(promised < -allowed, quotient(-allowed, promised), 1.0)
         scale_all(chain.from_iterable(proposal.parts), scale)
         scale_momentum(proposal, [(group, buffer) for group, buffer, _ in buffers], kept)
         direction = proposal.direction()
         _keep_directions(proposal, direction)
         holds = scale < longest
         slope_after = kept * promised + scale * _added(proposal.products)
-        after = [multiplier, slope_after, holds, shortened(share, scale < _IDLE * size.clamp(max=1))]
+        after = [multiplier, slope_after, holds, shortened(share, scale < _IDLE * bounded(size, most=1.0))]
         return Sized(
             direction,
             lambda _: {},
             {"trust_region_scale": scale, "momentum_scale": kept, "kl_clip": kl_clip},
-            torch.stack([number.to(memory.dtype) for number in after]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0),
+            vector([or_zero(number) for number in after], proposal.memory),
         )
 
 
-def _slopes(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
+def _slopes(proposal: Proposal, buffers: Sequence[tuple[Group, Tensor, Tensor]]) -> Tensor:
     """Return `Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
-    slope = promised = torch.zeros((), device=device)
+    found: list[Tensor] = []
+    device = proposal.covered[0].params[0].device
     for group, lefts, rights in by_group(buffers):
+        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        product = inner_product(joined(lefts), joined(rights), device) * sign * scalar(group["lr"], device)
-        slope, promised = slope + product, promised + product * group["momentum"]
-    return torch.stack([slope, promised])
+        slope = product * (sign * scalar_beside(group["lr"], product))
+        found.append(torch.stack([slope, slope * group["momentum"]]))
+    return sum(found[1:], start=found[0]) if found else torch.zeros(2, device=device)
 
 
-def _added(products: Sequence[tuple[Group, Tensor]]) -> Tensor:
-    """Return `Σ lr Δᵀ∇` of what is added to the momentum, `[]`."""
+def _added(products: Sequence[tuple[Group, Scalar]]) -> Scalar:
+    """Return `Σ lr Δᵀ∇` of what is added to the momentum."""
     added = [
-        scalar(group["lr"], product.device) * product * (1 - group["dampening"] if group["momentum"] != 0 else 1)
+        scalar_beside(group["lr"], product) * product * (1 - group["dampening"] if group["momentum"] != 0 else 1)
         for group, product in products
     ]
-    return torch.stack(added).sum()
+    return total(added)
 
 
 def _keep_directions(proposal: Proposal, direction: Direction) -> None:
     """Keep the direction of this step where torch keeps momentum, of the parameters that have none."""
+    if all(group["momentum"] != 0 for group in proposal.groups):
+        return
     for param, group in covered_here(proposal):
         if group["momentum"] == 0 and param in direction:
             proposal.state[param]["momentum_buffer"] = _kept(proposal, param, group, direction[param])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
-from torch.profiler import record_function
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.folding import fold_all
 from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
@@ -19,9 +19,12 @@ from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Agreement, Executor, Parts
 from kfac_optim.step.refresher import Refresher
+from kfac_optim.step.scalars import Scalar, scalars, total
 from kfac_optim.step.scaling import by_group
 from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
-from kfac_optim.step.trust_region import inner_product, joined, square_sum
+from kfac_optim.step.trust_region import inner_product, square_sum
+from kfac_optim.utils.autograd import profiled
+from kfac_optim.utils.joined_tensors import Joins, joined
 from kfac_optim.utils.sharded_params import is_sharded, local
 from kfac_optim.utils.validation import check_kfac_numbers
 
@@ -35,7 +38,7 @@ class StepRecord:
     """Holds what one step did.
 
     Attributes:
-        measures: of the step by name, device scalars over the preconditioned parameters; empty where there are none.
+        measures: of the step by name, numbers over the preconditioned parameters; empty where there are none.
             `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen;
             the rest is what the step size tells.
         memory: what the step size remembers from now on, `[4]`.
@@ -43,7 +46,7 @@ class StepRecord:
         unpreconditioned: names of blocks whose gradient went to SGD as it was, for want of an inverse.
     """
 
-    measures: Mapping[str, Tensor]
+    measures: Mapping[str, Scalar]
     memory: Tensor
     count: LossCount
     unpreconditioned: tuple[str, ...]
@@ -91,35 +94,35 @@ class Engine:
         _follow_model(state, blocks)
         count = self.window.close()._replace(summed=agreement.summed)
         scale = self.choices.estimate.scale(count, admission.loss_scale)
-        with record_function("kfac.fold"):
-            for block in blocks:
-                if block in agreement.sampled:
-                    block.fold(count, scale)
+        with profiled("kfac.fold"):
+            fold_all([block for block in blocks if block in agreement.sampled], count, scale)
             executor.statistics.settle()
             if agreement.sampled and kl_clip is not None and self.choices.adapt_damping is None:
                 unit = step_size.loss_unit(memory)
                 for block in blocks:
                     block.clock.use_unit(unit)
-        with record_function("kfac.refresh"):
+        with profiled("kfac.refresh"):
             self._refresh(blocks)
-        with record_function("kfac.precondition"):
+        with profiled("kfac.precondition"):
             graded = [block for block in blocks if block in agreement.graded]
             covered, unpreconditioned = _covered(graded, agreement)
             here = executor.gradients.gradients(covered)
             active, grads = [block for block, _ in here], [parts for _, parts in here]
             parts = executor.gradients.precondition(active, grads) if step_size.preconditions else grads
-        products, measures = _measure(covered, active, grads, parts, executor) if covered else ([], {})
+        joins = Joins()
+        products, measures = _measure(covered, active, grads, parts, executor, joins) if covered else ([], {})
         proposal = Proposal(
-            groups, state, graded, covered, active, parts, products, kl_clip, count, executor, objective, memory, finite
+            *(groups, state, graded, covered, active, parts, products, kl_clip, count),
+            *(executor, objective, memory, joins, finite),
         )
         sized = _AS_IT_IS
         if covered or (trained and (step_size.needs_objective or step_size.directs_all)):
-            with record_function("kfac.step_size"):
+            with profiled("kfac.step_size"):
                 sized = step_size.size(proposal)
             if sized.memory is not None:
                 before = memory.to(sized.memory.device, non_blocking=True)
                 memory = sized.memory if finite is None else torch.where(finite, sized.memory, before)
-        with record_function("kfac.update"):
+        with profiled("kfac.update"):
             for group in groups:
                 params = executor.gradients.owned([param for param in group["params"] if param.grad is not None])
                 _sgd(group, params, sized, state, finite)
@@ -202,10 +205,11 @@ def check_shards(group: Group, number: int, whole: object | None) -> None:
 def _follow_model(state: State, blocks: Blocks) -> None:
     """Take momentum and statistics to where the model was moved since the last step."""
     for param, held in state.items():
-        for name in UPDATED:
-            tensor = held.get(name) if isinstance(held, dict) else None  # users keep notes of their own there
-            if isinstance(tensor, Tensor) and tensor.device != param.device:
-                held[name] = tensor.to(param.device)
+        if isinstance(held, dict):  # users keep notes of their own there
+            device = param.device
+            for name in UPDATED:
+                if name in held and isinstance(tensor := held[name], Tensor) and tensor.device != device:
+                    held[name] = tensor.to(device)
     for block in blocks:
         block.follow()
 
@@ -250,8 +254,13 @@ def _is_used(block: KFACBlock) -> bool:
 
 
 def _measure(
-    covered: Blocks, blocks: Blocks, grads: Sequence[Parts], parts: Sequence[Parts], executor: Executor
-) -> tuple[list[tuple[Group, Tensor]], dict[str, Tensor]]:
+    covered: Blocks,
+    blocks: Blocks,
+    grads: Sequence[Parts],
+    parts: Sequence[Parts],
+    executor: Executor,
+    joins: Joins,
+) -> tuple[list[tuple[Group, Scalar]], dict[str, Scalar]]:
     """Return `Δᵀ∇` of each param group, as weight and bias may be of several, and the measures of a `StepRecord`."""
     device = covered[0].params[0].device
     # Of every group that has covered blocks, also where these are preconditioned by other workers.
@@ -266,21 +275,16 @@ def _measure(
     directions: list[Tensor] = []
     gradients: list[Tensor] = []
     for group, lefts, rights in by_group(pairs):
-        lefts, rights = joined(lefts), joined(rights)
+        lefts, rights = joined(lefts), joins.of(rights)
         found[id(group)] = inner_product(lefts, rights, device)
         directions += lefts
         gradients += rights
-    nothing = inner_product([], [], device)
-    sums = [found.get(key, nothing) for key in groups]
+    sums = [found[key] if key in found else inner_product([], [], device) for key in groups]
     sums += [square_sum(directions, device), square_sum(gradients, device)]
-    *by_groups, direction_square, gradient_square = executor.gradients.sum_over_updaters(torch.stack(sums)).unbind()
+    *by_groups, direction_square, gradient_square = scalars(executor.gradients.sum_over_updaters(torch.stack(sums)))
     products = list(zip(groups.values(), by_groups, strict=True))
-    measures = {
-        "inner": torch.stack(by_groups).sum(),
-        "direction_square": direction_square,
-        "gradient_square": gradient_square,
-    }
-    return products, measures
+    squares = {"direction_square": direction_square, "gradient_square": gradient_square}
+    return products, {"inner": total(by_groups), **squares}
 
 
 def _sgd(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: State, finite: Tensor | None) -> None:

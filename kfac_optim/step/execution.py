@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
-from kfac_optim.blocks.preconditioning import gradients, has_gradient, laid_out, precondition_all
+from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.utils.sharded_params import Shards, is_part
 
@@ -109,6 +109,9 @@ class Statistics:
 class Gradients:
     """Brings gradients to those who precondition them, and the result to those who update: both are done here."""
 
+    def __init__(self) -> None:
+        self._stacks = Stacks()
+
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         """Return the blocks whose direction is to be known here, with the whole `∇h` of each of their parameters.
 
@@ -118,7 +121,7 @@ class Gradients:
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         """Return the preconditioned `grads`: new tensors of the same shapes and layouts, in float32 at least."""
-        return precondition_all(blocks, grads)
+        return self._stacks.precondition(blocks, grads)
 
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         """Return the direction of each parameter that is updated here.

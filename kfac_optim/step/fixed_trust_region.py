@@ -7,9 +7,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kfac_optim.step.scaling import by_group, lengths, momenta, scalar, scale_all, scale_momentum, summed_terms
+from kfac_optim.step.scalars import scalar_beside, scalars_beside, vector
+from kfac_optim.step.scaling import by_group, lengths, momenta, scale_all, scale_momentum, summed_terms
 from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import inner_product, momentum_scale, shortened, trust_region_scale
+from kfac_optim.utils.joined_tensors import joined
 
 
 @dataclass(frozen=True)
@@ -31,32 +33,32 @@ class TrustRegion(StepSize):
         )
 
     def size(self, proposal: Proposal) -> Sized:
-        one = torch.ones_like(proposal.products[0][1])
         if proposal.kl_clip is None:
-            return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": one, "momentum_scale": one})
+            return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         decrease, quadratic = lengths(proposal.products)
         summed = summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         buffers = [each for each in momenta(proposal) if each[0]["momentum"] != 0]
-        promised = proposal.executor.gradients.sum_over_updaters(_promised(buffers, one.device).reshape(1))[0]
+        promises = proposal.executor.gradients.sum_over_updaters(_promised(proposal, buffers).reshape(1))
+        (promised,) = scalars_beside(promises, decrease)
         held = momentum_scale(promised, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)
         scale_momentum(proposal, [(group, buffer) for group, buffer, _ in buffers], held)
-        memory = proposal.memory.to(scale.device, non_blocking=True)
-        share = shortened(memory[3], scale < 1)
+        *unused, share = scalars_beside(proposal.memory, decrease)
         return Sized(
             proposal.direction(),
             lambda _: {},
-            {"trust_region_scale": scale, "momentum_scale": held, "kl_clip": torch.full_like(scale, proposal.kl_clip)},
-            torch.cat([memory[:3], share.reshape(1)]),
+            {"trust_region_scale": scale, "momentum_scale": held, "kl_clip": proposal.kl_clip},
+            vector([*unused, shortened(share, scale < 1)], proposal.memory),
         )
 
 
-def _promised(buffers: Sequence[tuple[Group, Tensor, Tensor]], device: torch.device) -> Tensor:
+def _promised(proposal: Proposal, buffers: Sequence[tuple[Group, Tensor, Tensor]]) -> Tensor:
     """Return the decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
+    device = proposal.covered[0].params[0].device
     decrease = torch.zeros((), device=device)
     for group, lefts, rights in by_group(buffers):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        rate = sign * group["momentum"] * scalar(group["lr"], device)
-        decrease = decrease + inner_product(lefts, rights, device) * rate
+        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
+        decrease = decrease + product * (sign * group["momentum"] * scalar_beside(group["lr"], product))
     return decrease

@@ -9,7 +9,8 @@ from torch import Tensor
 from kfac_optim.blocks.block import l2
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.quadratic import change, minimum
-from kfac_optim.step.scaling import scalar, scale_all
+from kfac_optim.step.scalars import scalar_beside
+from kfac_optim.step.scaling import scale_all
 from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.step.trust_region import inner_product
 
@@ -68,7 +69,7 @@ class QuadraticModel(StepSize):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                direction[param].mul_(scalar(group["lr"], param.device))
+                direction[param].mul_(scalar_beside(group["lr"], direction[param]))
                 buffer = proposal.momentum(param)
                 if buffer is not None and group["momentum"] > 0:
                     before[param] = buffer

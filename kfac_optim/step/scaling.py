@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.preconditioning import regularised
+from kfac_optim.step.scalars import Scalar, chosen, scalar_beside, total
 from kfac_optim.step.step_size import Group, Proposal
 from kfac_optim.utils.sharded_params import local
 
@@ -18,9 +19,12 @@ def summed_terms(proposal: Proposal) -> float:
 
 def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
     """Return the covered parameters that are updated here, in whole or in part, with their param groups."""
-    here = set(proposal.executor.gradients.owned([param for block in proposal.covered for param in block.params]))
-    pairs = [pair for block in proposal.covered for pair in zip(block.params, block.groups, strict=True)]
-    return [(param, group) for param, group in pairs if param in here]
+    params = [param for block in proposal.covered for param in block.params]
+    groups = [group for block in proposal.covered for group in block.groups]
+    if (owned := proposal.executor.gradients.owned(params)) is params:
+        return list(zip(params, groups, strict=True))
+    here = set(owned)
+    return [(param, group) for param, group in zip(params, groups, strict=True) if param in here]
 
 
 def momenta(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
@@ -35,41 +39,36 @@ def momenta(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
     ]
 
 
-def lengths(products: Sequence[tuple[Group, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇`, each `[]`, of the products of a proposal."""
-    rates = [(scalar(group["lr"], product.device), product) for group, product in products]
-    decrease = torch.stack([rate * product for rate, product in rates]).sum()
-    return decrease, torch.stack([rate**2 * product for rate, product in rates]).sum()
+def lengths(products: Sequence[tuple[Group, Scalar]]) -> tuple[Scalar, Scalar]:
+    """Return `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇` of the products of a proposal."""
+    rates = [(scalar_beside(group["lr"], product), product) for group, product in products]
+    return total([rate * product for rate, product in rates]), total([rate * rate * product for rate, product in rates])
 
 
 def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
     """Return each param group, whose numbers multiply all its products, and the two sides of its pairs."""
     found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}
     for group, left, right in pairs:
-        _, lefts, rights = found.setdefault(id(group), (group, [], []))
-        lefts.append(left)
-        rights.append(right)
+        if (sides := found.get(id(group))) is None:
+            sides = found[id(group)] = group, [], []
+        sides[1].append(left)
+        sides[2].append(right)
     return found.values()
 
 
-def scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor]], factor: Tensor) -> None:
+def scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor]], factor: Scalar) -> None:
     """Scale momentum for good, and so not where the step will not be taken."""
     if proposal.finite is not None:
-        factor = torch.where(proposal.finite, factor, 1.0)
+        factor = chosen(proposal.finite, factor, 1.0)
     scale_all([buffer for group, buffer in buffers if group["momentum"] != 0], factor)
 
 
-def scale_all(tensors: Iterable[Tensor], factor: Tensor) -> None:
+def scale_all(tensors: Iterable[Tensor], factor: Scalar) -> None:
     """Multiply all by one number, wherever they are."""
-    if factor.device.type == "cpu" and float(factor) == 1.0:  # which the host knows without waiting
+    if not isinstance(factor, Tensor) and factor == 1.0:
         return
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_device[tensor.device].append(tensor)
     for device, alike in by_device.items():
-        torch._foreach_mul_(alike, factor.to(device, non_blocking=True))
-
-
-def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """Return a number as it is, and a tensor of one element as a tensor `[]` on the device."""
-    return value.reshape(()).to(device) if isinstance(value, Tensor) else value
+        torch._foreach_mul_(alike, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.step.user_warnings import UserWarnings
 
@@ -45,7 +46,7 @@ class StepMemory:
         """Return the numbers for a pickle, as numbers outlive the spawning of a process and new tensors do not."""
         return None if self._numbers is None else self._numbers.tolist()
 
-    def look(self, measures: Mapping[str, Tensor], step: int) -> None:
+    def look(self, measures: Mapping[str, Scalar], step: int) -> None:
         """Warn if nearly all steps of late were made too short. The host waits for that, so it is not done often.
 
         Args:

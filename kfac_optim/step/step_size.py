@@ -23,6 +23,8 @@ from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.specs import Kept
 from kfac_optim.step.execution import Executor, Parts
+from kfac_optim.step.scalars import Scalar
+from kfac_optim.utils.joined_tensors import Joins
 
 Group = Mapping[str, Any]
 Direction = dict[nn.Parameter, Tensor]
@@ -39,12 +41,13 @@ class Proposal:
         covered: those of them whose gradients are preconditioned, by whatever worker.
         blocks: the covered ones whose direction is known here.
         parts: what preconditioning made of it.
-        products: `Δᵀ∇` over the parameters of each param group that has any, `[]`, of all workers.
+        products: `Δᵀ∇` over the parameters of each param group that has any, of all workers.
         kl_clip: that all groups agree on.
         count: terms of the loss.
         executor: who does the work.
         objective: the loss of this step, where it is known.
         memory: what the step size remembers of earlier steps, `[4]` (see `StepSize`), not to be changed.
+        joins: joins gradients, some of which the products have joined already.
         finite: `[]` bool, whether the step will be taken, where only the device knows: if not, nothing may change that
             outlives the step. None is yes.
     """
@@ -55,12 +58,13 @@ class Proposal:
     covered: Sequence[KFACBlock]
     blocks: Sequence[KFACBlock]
     parts: Sequence[Parts]
-    products: Sequence[tuple[Group, Tensor]]
+    products: Sequence[tuple[Group, Scalar]]
     kl_clip: float | None
     count: LossCount
     executor: Executor
     objective: Objective | None
     memory: Tensor
+    joins: Joins
     finite: Tensor | None = None
 
     def direction(self) -> Direction:
@@ -69,8 +73,8 @@ class Proposal:
 
     def momentum(self, param: nn.Parameter) -> Tensor | None:
         """Give the momentum of earlier steps."""
-        buffer: Tensor | None = self.state[param].get("momentum_buffer") if param in self.state else None
-        return buffer
+        held = self.state.get(param)
+        return None if held is None else held.get("momentum_buffer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +84,13 @@ class Sized:
     Attributes:
         direction: replaces the gradient; parameters without a direction keep theirs.
         sgd: returns the numbers of torch's SGD that replace those of a param group.
-        measures: for `metrics()`, each `[]`.
+        measures: for `metrics()`.
         memory: what is remembered from now on, `[4]`; None is what was.
     """
 
     direction: Direction
     sgd: Callable[[Group], Mapping[str, Any]]
-    measures: Mapping[str, Tensor]
+    measures: Mapping[str, Scalar]
     memory: Tensor | None = None
 
 

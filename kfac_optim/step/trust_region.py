@@ -7,17 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Elements of tensors that are sooner copied into one than summed one by one.
-_SMALL = 2**14
-
-# What sums are taken in; asking torch costs as much as a short sum.
-_WIDE = (torch.float32, torch.float64)
+from kfac_optim.step.scalars import Flag, Scalar, bounded, chosen, finite, larger, quotient, root
+from kfac_optim.utils.precision import at_least_float32
 
 
 def trust_region_scale(
-    quadratic: Tensor, decrease: Tensor, summed_terms: float, kl_clip: float | Tensor, longest: float | Tensor = 1.0
-) -> Tensor:
-    """Return `ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5), on the device.
+    quadratic: Scalar, decrease: Scalar, summed_terms: float, kl_clip: Scalar, longest: Scalar = 1.0
+) -> Scalar:
+    """Return `ν = min(1, √(κ / sᵀFs))` for the step `s = lr Δ` (Ba, Grosse & Martens 2017, §5).
 
     `sᵀFs` is taken as the larger of two estimates. One is the paper's, `lr² Δᵀ∇`, which trusts the factors: exact if
     they were the Fisher. The other is `(sᵀ∇)²`, which needs no factors: the Fisher of the batch's own gradients is
@@ -27,95 +24,81 @@ def trust_region_scale(
     that is a sum of N terms the Fisher is a sum too, and the second estimate is `(sᵀ∇)² / N`.)
 
     Args:
-        quadratic: `lr² Δᵀ∇` summed over every covered parameter, `[]`.
-        decrease: `sᵀ∇ = lr Δᵀ∇` summed in the same way, `[]`.
+        quadratic: `lr² Δᵀ∇` summed over every covered parameter.
+        decrease: `sᵀ∇ = lr Δᵀ∇` summed in the same way.
         summed_terms: N for a summed loss, 1 for a mean.
         kl_clip: `κ`, positive, in nats.
         longest: what the scale may be at most.
 
     Returns:
-        `[]`, in [0, `longest`].
+        A number in [0, `longest`].
     """
     # A step of zero (no gradient) divides to inf and clamps to the longest; one whose sums overflow is not taken.
-    scale = (kl_clip / torch.maximum(quadratic, decrease.square() / summed_terms)).sqrt()
-    return scale.clamp(max=longest).nan_to_num(nan=0.0)
+    scale = root(quotient(kl_clip, larger(quadratic, decrease * decrease / summed_terms)))
+    return finite(bounded(scale, most=longest))
 
 
-def momentum_scale(decrease: Tensor, summed_terms: float, kl_clip: float) -> Tensor:
-    """Return factor in (0, 1] for the momentum `b` of earlier steps, on the device.
+def momentum_scale(decrease: Scalar, summed_terms: float, kl_clip: float) -> Scalar:
+    """Return the factor in (0, 1] for the momentum `b` of earlier steps.
 
     The bound on the new step is of no use where the momentum of earlier ones, taken before the curvature rose, goes on
     uphill. So it too may not raise the loss by more than `√κ`: where `lr μ bᵀ∇ < 0` it is scaled to that, for good
     (compare the gradient restart of O'Donoghue & Candès 2015). Momentum that goes downhill is left alone.
 
     Args:
-        decrease: `lr μ bᵀ∇` summed over every covered parameter, `[]`.
+        decrease: `lr μ bᵀ∇` summed over every covered parameter.
         summed_terms: N for a summed loss, 1 for a mean.
         kl_clip: `κ`, positive, in nats.
     """
     bound = math.sqrt(kl_clip * summed_terms)
-    return torch.where(decrease < -bound, -bound / decrease, 1.0)
+    return chosen(decrease < -bound, quotient(-bound, decrease), 1.0)
 
 
-def slope_ratio(slope: Tensor, slope_before: Tensor) -> Tensor:
-    """Compare what the last step promised with what it left, in [-1, 1], on the device.
+def slope_ratio(slope: Scalar, slope_before: Scalar) -> Scalar:
+    """Compare what the last step promised with what it left, in [-1, 1].
 
     The last step went along `b`. What it promised is the slope of the loss along `b` at its start, and the slope at its
     end is `bᵀ∇` of the gradient that came next, on examples that `b` has not seen. The ratio has no unit: 1 where the
     loss falls at the end as it did at the start, 0 where the step went just far enough, below 0 where it went too far.
 
     Args:
-        slope: `Σ lr bᵀ∇` over every covered parameter, with the gradient of now, `[]`.
-        slope_before: the same with the gradient that led into the last step, `[]`; not above 0 where there is none.
+        slope: `Σ lr bᵀ∇` over every covered parameter, with the gradient of now.
+        slope_before: the same with the gradient that led into the last step; not above 0 where there is none.
     """
-    return torch.where(slope_before > 0, slope / slope_before, 0.0).nan_to_num(nan=0.0).clamp(-1, 1)
+    return bounded(finite(chosen(slope_before > 0, quotient(slope, slope_before), 0.0)), -1.0, 1.0)
 
 
-def follow(multiplier: Tensor, ratio: Tensor, held: Tensor) -> Tensor:
-    """Adapt what multiplies a trust region to the slope ratio of the last step, on the device.
+def follow(multiplier: Scalar, ratio: Scalar, held: Flag) -> Scalar:
+    """Adapt what multiplies a trust region to the slope ratio of the last step.
 
     The square makes the region deaf to small ratios, which noise makes of gradients that have nothing to do with each
     other. A region that did not hold the last step does not grow.
 
     Args:
-        multiplier: its logarithm, `[]`.
-        ratio: as of `slope_ratio`, `[]`.
-        held: whether the region held the last step, `[]` bool.
+        multiplier: its logarithm.
+        ratio: as of `slope_ratio`.
+        held: whether the region held the last step.
 
     Returns:
-        The logarithm of now, `[]`.
+        The logarithm of now.
     """
-    change = _PACE * ratio * ratio.abs()
-    return (multiplier + torch.where(held, change, change.clamp(max=0))).clamp(*_RANGE)
+    magnitude: Scalar = ratio.abs() if isinstance(ratio, Tensor) else abs(ratio)
+    change, (least, most) = _PACE * ratio * magnitude, _RANGE
+    return bounded(multiplier + chosen(held, change, bounded(change, most=0.0)), least, most)
 
 
-def shortened(share: Tensor, short: Tensor) -> Tensor:
+def shortened(share: Scalar, short: Flag) -> Scalar:
     """Bring the share of too short steps up to date: an average in which 98 of them in a row make 0.95.
 
     Args:
-        share: until the last step, `[]`.
-        short: whether this step was, `[]` bool.
+        share: until the last step.
+        short: whether this step was.
     """
-    return share + 0.03 * (short.to(share.dtype) - share)
+    return chosen(short, share + 0.03 * (1 - share), share - 0.03 * share)
 
 
 _PACE = 0.4  # the multiplier grows or shrinks by half in a step at the most
 _RANGE = math.log(1e-3), math.log(1e12)  # pure noise may not shrink a region to nothing, and squares must be finite
-
-
-def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the elements of tensors in fewer tensors: small ones of a device become one, `[elements]`.
-
-    Lists of tensors of equal shapes are joined alike, so that sums over pairs of them may be taken of the results.
-    """
-    found: list[Tensor] = []
-    small: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.numel() > _SMALL:
-            found.append(tensor)
-        else:
-            small[tensor.device].append(tensor.reshape(-1))
-    return found + [some[0] if len(some) == 1 else torch.cat(some) for some in small.values()]
 
 
 def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -127,9 +110,7 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
         device: where the scalar lives.
     """
     products = [_dot(a, b) for a, b in zip(left, right, strict=True)]
-    if not products:
-        return torch.zeros((), device=device)
-    return torch.stack([_brought(product, device) for product in products]).sum()
+    return _sum([_brought(product, device) for product in products], device)
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -140,18 +121,23 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         device: where the scalar lives.
     """
     alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        alike[tensor.device, tensor.dtype].append(tensor)
-    if not alike:
-        return torch.zeros((), device=device)
     squares: list[Tensor] = []
-    for (where, dtype), some in alike.items():
-        if where.type == "cpu":  # norms take longer there, and lose more digits
-            squares.append(torch.stack([_dot(tensor, tensor) for tensor in some]))
+    for tensor in tensors:
+        if tensor.device.type == "cpu":  # norms take longer there, and lose more digits
+            squares.append(_brought(_dot(tensor, tensor), device))
         else:
-            norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(dtype, torch.float32))
-            squares.append(torch.stack(norms).square())
-    return torch.cat([_brought(each, device) for each in squares]).sum()
+            alike[tensor.device, tensor.dtype].append(tensor)
+    for (_, dtype), some in alike.items():
+        norms = torch._foreach_norm(some, 2, dtype=at_least_float32(dtype))
+        squares.append(_brought(torch.stack(norms).square().sum(), device))
+    return _sum(squares, device)
+
+
+def _sum(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of tensors `[]` on one device, `[]`."""
+    if len(numbers) == 1:
+        return numbers[0]
+    return torch.stack([*numbers]).sum() if numbers else torch.zeros((), device=device)
 
 
 def _brought(numbers: Tensor, device: torch.device) -> Tensor:
@@ -163,8 +149,9 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
         strides = left.stride()
         order = sorted(range(left.dim()), key=lambda axis: -strides[axis])
         left, right = left.permute(order), right.permute(order)
-    left, right = left.reshape(-1), right.reshape(-1)
-    if left.dtype != right.dtype or left.dtype not in _WIDE:
-        dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    if left.dim() != 1:
+        left, right = left.reshape(-1), right.reshape(-1)
+    if left.dtype != right.dtype or left.dtype != at_least_float32(left.dtype):
+        dtype = at_least_float32(torch.promote_types(left.dtype, right.dtype))
         left, right = left.to(dtype), right.to(dtype)
     return torch.dot(left, right)

@@ -1,14 +1,26 @@
 """What is asked of autograd, much of it privately: hooks on gradients, and what the backward that is running does."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
 Node: TypeAlias = torch.autograd.graph.Node
 GradientEdge = torch.autograd.graph.GradientEdge
+
+_NOTHING = nullcontext()
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Return a context whose operations torch's profilers show under `name`; where none runs it costs next to nothing.
+
+    The flag is what torch's own optimizers ask.
+    """
+    return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:

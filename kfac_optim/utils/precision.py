@@ -8,6 +8,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from kfac_optim.utils.joined_tensors import joined
+
 
 def without_autocast(device_types: Iterable[str]) -> ExitStack:
     """Return a context in which autocast is off on these kinds of device, whatever the caller has on."""
@@ -18,19 +20,27 @@ def without_autocast(device_types: Iterable[str]) -> ExitStack:
     return stack
 
 
+@functools.cache
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums over tensors of `dtype` are taken in; to ask torch costs as much as a short sum."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Return whether every element is finite, but for those on the meta device. The host waits once."""
-    dense = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
-    filled = [g for g in dense if g.numel() > 0 and not g.is_meta]
+    dense = (g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients)
+    filled = [g for g in dense if not g.is_meta and g.numel() > 0]
     if not filled:
         return True
     if all(g.device.type != "cpu" for g in filled):
         return bool(finite_on_device(filled))
     # By far the fastest reduction there. A finite sum hides nothing; one that is not may have overflowed.
-    sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in filled]
-    device, widest = sums[0].device, functools.reduce(torch.promote_types, (each.dtype for each in sums))
-    finite = torch.stack([each.to(device, widest, non_blocking=True) for each in sums]).isfinite().all()
-    return bool(finite) or all(bool(g.isfinite().all()) for g in filled)
+    sums = [g.sum(dtype=at_least_float32(g.dtype)) for g in joined(filled)]
+    if len(sums) > 1:
+        device, widest = sums[0].device, functools.reduce(torch.promote_types, (each.dtype for each in sums))
+        sums = [torch.stack([each.to(device, widest, non_blocking=True) for each in sums]).sum()]
+    total = sums[0].item()
+    return total - total == 0 or all(bool(g.isfinite().all()) for g in filled)
 
 
 def finite_on_device(gradients: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,7 @@
 """Small blocks of equal shapes are preconditioned in one batch: as one by one, whatever else the model has."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, Structure
 from kfac_optim.blocks import preconditioning
-from kfac_optim.blocks.preconditioning import precondition, precondition_all, to_params
+from kfac_optim.blocks.preconditioning import Stacks, precondition, to_params
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -70,7 +72,7 @@ def test_a_batch_gives_what_each_block_gives(inverse: Inverse[Any], structure: A
     alone = [
         to_params(block, precondition(block, of_block), of_block) for block, of_block in zip(blocks, grads, strict=True)
     ]
-    for together, one, of_block in zip(precondition_all(blocks, grads), alone, grads, strict=True):
+    for together, one, of_block in zip(Stacks().precondition(blocks, grads), alone, grads, strict=True):
         for ours, theirs, grad in zip(together, one, of_block, strict=True):
             assert ours.dtype == theirs.dtype
             assert ours.stride() == grad.stride()
@@ -113,3 +115,63 @@ def test_a_damping_of_its_own_takes_a_layer_out_of_its_batch(monkeypatch: pytest
 def test_large_layers_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconditioning, "_SMALL", 15)
     assert batches(monkeypatch, trained()) == [2]  # the convolutions alone are as small
+
+
+def agree(kept: Stacks, optimizer: KFACOptimizer) -> bool:
+    """Whether stacks that are kept give what new ones do."""
+    blocks = optimizer._binding.coverage.blocks
+    grads = [[torch.ones_like(param) for param in block.params] for block in blocks]
+    pairs = zip(kept.precondition(blocks, grads), Stacks().precondition(blocks, grads), strict=True)
+    return all(torch.equal(ours, theirs) for two in pairs for ours, theirs in zip(*two, strict=True))
+
+
+@pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), EKFAC()], ids=str)
+def test_stacks_that_are_kept_follow_refreshes_and_loads(inverse: Inverse[Any]) -> None:
+    optimizer = trained(inverse=inverse)
+    model, kept = optimizer._model, Stacks()  # type: ignore[attr-defined]
+    assert agree(kept, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    clock = optimizer._binding.coverage.blocks[0].clock
+    before = clock.refreshed_at
+    while clock.refreshed_at == before:
+        optimizer.zero_grad()
+        model(3 * torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        assert clock.step < 20
+    assert agree(kept, optimizer), "after a refresh"
+    optimizer.load_state_dict(saved)
+    assert agree(kept, optimizer), "after a checkpoint was loaded"
+    optimizer._binding.coverage.blocks[1].restart()
+    assert agree(kept, optimizer), "after a block has begun again"
+    optimizer.param_groups[0]["damping"] = 1.0
+    assert agree(kept, optimizer), "with another damping"
+    model.float()
+    for block in optimizer._binding.coverage.blocks:
+        block.follow()
+    assert agree(kept, optimizer), "after the model was moved"
+
+
+def test_stacks_are_made_once_for_steps_without_a_refresh() -> None:
+    optimizer = trained()
+    kept = Stacks()
+    agree(kept, optimizer)
+    before = [stack.state for stack in kept._stacks.values()]
+    agree(kept, optimizer)
+    assert len(before) == 3
+    assert all(one is other.state for one, other in zip(before, kept._stacks.values(), strict=True))
+
+
+def test_copies_and_pickles_of_the_optimizer_hold_no_stacks() -> None:
+    optimizer = trained()
+    assert optimizer._executor.gradients._stacks._stacks
+    copied = copy.deepcopy(optimizer)
+    assert not copied._executor.gradients._stacks._stacks
+    assert b"Stack" not in pickle.dumps(optimizer)
+
+
+def test_stacks_see_tensors_that_take_the_place_of_others() -> None:
+    optimizer = trained()
+    kept, block = Stacks(), optimizer._binding.coverage.blocks[0]
+    for factor in (2.0, 3.0):  # the second is as new as the first
+        block.state.a = type(block.state.a)(block.state.a.inverse * factor)
+        assert agree(kept, optimizer)

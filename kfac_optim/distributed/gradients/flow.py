@@ -50,6 +50,7 @@ class ReplicatedGradients(GradientFlow):
     """Leaves the mean of all gradients on every rank, which updates all; some ranks precondition a layer for all."""
 
     def __init__(self, plan: Plan, communicator: Communicator) -> None:
+        super().__init__()
         self._communicator = communicator
         self._plan = plan
         self._workers = {layer.name: layer.workers for layer in plan.layers}
@@ -91,6 +92,7 @@ class ShardedGradients(GradientFlow):
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        super().__init__()
         self._communicator = communicator
         self._plan = plan
         self._params = params

@@ -28,6 +28,7 @@ class RowGradients(GradientFlow):
     """
 
     def __init__(self, plan: Plan, communicator: Communicator) -> None:
+        super().__init__()
         self._communicator = communicator
         self._owners = {layer.name: layer.workers.start for layer in plan.layers}
         self._payload = plan.options.parameter_dtype

@@ -42,6 +42,9 @@ class EigenState(PairState[Spectrum]):
             whole.solved = torch.cat([self.solved, *(each.solved for each in others)])
         return whole
 
+    def to_stack(self) -> list[Tensor]:
+        return [self.solved, *super().to_stack()]
+
     def computed(self) -> dict[str, Tensor]:
         return {"solved": self.solved, **super().computed()}
 

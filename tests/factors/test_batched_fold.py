@@ -1,0 +1,84 @@
+"""Pairs of equal shapes that are folded together come out as those that are folded one by one, bit for bit."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfac_optim.factors.batched_fold import fold_together, shared_by
+from kfac_optim.factors.kronecker_factors import FactorPair, make_pair
+from kfac_optim.specs import LayerSpec, Structure
+
+STRUCTURES = [
+    (Structure.DENSE, Structure.DENSE),
+    (Structure.DIAGONAL, Structure.DENSE),
+    (Structure.DENSE, Structure.IDENTITY),
+]
+
+
+def moment(dim: int, structure: Structure) -> Tensor:
+    rows = torch.randn(6, dim)
+    return (rows.mT @ rows)[None] if structure is Structure.DENSE else rows.square().sum(0)[None]
+
+
+def sampled(pair: FactorPair, spec: LayerSpec) -> FactorPair:
+    for factor, structure, dim in zip((pair.a, pair.g), spec.structure, (spec.in_dim, spec.out_dim), strict=True):
+        if factor is not None:
+            factor.add(moment(dim, structure).to(factor.dtype))
+    pair.rows = 6
+    return pair
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_a_batch_folds_as_each_pair_does(structure: tuple[Structure, Structure], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    spec = LayerSpec("layer", ("weight",), 5, 3, structure=structure)
+    together = [make_pair(spec, dtype=dtype, device=torch.device("cpu")) for _ in range(4)]
+    alone = copy.deepcopy(together)
+    for step in range(4):
+        for pair, twin in zip(together, alone, strict=True):
+            torch.manual_seed(step + 10 * together.index(pair))
+            sampled(pair, spec)
+            torch.manual_seed(step + 10 * together.index(pair))
+            sampled(twin, spec)
+        for spoilt in (together[step], alone[step]):  # each is refused once
+            factor = spoilt.a or spoilt.g
+            assert factor is not None
+            assert factor.pending is not None
+            factor.pending = factor.pending.clone()
+            factor.pending[..., 0] = math.inf
+        assert len({shared_by(pair) for pair in together}) == 1
+        fold_together(together, 12, 0.9, 2.0)
+        for twin in alone:
+            twin.fold(12, 0.9, 2.0)
+        for pair, twin in zip(together, alone, strict=True):
+            assert not pair.has_pending()
+            for ours, theirs in zip(flat(pair.tensors()), flat(twin.tensors()), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def flat(nested: dict) -> list[Tensor]:
+    return [t for value in nested.values() for t in (flat(value) if isinstance(value, dict) else [value])]
+
+
+def test_pairs_that_differ_are_not_folded_together() -> None:
+    def shared(spec: LayerSpec, dtype: torch.dtype = torch.float32, rows: float | Tensor = 6) -> object:
+        pair = sampled(make_pair(spec, dtype=dtype, device=torch.device("cpu")), spec)
+        pair.rows = rows
+        return shared_by(pair)
+
+    plain = LayerSpec("layer", ("weight",), 5, 3)
+    others = [
+        shared(LayerSpec("layer", ("weight",), 4, 3)),
+        shared(LayerSpec("layer", ("weight",), 5, 3, structure=STRUCTURES[1])),
+        shared(plain, torch.float64),
+        shared(plain, rows=7),
+    ]
+    assert shared(plain) == shared(plain)
+    assert shared(plain) not in others
+    assert shared(plain, rows=torch.tensor(6)) is None, "only the device knows how many"
+    assert shared(LayerSpec("layer", ("weight",), 500, 3)) is None, "too large"
+    assert shared_by(make_pair(plain, dtype=torch.float32, device=torch.device("cpu"))) is None, "nothing to fold"
