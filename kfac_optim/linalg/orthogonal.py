@@ -8,13 +8,17 @@ from torch import Tensor
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 
+# Narrower matrices are multiplied no faster in bfloat16 (one CPU core with AVX-512, torch 2.13).
+_NARROW = 64
+
 
 def orthogonalised(matrix: Tensor) -> Tensor:
     """Bring the singular values of matrices near 1 by Newton-Schulz iteration (Jordan et al. 2024, "Muon").
 
     Each matrix is divided by its Frobenius norm first, so that its length has no effect. After five steps singular
     values of 0.0015 of that norm and more are between 0.68 and 1.21; smaller ones are multiplied by up to 485. The
-    singular vectors stay.
+    singular vectors stay. Products of float32 matrices at least 64 wide are taken in bfloat16, as in Muon: rounding is
+    less than what the polynomial leaves, and they take half the time.
 
     Args:
         matrix: `[n, rows, columns]`.
@@ -29,8 +33,11 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     found = found / torch.where(largest > 0, largest, 1)
     norm = torch.linalg.matrix_norm(found, keepdim=True)
     found = found / torch.where(norm > 0, norm, 1)
+    if matrix.dtype is torch.float32 and found.shape[-2] >= _NARROW:
+        found = found.bfloat16()
     a, b, c = _COEFFICIENTS
     for _ in range(_STEPS):
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    found = found.to(matrix.dtype)
     return found.mT if turned else found

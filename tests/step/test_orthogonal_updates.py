@@ -270,7 +270,7 @@ def test_a_layer_with_a_bias_alone_and_norm_layers_go_by_adamw() -> None:
     for model in (ours, theirs):
         model[0].weight.requires_grad_(False)
         model[2].requires_grad_(False)
-    optimizer = KFACOptimizer(ours, **{**OPTIONS, "structure": None})
+    optimizer = KFACOptimizer(ours, **{**OPTIONS, "structure": (DENSE, DENSE)})
     trained = [param for param in theirs.parameters() if param.requires_grad]
     adamw = torch.optim.AdamW(trained, 0.03, weight_decay=0)
     for i in range(4):
