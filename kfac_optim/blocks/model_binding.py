@@ -165,10 +165,12 @@ class ModelBinding:
         Returns:
             The reasons, new ones only.
         """
+        if not (unmeasured := self._functional.unmeasured()):
+            return []
         covered = {block.params[0]: block for block in self.coverage.blocks}
         reasons = {
             covered[param]: f"{covered[param].param_names[0]!r} is used by {function} in a way that is not measured"
-            for param, function in self._functional.unmeasured().items()
+            for param, function in unmeasured.items()
             if param in covered
         }
         self._exclude(reasons)

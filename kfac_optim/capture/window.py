@@ -132,6 +132,7 @@ class CaptureWindow(Ledger):
         """
         hooks = LayerHooks(self._hooks, module, before, after)
         self._hooks.append(hooks)
+        self.idle = False  # the layer may want the very forward that has just shown it
         hooks.on()
         return hooks
 

@@ -14,7 +14,6 @@ from kfac_optim.step.scalars import (
     bounded,
     chosen,
     exponential,
-    or_zero,
     quotient,
     scalar_beside,
     scalars_beside,
@@ -95,7 +94,7 @@ class AdaptiveTrustRegion(StepSize):
             direction,
             lambda _: {},
             {"trust_region_scale": scale, "momentum_scale": kept, "kl_clip": kl_clip},
-            vector([or_zero(number) for number in after], proposal.memory),
+            vector(after, proposal.memory),
         )
 
 

@@ -291,10 +291,13 @@ def _sgd(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: Stat
     """Take torch's own SGD step on the direction, or on the raw gradient where there is none."""
     numbers = {**group, **sized.sgd(group)}
     # Where weight decay is part of the curvature, it is in the direction already.
-    decayed = {param for param in params if group["l2_in_curvature"] and param in sized.direction}
+    decayed = {param for param in params if param in sized.direction} if group["l2_in_curvature"] else set()
     undecayed = {**numbers, "weight_decay": 0.0}
-    _update([param for param in params if param not in decayed], numbers, sized.direction, state, finite)
-    _update([param for param in params if param in decayed], undecayed, sized.direction, state, finite)
+    others = [param for param in params if param not in decayed] if decayed else params
+    _update(others, numbers, sized.direction, state, finite)
+    _update(
+        [param for param in params if param in decayed] if decayed else (), undecayed, sized.direction, state, finite
+    )
 
 
 def _update(

@@ -39,9 +39,12 @@ def scalar_beside(value: float | Tensor, like: Scalar) -> Scalar:
 
 
 def vector(numbers: Sequence[Scalar | Flag], like: Tensor) -> Tensor:
-    """Return numbers as one tensor `[n]` in the dtype of `like`, where they are: the host's on the CPU."""
+    """Return numbers as one tensor `[n]` in the dtype of `like`, 0 where they are not finite; the host has its own."""
     tensors = [number.to(like.dtype) for number in numbers if isinstance(number, Tensor)]
-    return torch.stack(tensors) if tensors else torch.tensor(numbers, dtype=like.dtype, device="cpu")
+    if tensors:
+        return torch.stack(tensors).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    known = [number if math.isfinite(number) else 0.0 for number in numbers if not isinstance(number, Tensor)]
+    return torch.tensor(known, dtype=like.dtype, device="cpu")
 
 
 def total(numbers: Sequence[Scalar]) -> Scalar:
@@ -89,13 +92,6 @@ def finite(x: Scalar) -> Scalar:
     if isinstance(x, Tensor):
         return x.nan_to_num(nan=0.0)
     return 0.0 if x != x else min(max(x, -sys.float_info.max), sys.float_info.max)
-
-
-def or_zero(x: Scalar | Flag) -> Scalar | Flag:
-    """Return `x`, but 0 where it is not finite."""
-    if isinstance(x, Tensor):
-        return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
-    return x if math.isfinite(x) else 0.0
 
 
 def chosen(condition: Flag, if_true: Scalar, if_false: Scalar) -> Scalar:

@@ -247,3 +247,78 @@ def test_ordinary_training_needs_no_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(forward, whole)
+
+
+# -- forwards of which nobody wants to hear anything -----------------------------------------------------------------
+
+
+def idle_within(model: nn.Module, layer: nn.Module, optimizer: KFACOptimizer, x: Tensor) -> bool:
+    """Whether layers of the model return at once in a forward, after which they never do."""
+    seen = []
+    with layer.register_forward_hook(lambda *_: seen.append(optimizer._window.idle)):
+        model(x).square().mean().backward()
+    assert not optimizer._window.idle
+    return all(seen)
+
+
+def test_layers_ask_nothing_in_forwards_of_plain_steps_alone() -> None:
+    model = Coder()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=3)
+    idle = []
+    for i in range(7):
+        optimizer.zero_grad()
+        idle.append(idle_within(model, model.encoder, optimizer, batch(i)))
+        optimizer.step()
+    assert idle == [i % 3 != 0 for i in range(7)]
+    optimizer.param_groups[0]["factor_update_period"] = 1
+    assert not idle_within(model, model.encoder, optimizer, batch(7)), "a period that was edited counts at once"
+
+
+@pytest.mark.parametrize("call", ["two methods", "parts"])
+def test_parts_of_a_model_are_measured_after_plain_steps_of_the_whole(call: str) -> None:
+    model = Coder()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=3)
+    for i in range(4):
+        optimizer.zero_grad()
+        out = OUTSIDE[call](model, batch(i)) if i == 3 else model(batch(i))
+        out.square().mean().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    assert [block.clock.folded_at for block in optimizer._binding.coverage.blocks] == [3, 3]
+
+
+def test_a_forward_that_was_interrupted_leaves_no_layer_deaf() -> None:
+    model = Coder()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=2)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with model.decoder.register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        model(batch(1))
+    optimizer.zero_grad()
+    assert not optimizer._window.idle
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.late = nn.Linear(4, 3), nn.LazyLinear(3)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        out: Tensor = self.first(x)
+        return out + self.late(x) if both else out
+
+
+def test_a_lazy_layer_that_runs_first_in_a_plain_step_is_measured_in_it() -> None:
+    model = Branches()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=100)
+    for i in range(3):
+        optimizer.zero_grad()
+        model(batch(i), i == 2).square().mean().backward()
+        optimizer.step()
+    assert {block.name: block.clock.folds for block in optimizer._binding.coverage.blocks} == {"first": 1, "late": 1}

@@ -77,3 +77,6 @@ def test_numbers_become_tensors_and_come_back(numbers: list[float]) -> None:
         assert torch.equal(again, values)
         assert again.dtype == values.dtype
     assert torch.equal(vector([True, 0.5], values), torch.tensor([1.0, 0.5]))
+    broken = [math.nan, math.inf, -math.inf, 2.0]
+    for kind in (broken, list(torch.tensor(broken).unbind())):
+        assert torch.equal(vector(kind, values), torch.tensor([0.0, 0.0, 0.0, 2.0]))
