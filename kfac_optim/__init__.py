@@ -34,7 +34,7 @@ from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
 from kfac_optim.optimizer import KFACOptimizer
 from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
-from kfac_optim.specs import BlockDiagonal, LayerSpec, LossTerms, Sketched, Structure, WeightSharing
+from kfac_optim.specs import BlockDiagonal, LayerSpec, LossTerms, Structure, WeightSharing
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.fixed_trust_region import TrustRegion
@@ -86,7 +86,6 @@ __all__ = [
     "RowStatistics",
     "Schedule",
     "SelectedUpdates",
-    "Sketched",
     "Staggered",
     "Structure",
     "Subsample",

@@ -100,7 +100,8 @@ class KFACOptimizer(Optimizer):
             None turns the trust region off.
         step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
             stays `kl_clip`; `QuadraticModel()`, which finds learning rate and momentum at each step; or
-            `OrthogonalUpdates()`, the step of Muon and AdamW, at their rates.
+            at the rates of AdamW, `OrthogonalUpdates()`, the step of Muon, or `SelectedUpdates()`, by layer the better
+            of that and the natural gradient.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` to what steps do to the loss, and may take steps back.
         average: `IterateAverage()` averages the parameters over the steps; `eval()` shows the average and `train()`
             hides it. None averages nothing.
@@ -492,8 +493,9 @@ class KFACOptimizer(Optimizer):
         of the last refresh, the same on all; a count is that of the process that has counted most, layer by layer.
         """
         self._skipped.look()
-        return diagnostics.metrics(
-            self._binding.coverage.blocks,
+        blocks = self._binding.coverage.blocks
+        numbers = diagnostics.metrics(
+            blocks,
             self._params(),
             self._record,
             dropped_calls=self._window.dropped_calls,
@@ -502,6 +504,7 @@ class KFACOptimizer(Optimizer):
             reduction_ratio=None if self._judge is None else self._judge.ratio,
             counters=self._executor.statistics.counters,
         )
+        return numbers | self._choices.step_size.report(self.state, blocks)
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """Return `{layer name: (A, G)}`, copies of the undamped running averages, of the layers with statistics so far.

@@ -23,6 +23,9 @@ from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.precision import at_least_float32
 from kfac_optim.utils.sharded_params import Shards
 
+SILENT_STEPS = 3
+"""The steps after which a layer without statistics is waited for no longer, but by period."""
+
 
 class Missing(NamedTuple):
     """Says what a checkpoint knows of a block that it holds no statistics for."""
@@ -87,6 +90,7 @@ class KFACBlock:
         under_way: the refresh that is, if any; a new state has none.
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which they did not, on any process.
+        silent: steps in which the first statistics were wanted and none came.
     """
 
     name: str
@@ -106,6 +110,7 @@ class KFACBlock:
     under_way: RefreshUnderWay | None = field(init=False)
     check: GradientCheck = field(init=False)
     strikes: int = 0
+    silent: int = 0
     _layers_seen: tuple[Any, ...] = field(init=False, default=())
     """What the check has seen of the modules."""
     home: tuple[torch.dtype, torch.device] = field(init=False)
@@ -140,8 +145,13 @@ class KFACBlock:
         return self.clock.refreshed_at >= 0
 
     def wants_statistics(self) -> bool:
-        """Return whether the current step is one of statistics: by period, or because nothing is known yet."""
-        return not self.is_ready or self.clock.step % period_of(self.group, "factor_update_period") == 0
+        """Return whether the current step is one of statistics: by period, or because nothing is known yet.
+
+        A layer that the loss does not use is not looked at in each step for ever.
+        """
+        if not self.is_ready and self.silent < SILENT_STEPS:
+            return True
+        return self.clock.step % period_of(self.group, "factor_update_period") == 0
 
     def takes_statistics(self) -> bool:
         """Return whether this process takes statistics at the current step."""
@@ -180,6 +190,7 @@ class KFACBlock:
             step: where the clock stands now; None lets it go on.
         """
         self.clock = Clock(step=self.clock.step if step is None else step)
+        self.silent = 0
         self.state = self._new_state()
 
     def load(self, clock: Clock, tensors: Mapping[str, Any]) -> None:

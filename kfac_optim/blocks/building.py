@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -183,7 +184,7 @@ def build(
             notes.append(f"{'AG'[side]} is diagonal: {width} > max_factor_dim {options.max_factor_dim}")
         elif isinstance(wish, BlockDiagonal) and wish.blocks(dim) == 1:
             structure[side] = Structure.DENSE
-        if in_rows:
+        if in_rows and is_precise(options.factor_dtype):
             structure[side] = inverse.kept(structure[side], dim)
     if structure == [Structure.IDENTITY, Structure.IDENTITY]:
         return None
@@ -225,6 +226,15 @@ def build(
         subsample=subsample,
         notes=tuple(notes),
     )
+
+
+def is_precise(dtype: torch.dtype | None) -> bool:
+    """Return whether sketches can be kept, or sent, in a dtype: coarser ones round small eigenvalues away.
+
+    Args:
+        dtype: None is that of the parameters, but at least float32.
+    """
+    return dtype is None or torch.promote_types(dtype, torch.float32) == dtype
 
 
 def _check(spec: LayerSpec, adapters: Sequence[LayerAdapter[Any]], inverse: Inverse[Any], subsample: Subsample) -> None:

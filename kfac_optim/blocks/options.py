@@ -9,16 +9,15 @@ from torch import nn
 
 from kfac_optim.blocks.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
 from kfac_optim.factors.subsampling import Subsample
-from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers.base import Adapters, LayerAdapter
-from kfac_optim.specs import Kept, Structure, WeightSharing
+from kfac_optim.specs import BlockDiagonal, Kept, Structure, WeightSharing
 from kfac_optim.utils.validation import check_dtype, check_integer, check_kind
 
 _DENSE = (Structure.DENSE, Structure.DENSE)
 
 SOME_ROWS = Subsample(rows=8192)
-"""What statistics take where the user does not say: more rows than any factor that is kept has columns, by far."""
+"""What statistics take where the user does not say: some dozens of rows for each column that a sketch keeps."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,16 @@ def block_options(
     *,
     adapters: Adapters,
     skip_layers: Sequence[Pattern],
-    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule],
+    inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None,
+    usual_inverse: Inverse[Any] | InverseRule,
     weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
     structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None,
+    usual_structure: tuple[Kept, Kept] | None,
     subsample: Subsample | Mapping[Pattern, Subsample] | None,
     max_factor_dim: int,
     factor_dtype: torch.dtype | None,
 ) -> BlockOptions:
-    """Return the choices about layers, each checked for itself."""
+    """Return the choices about layers, each checked for itself; the usual ones are for layers that no choice names."""
     if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
         raise TypeError(
             f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
@@ -66,18 +67,19 @@ def block_options(
         check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
     check_integer("max_factor_dim", max_factor_dim)
     check_dtype("factor_dtype", factor_dtype)
+    usual = usual_structure or _DENSE
     options = BlockOptions(
         adapters=adapters,
         skip_layers=tuple(skip_layers),
-        inverse=Choice("inverse", inverse, (Inverse, InverseRule), AutoInverse()),
+        inverse=Choice("inverse", usual_inverse if inverse is None else inverse, (Inverse, InverseRule), usual_inverse),
         weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
-        structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),
+        structure=Choice("structure", usual if structure is None else structure, (tuple,), usual),
         subsample=Choice("subsample", SOME_ROWS if subsample is None else subsample, (Subsample,), SOME_ROWS),
         max_factor_dim=max_factor_dim,
         factor_dtype=factor_dtype,
     )
     for pair in (options.structure.default, *options.structure.by_pattern.values()):
-        if len(pair) != 2 or not all(isinstance(side, Kept) for side in pair):
+        if len(pair) != 2 or not all(isinstance(side, Structure | BlockDiagonal) for side in pair):
             raise TypeError(
                 f"kfac_optim: structure must be a pair of Structure or BlockDiagonal values for (A, G), got {pair!r}."
             )

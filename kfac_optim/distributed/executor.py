@@ -25,6 +25,7 @@ from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_r
 from kfac_optim.distributed.plan_agreement import PlanAgreement
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded, Strategy
+from kfac_optim.distributed.refusals import refuse_coarse_sketches
 from kfac_optim.distributed.state_transfer import StateTransfer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports, Terms
@@ -114,6 +115,7 @@ class DistributedExecutor(Executor):
         if looked_at == self._checked:
             return
         check_sharding(blocks, self._shards, self.ranks.group)
+        refuse_coarse_sketches(blocks, self.config)
         in_parts, of_layers = any(map(is_sharded, params)), [param for block in blocks for param in block.params]
         if isinstance(self.config.strategy, FullySharded) and params and not in_parts:
             raise RuntimeError(

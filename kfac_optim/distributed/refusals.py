@@ -1,9 +1,28 @@
 """Choices that do not go together on several processes, refused where the optimizer is built."""
 
+from collections.abc import Sequence
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.building import is_precise
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Replicated, Sharded
+from kfac_optim.specs import Sketched
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.refresh_schedules import Background
+
+
+def refuse_coarse_sketches(blocks: Sequence[KFACBlock], config: DistributedConfig) -> None:
+    """Raise ValueError where sketches of wide factors would be summed from numbers that are too coarse for them."""
+    if is_precise(config.sums_dtype):
+        return
+    for block in blocks:
+        if any(isinstance(kept, Sketched) for kept in block.spec.structure):
+            raise ValueError(
+                f"kfac_optim: sums_dtype={config.sums_dtype} would round away small eigenvalues of the "
+                f"sketched factors of layer {block.name!r}. Leave sums_dtype out, as sketches are small, or keep "
+                "whole factors: "
+                "inverse=Cholesky()."
+            )
 
 
 def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: bool) -> None:

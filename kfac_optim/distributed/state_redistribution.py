@@ -205,5 +205,5 @@ def _empty(buffer: Buffer) -> Tensor:
     """Return what a buffer of another rank is received into."""
     param, key = buffer
     if key in (ADAM_STEPS, PREFERENCE):
-        return torch.empty((), dtype=torch.float32, device=param.device)
+        return torch.empty((), dtype=torch.float32 if key == ADAM_STEPS else param.dtype, device=param.device)
     return torch.empty_like(param)

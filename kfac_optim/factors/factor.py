@@ -85,8 +85,9 @@ class Factor:
         Of a sketched factor it is what the sketch tells: the matrix of its eigenpairs (`linalg.nystrom`).
         """
         if isinstance(self.structure, Sketched):
-            pairs = nystrom(self.sketch(), sketch_directions(self.dim, self.structure.columns, like=self.packed))
-            return pairs.vectors * pairs.values.unsqueeze(-2) @ pairs.vectors.mT
+            sketch = self.sketch().to(self.mass.dtype)
+            pairs = nystrom(sketch, sketch_directions(self.dim, self.structure.columns, like=sketch))
+            return (pairs.vectors * pairs.values.unsqueeze(-2) @ pairs.vectors.mT).to(self.dtype)
         return unpack_triangle(self.packed, self.dim) if self._is_dense else self.packed
 
     def sketch(self) -> Tensor:

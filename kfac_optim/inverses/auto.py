@@ -21,7 +21,7 @@ class AutoInverse(InverseRule):
        `nn.Flatten()` and the linear layer, in `nn.Sequential`s. A `flatten` in a `forward` is not; name that layer:
        `{"head": DoublyFactored(channels=256), "*": AutoInverse()}`.
     2. A layer with a dense factor at least 256 wide: `LowRank(sketch=64)`, which keeps 64 columns of such factors, and
-       32 eigenvectors.
+       32 eigenvectors. (Those of a layer of one's own whose statistics cannot be sketched are kept whole.)
     3. Everything else: `Cholesky`. Beside a scalar or an identity, as in the 2×2 blocks of norm layers, its damping is
        exact too.
 
@@ -62,4 +62,5 @@ class AutoInverse(InverseRule):
                 return three
         wide = LowRank(sketch=_SKETCH)
         sides = zip(spec.structure, (spec.in_dim, spec.out_dim), strict=True)
-        return wide if any(wide.kept(kept, dim) != kept for kept, dim in sides) else Cholesky()
+        sketched = (wide.kept(kept, dim) != kept and dim <= max_factor_dim for kept, dim in sides)
+        return wide if any(sketched) else Cholesky()

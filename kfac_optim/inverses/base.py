@@ -39,7 +39,7 @@ class Inverse(ABC, Generic[S]):
     def kept(self, wish: Kept, dim: int) -> Kept:
         """Return what this representation keeps of a factor, where the user and the layer wish for `wish`.
 
-        It is asked for layers whose statistics can be sketched (`LayerAdapter.in_rows`).
+        It is asked for layers whose statistics can be sketched (`LayerAdapter.in_rows`), in float32 at least.
 
         Args:
             wish: a structure that the layer and the user allow.

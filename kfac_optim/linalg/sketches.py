@@ -54,7 +54,11 @@ def nystrom(sketch: Tensor, directions: Tensor) -> Eigenpairs:
     # Small matrices are made and factored in float64: their smallest eigenvalues are differences, and are divided by.
     core = directions.double().mT @ sketch.double()
     values, vectors, first = eigendecomposition((core + core.mT) / 2)
-    least = _ROUNDINGS * torch.finfo(sketch.dtype).eps * values.amax(-1, keepdim=True).clamp(min=0)
+    # Without rounding the core would be symmetric: what it lacks says how large rounding errors are, whatever dtype the
+    # sketch was kept, or sent, in. Eigenvalues of that size are noise.
+    noise = torch.linalg.matrix_norm(core - core.mT)
+    rounding = _ROUNDINGS * torch.finfo(sketch.dtype).eps * values.amax(-1).clamp(min=0)
+    least = torch.maximum(rounding, noise).unsqueeze(-1)
     scale = torch.where(values > least, values, torch.inf).rsqrt()
     root = triangular.double() @ vectors * scale.unsqueeze(-2)
     values, rotation, second = eigendecomposition(root @ root.mT)

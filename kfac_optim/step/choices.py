@@ -77,14 +77,16 @@ class Choices:
         options = block_options(
             adapters=self.adapters,
             skip_layers=self.skip_layers,
-            inverse=self.step_size.usual_inverse if self.inverse is None else self.inverse,
+            inverse=self.inverse,
+            usual_inverse=self.step_size.usual_inverse,
             weight_sharing=self.weight_sharing,
-            structure=self.step_size.usual_structure if self.structure is None else self.structure,
+            structure=self.structure,
+            usual_structure=self.step_size.usual_structure,
             subsample=self.subsample,
             max_factor_dim=self.max_factor_dim,
             factor_dtype=self.factor_dtype,
         )
-        self.step_size.check_inverses((options.inverse.default, *options.inverse.by_pattern.values()))
+        self.step_size.check_layers(options)
         object.__setattr__(self, "options", options)
 
     @cached_property

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
 
-from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock
 from kfac_optim.blocks.folding import fold_all
 from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
@@ -110,7 +110,8 @@ class Engine:
             active, grads = [block for block, _ in here], [parts for _, parts in here]
             parts = executor.gradients.precondition(active, grads) if step_size.preconditions else grads
         joins = Joins()
-        products, measures = _measure(covered, active, grads, parts, executor, joins) if covered else ([], {})
+        measured = covered and step_size.preconditions
+        products, measures = _measure(covered, active, grads, parts, executor, joins) if measured else ([], {})
         proposal = Proposal(
             *(groups, state, graded, covered, active, parts, products, kl_clip, count),
             *(executor, objective, memory, joins, finite),
@@ -128,6 +129,8 @@ class Engine:
                 _sgd(group, params, sized, state, finite)
             executor.publish()
         for block in blocks:
+            if not block.is_ready and block not in agreement.sampled:
+                block.silent += block.wants_statistics()
             block.clock.advance()
         return StepRecord({**measures, **sized.measures}, memory, count, tuple(unpreconditioned))
 
@@ -243,7 +246,9 @@ def _covered(graded: Blocks, agreement: Agreement) -> tuple[list[KFACBlock], lis
         # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
         # Looking synchronises, for blocks that have no inverse yet.
         elif refused or _is_used(block):
-            unpreconditioned.append(block.name)
+            if block.silent < SILENT_STEPS:
+                unpreconditioned.append(block.name)
+            block.silent = 0  # the loss uses it after all
     return covered, unpreconditioned
 
 

@@ -1,7 +1,7 @@
 """Each layer takes Muon's step or that of the natural gradient, whichever goes further downhill on what comes next."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.preconditioning import to_matrix, to_params
-from kfac_optim.blocks.state_keys import MOMENTUM, PREFERENCE
+from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, PREFERENCE
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.deflation import DeflatedState
 from kfac_optim.inverses.damped.powers import InverseAndRoot
-from kfac_optim.specs import Kept
+from kfac_optim.specs import BlockDiagonal, Kept
 from kfac_optim.step.orthogonal_updates import SMALL, OrthogonalUpdates, if_taken, take_into_mean
 from kfac_optim.step.step_size import Direction, Group, Proposal
 
@@ -34,10 +35,11 @@ class SelectedUpdates(OrthogonalUpdates):
       mostly noise;
     - `(G + ε n_G I)⁻¹ M (A + ε n_A I)⁻¹`, the natural gradient, which suits those that are mostly signal.
 
-    Which is better the next gradient tells. Every five steps both are made of the momentum as it was before the new
-    gradient, of examples that it has not seen, and the slopes of the loss along both are compared, `⟨∇, update⟩`; the
-    layer takes that update which was steeper on the average of late. So the choice needs no unit, no number to tune,
-    and no other pass.
+    Which is better the next gradient tells. At the first steps, and then at every fifth, both are made of the momentum
+    as it was before the new gradient, of examples that it has not seen, and the slopes of the loss along both are
+    compared, `⟨∇, update⟩`; the layer takes that update which was steeper on the average of late. So the choice needs
+    no unit of the loss and no other pass. `metrics()["natural_updates"]` is the share of layers that prefer the natural
+    gradient.
 
     All else is as with `OrthogonalUpdates`: norm layers, and all parameters that belong to no layer, take AdamW's step;
     leave the output layer to AdamW by `skip_layers`; weight decay is decoupled; there is no trust region. What it goes
@@ -54,13 +56,33 @@ class SelectedUpdates(OrthogonalUpdates):
     usual_structure: ClassVar[tuple[Kept, Kept] | None] = None
     preconditions = False
 
-    def check_inverses(self, inverses: Iterable[Inverse[Any] | InverseRule]) -> None:
-        for inverse in inverses:
+    def check(self, groups: Sequence[Group]) -> None:
+        super().check(groups)
+        for i, group in enumerate(groups):
+            if group["momentum"] == 0:
+                raise ValueError(
+                    "kfac_optim: SelectedUpdates compares two updates that are made of the momentum, which has to be "
+                    f"above 0, got momentum={group['momentum']!r} in param group {i}. Pass momentum=0.9."
+                )
+
+    def check_layers(self, options: BlockOptions) -> None:
+        for inverse in (options.inverse.default, *options.inverse.by_pattern.values()):
             if not isinstance(inverse, InverseAndRoot):
                 raise ValueError(
                     f"kfac_optim: SelectedUpdates chooses between two powers of the factors, which inverse={inverse!r} "
                     "does not keep. Leave inverse out, or pass InverseAndRoot(...)."
                 )
+        for kept in (options.structure.default, *options.structure.by_pattern.values()):
+            if any(isinstance(side, BlockDiagonal) for side in kept):
+                raise ValueError(
+                    f"kfac_optim: SelectedUpdates makes matrices orthogonal as a whole, and structure={kept!r} cuts "
+                    "them into blocks. Leave structure out: wide factors are sketched."
+                )
+
+    def report(self, state: Mapping[Any, Any], blocks: Sequence[KFACBlock]) -> dict[str, float]:
+        held = [state[block.params[0]].get(PREFERENCE) for block in blocks if block.params[0] in state]
+        natural = [bool(preference > 0) for preference in held if preference is not None]
+        return {"natural_updates": sum(natural) / len(natural)} if natural else {}
 
     def _of_layers(
         self,
@@ -75,7 +97,9 @@ class SelectedUpdates(OrthogonalUpdates):
         plain: Direction = {}
         for block in layers:
             mine = [param for param in block.params if param in trained]
-            looks = block in ready and _is_time(block) and all(MOMENTUM in proposal.state[param] for param in mine)
+            # Torch's momentum, of another rule, is a sum; the count marks a mean.
+            averaged = all({MOMENTUM, ADAM_STEPS} <= proposal.state[param].keys() for param in mine)
+            looks = block in ready and averaged and _is_time(block)
             before = {param: proposal.state[param][MOMENTUM] for param in mine} if looks else {}
             means = {param: take_into_mean(proposal, param, trained[param], direction.get(param)) for param in mine}
             if block not in ready:
@@ -176,4 +200,5 @@ def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:
     """Return what the comparisons of late say, `[]`: above 0 the natural gradient was steeper."""
     param = block.params[0]
     held: Tensor | None = proposal.state[param].get(PREFERENCE)
-    return torch.zeros((), device=param.device) if held is None else held
+    # In the dtype of the parameter, which loading a checkpoint would cast it to.
+    return torch.zeros((), dtype=param.dtype, device=param.device) if held is None else held.to(param.dtype)

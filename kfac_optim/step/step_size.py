@@ -9,7 +9,7 @@ for full or very large batches, where no rate and no schedule has to be found.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.inverses.auto import AutoInverse
@@ -139,8 +140,8 @@ class StepSize(ABC):
     def check(self, groups: Sequence[Group]) -> None:  # noqa: B027 (most have nothing to say)
         """Raise ValueError where the numbers of the param groups do not go with it, RuntimeError for gradients."""
 
-    def check_inverses(self, inverses: Iterable[Inverse[Any] | InverseRule]) -> None:  # noqa: B027 (as above)
-        """Raise ValueError where a representation of inverses does not go with it."""
+    def check_layers(self, options: BlockOptions) -> None:  # noqa: B027 (as above)
+        """Raise ValueError where the choices about layers do not go with it."""
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
         """Return how many numbers `size` has the executor sum over workers, each time that it does so in one step.
@@ -173,6 +174,15 @@ class StepSize(ABC):
             scale: how long the last step was, of what the learning rate makes it.
         """
         return ""
+
+    def report(self, state: Mapping[Any, Any], blocks: Sequence[KFACBlock]) -> dict[str, float]:
+        """Return what it has to say in `metrics()` beside the measures of the last step; the host may wait for it.
+
+        Args:
+            state: of the optimizer, by parameter.
+            blocks: of the optimizer.
+        """
+        return {}
 
     @abstractmethod
     def size(self, proposal: Proposal) -> Sized:

@@ -1241,3 +1241,17 @@ def test_autograd_tells_whether_a_backward_accumulates_into_a_weight(
     else:
         torch.autograd.grad(output.sum(), inputs)
     assert answers == [expected]
+
+
+def test_a_layer_that_the_loss_does_not_use_is_looked_at_by_period_alone_until_it_is_used() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = KFACOptimizer(model, lr=0.1, model=model, factor_update_period=10)
+    wanted = []
+    for step in range(30):
+        optimizer.zero_grad()
+        x = batch(step)
+        (model[0](x) + (step >= 24) * model[1](x)).square().mean().backward()
+        wanted.append(optimizer._binding.coverage.blocks[1].wants_statistics())
+        optimizer.step()
+    assert [step for step, each in enumerate(wanted) if each] == [0, 1, 2, 10, 20, 25]
+    assert optimizer.factors()["1"][0] is not None

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import AutoInverse, InverseRoot, KFACOptimizer, LowRank, Sketched, Structure, Subsample, WeightSharing
+from kfac_optim import AutoInverse, InverseRoot, KFACOptimizer, LowRank, Structure, Subsample, WeightSharing
 from kfac_optim.factors.factor import Factor
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.linalg.sketches import sketch_directions
+from kfac_optim.specs import Sketched
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),

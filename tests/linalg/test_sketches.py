@@ -85,3 +85,15 @@ def test_directions_are_the_same_bits_wherever_they_are_made() -> None:
     signs = (directions > 0).to(torch.uint8).numpy().tobytes()
     assert hashlib.sha256(signs).hexdigest()[:16] == "3958a2e07e97ecc5"
     assert_same(directions.double().norm(dim=0), torch.ones(64), rtol=1e-6)
+
+
+def test_eigenvalues_that_a_coarse_sketch_cannot_tell_from_rounding_are_left_out() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(1, 3, 784)
+    matrix = rows.mT @ rows
+    directions = sketch_directions(784, 64, like=matrix)
+    coarse = (matrix @ directions).bfloat16().double()
+    pairs = nystrom(coarse, directions)
+    assert_same(whole(pairs), matrix, rtol=0.05)
+    assert float(pairs.values.sum()) <= 1.02 * float(matrix.diagonal(dim1=1, dim2=2).sum())
+    assert float(pairs.values[0, :-3].max()) <= 1e-2 * float(pairs.values[0, -3])

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, InverseAndRoot, KFACOptimizer, OrthogonalUpdates, SelectedUpdates
+from kfac_optim import (
+    BlockDiagonal,
+    Cholesky,
+    InverseAndRoot,
+    KFACOptimizer,
+    OrthogonalUpdates,
+    SelectedUpdates,
+    Structure,
+)
 from kfac_optim.blocks.state_keys import PREFERENCE
 from kfac_optim.linalg.orthogonal import orthogonalised
 from kfac_optim.step import selected_updates
@@ -78,7 +86,7 @@ def test_a_layer_that_prefers_neither_takes_the_orthogonal_update() -> None:
     models = mlp(), mlp()
     choices = SelectedUpdates(), OrthogonalUpdates()
     for model, step_size in zip(models, choices, strict=True):
-        optimizer = KFACOptimizer(model, **{**OPTIONS, "momentum": 0.0, "step_size": step_size})
+        optimizer = KFACOptimizer(model, **{**OPTIONS, "step_size": step_size})
         square_loss(model(batch())).backward()
         optimizer.step()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
@@ -117,6 +125,44 @@ def test_steps_that_are_not_taken_change_nothing() -> None:
     assert str(before[1][0][PREFERENCE]) == str(after[1][0][PREFERENCE])
     for old, new in zip(before[0].values(), after[0].values(), strict=True):
         assert torch.equal(old, new)
+
+
+def test_metrics_tell_how_many_layers_prefer_the_natural_gradient() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    assert "natural_updates" not in optimizer.metrics()
+    train(model, optimizer, 9)
+    preferences = [optimizer.state[layer.weight][PREFERENCE] > 0 for layer in (model[0], model[2])]
+    assert optimizer.metrics()["natural_updates"] == sum(preferences) / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 0.0}, r"has to be above 0, got momentum=0\.0 in param group 0. Pass momentum=0\.9"),
+        ({"dampening": 0.1}, "needs momentum below 1 and dampening 0"),
+    ],
+)
+def test_numbers_that_leave_nothing_to_compare_are_refused(options: dict[str, float], message: str) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, **{**OPTIONS, **options})
+    square_loss(model(batch())).backward()
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+def test_factors_in_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"orthogonal as a whole.*Leave structure out"):
+        KFACOptimizer(mlp(), step_size=SelectedUpdates(), structure=(BlockDiagonal(2), Structure.DENSE))
+
+
+def test_some_layers_may_have_an_inverse_of_their_own_choice() -> None:
+    inverse = {"0": InverseAndRoot(0.3)}
+    blocks = KFACOptimizer(mlp(), step_size=SelectedUpdates(), inverse=inverse).summary().blocks
+    assert [block.inverse.split(",")[0] for block in blocks] == [
+        "InverseAndRoot(damping=0.3",
+        "InverseAndRoot(damping=0.1",
+    ]
 
 
 def test_gradients_stay_as_they_are() -> None:

@@ -84,12 +84,13 @@ class LowRank(PairInverse[LowRankState]):
 
     @property
     def _from_width(self) -> int:
-        """Return the width from which on thin products are at most half the operations of one with the inverse.
+        """Return the width from which on thin products take the place of those with the inverse.
 
-        Below that little is saved, and a good part of the curvature lost: in a network 64 wide, 32 eigenpairs of 65
-        take half as many steps again as the whole factor.
+        Where four ranks are narrower, they are more than half the operations, and a good part of the curvature is lost:
+        in a network 64 wide, 32 eigenpairs of 65 take half as many steps again as the whole factor. With sketches it is
+        the width from which on these are kept.
         """
-        return 4 * self.rank
+        return 4 * (self.rank if self.sketch is None else self.sketch)
 
     def __repr__(self) -> str:
         chosen = [f"{field.name}={getattr(self, field.name)}" for field in fields(self)]
