@@ -115,11 +115,12 @@ class KFACOptimizer(Optimizer):
         structure: the structure that is kept of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a
             mapping as for `inverse`; None is dense, but for `OrthogonalUpdates()`.
         subsample: how many examples, and positions of each, make a layer's statistics; one `Subsample`, or a mapping as
-            for `inverse`. None is `Subsample(rows=8192)`, as many examples as have 8,192 positions between them;
-            `Subsample()` is all of them.
+            for `inverse`. None is `Subsample(rows=8192)`, as many examples as have 8,192 positions between them, but
+            all of layers of one's own that do not say `in_rows`; `Subsample()` is all of them.
         skip_layers: name globs or module classes to leave to plain SGD, with everything inside them.
         adapters: module class → adapter, `{**DEFAULT_ADAPTERS, MyLayer: MyAdapter()}` to add one's own.
-        max_factor_dim: a factor is kept diagonal if its inverse would be a matrix wider than this.
+        max_factor_dim: a factor wider than this is kept diagonal (or a matrix that is to be inverted, where a factor is
+            a product of several).
         factor_dtype: the dtype of the factors; None is the parameter's, but at least float32.
         nonfinite_limit: how many times in a row a step may be skipped because a gradient is not finite, a layer's
             statistics be refused, or its refresh fail, before `step()` raises; None is no limit.

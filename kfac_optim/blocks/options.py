@@ -17,7 +17,7 @@ from kfac_optim.utils.validation import check_dtype, check_integer, check_kind
 _DENSE = (Structure.DENSE, Structure.DENSE)
 
 SOME_ROWS = Subsample(rows=8192)
-"""What statistics take where the user does not say: some dozens of rows for each column that a sketch keeps."""
+"""What statistics take where the user does not say: thirty rows and more for each column of a whole factor."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class StepRecord:
 
     Attributes:
         measures: of the step by name, numbers over the preconditioned parameters; empty where there are none.
-            `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen;
+            `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen,
+            and left out where the step size preconditions itself;
             the rest is what the step size tells.
         memory: what the step size remembers from now on, `[4]`.
         count: terms of the loss.

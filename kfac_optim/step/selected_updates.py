@@ -20,8 +20,8 @@ from kfac_optim.specs import BlockDiagonal, Kept
 from kfac_optim.step.orthogonal_updates import SMALL, OrthogonalUpdates, if_taken, take_into_mean
 from kfac_optim.step.step_size import Direction, Group, Proposal
 
-_LOOKS = 5  # steps between two comparisons
-_PACE = 0.2  # what the last comparison counts for, of their average
+_PERIOD = 5  # steps between two comparisons
+_WEIGHT = 0.2  # what the last comparison counts for, of their average
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class SelectedUpdates(OrthogonalUpdates):
             mine = [param for param in block.params if param in trained]
             # Torch's momentum, of another rule, is a sum; the count marks a mean.
             averaged = all({MOMENTUM, ADAM_STEPS} <= proposal.state[param].keys() for param in mine)
-            looks = block in ready and averaged and _is_time(block)
-            before = {param: proposal.state[param][MOMENTUM] for param in mine} if looks else {}
+            compares = block in ready and averaged and _is_time(block)
+            before = {param: proposal.state[param][MOMENTUM] for param in mine} if compares else {}
             means = {param: take_into_mean(proposal, param, trained[param], direction.get(param)) for param in mine}
             if block not in ready:
                 plain |= means
                 continue
             chosen.append(_Layer(block, _matrix(block, means)))
-            if looks:
+            if compares:
                 compared.append((_Layer(block, _matrix(block, before)), _matrix(block, direction)))
         self._compare(proposal, compared)
         updates = self._orthogonal([block for block in layers if block not in ready], plain)
@@ -133,7 +133,7 @@ class SelectedUpdates(OrthogonalUpdates):
             found = torch.where(size > 0, (slopes[1] - slopes[0]) / size, 0.0).nan_to_num(nan=0.0)
             held = _preference(proposal, layer.block)
             proposal.state[layer.block.params[0]][PREFERENCE] = if_taken(
-                proposal, held.lerp(found.to(held), _PACE), held
+                proposal, held.lerp(found.to(held), _WEIGHT), held
             )
 
     def _updates(self, proposal: Proposal, layers: "Sequence[_Layer]") -> list[Tensor]:
@@ -181,7 +181,7 @@ class _Layer(NamedTuple):
 def _is_time(block: KFACBlock) -> bool:
     """Return whether both updates are compared at this step: every few steps, and at each of the first."""
     step = block.clock.step
-    return step < _LOOKS or step % _LOOKS == 0
+    return step < _PERIOD or step % _PERIOD == 0
 
 
 def _whitened(layer: _Layer) -> Tensor:

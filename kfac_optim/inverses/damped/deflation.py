@@ -24,7 +24,7 @@ class Deflation(NamedTuple):
     """Represents an inverse, or a root of it, `scale · (I - basis · diag(weights) · basisᵀ)`, of each group."""
 
     basis: Tensor
-    """Eigenvectors as columns, `[groups, d, r]`; before the first refresh random ones, where iterations start."""
+    """Eigenvectors as columns, `[groups, d, r]`; before the first refresh random ones or zeros, of weight 0."""
     weights: Tensor
     """How much of each the inverse takes away, `[groups, r]`, from 0 to 1."""
     scale: Tensor

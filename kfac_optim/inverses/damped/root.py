@@ -16,65 +16,32 @@ from kfac_optim.inverses.damped.deflation import (
     DeflationJob,
     Side,
     apply_sides,
-    check_sketch,
     identity_side,
     read_off,
     result_numbers,
-    sketched_if_wide,
-    sketched_refresh,
 )
-from kfac_optim.inverses.damping import Damped
-from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse
+from kfac_optim.inverses.damped.relative import RelativelyDamped
 from kfac_optim.linalg.eigen import eigendecomposition
-from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Structure
-from kfac_optim.utils.validation import check_number
+from kfac_optim.specs import FactorShape, LayerSpec, Sketched, Structure
 
 RootState = DeflatedState[Side]
-"""A side is the inverse root of its factor, a `Deflation` where it is sketched; condition numbers are in the 2-norm."""
+"""A side is the inverse root of its factor, a `Deflation` where it is sketched."""
 
 
 @dataclass(frozen=True)
-class InverseRoot(PairInverse[RootState]):
+class InverseRoot(RelativelyDamped[RootState]):
     """Multiplies the gradient by the inverse square roots of its factors: `(G + ε n_G I)^-½ ∇ (A + ε n_A I)^-½`.
 
-    `n_F = tr F / d` is the mean eigenvalue of a factor, so that the damping ε has no unit. The λ of the param groups is
-    not used. Where a gradient is mostly noise, of covariance near `A ⊗ G`, all directions get noise of the same size;
-    the full inverse would give the most to those of the least curvature.
+    Where a gradient is mostly noise, of covariance near `A ⊗ G`, all directions get noise of the same size; the full
+    inverse would give the most to those of the least curvature.
 
-    Use it with `step_size=OrthogonalUpdates()`, and with `structure=(Structure.DENSE, Structure.IDENTITY)`, which
-    leaves out `G` and its cost: orthogonal updates undo most of what `G` does.
-
-    Of factors of at least `4·sketch` rows the products with so many random directions are kept, and the roots have r
-    eigenvectors and one number for the rest, as with `LowRank(sketch=…)`. Refreshing the others costs what it does with
-    `Eigen`, applying them two matrix products. Where a factor is zero its root is 1. Condition numbers in `metrics()`
-    are those of the damped factors, in the 2-norm.
-
-    Args:
-        damping: ε, above 0.
-        rank: r, of wide factors.
-        sketch: how many directions, at least the rank; None keeps all factors whole.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: it is out of range.
+    It goes with `step_size=OrthogonalUpdates()`, which takes it where no inverse is named, and then keeps no `G`:
+    orthogonal updates undo most of what `G` does. Damping, sketches, arguments and errors are those of
+    `RelativelyDamped`: `damping` ε = 0.1, `rank` 32 and `sketch` 64.
     """
 
-    damping: float = 0.1
-    rank: int = 32
-    sketch: int | None = 64
-
-    follows_damping = True  # as no λ counts
-    damps_jointly = True
-
-    def __post_init__(self) -> None:
-        check_number("damping of InverseRoot", self.damping, above=0)
-        check_sketch("InverseRoot", self.sketch, self.rank)
-
-    def kept(self, wish: Kept, dim: int) -> Kept:
-        return sketched_if_wide(self.sketch, wish, dim)
-
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> RootState:
-        return RootState(spec, partial(identity_side, self.rank, math.inf), dtype=dtype, device=device)
+        return DeflatedState(spec, partial(identity_side, self.rank, math.inf), dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[RootState], dampings: Sequence[float]) -> None:
         jobs = [job for state in states for job in self._jobs(state)]
@@ -98,27 +65,13 @@ class InverseRoot(PairInverse[RootState]):
 
     def _jobs(self, state: RootState) -> list[FactorJob]:
         jobs: list[FactorJob] = []
-        for side, factor in enumerate((state.pair.a, state.pair.g)):
-            if factor is not None and factor.elsewhere is None:
-                mean = factor.trace().to(state.condition.dtype) / factor.dim
-                damped = Damped(torch.ones_like(mean), torch.where(mean > 0, self.damping * mean, 1.0))
-                kept = state.side(side)
-                if isinstance(kept, Deflation):
-                    jobs.append(DeflationJob(state, side, factor, damped, [(0.5, kept)]))
-                else:
-                    jobs.append(DampedJob(state, side, factor, damped, kept.inverse))
+        for side, factor, damped in self.damped(state):
+            kept = state.side(side)
+            if isinstance(kept, Deflation):
+                jobs.append(DeflationJob(state, side, factor, damped, [(0.5, kept)]))
+            else:
+                jobs.append(DampedJob(state, side, factor, damped, kept.inverse))
         return jobs
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         return result_numbers(factor, self.rank, math.inf)
-
-    def flops(self, spec: LayerSpec) -> Cost:
-        refresh, per_element = 0.0, 0.0
-        for structure, groups, dim in spec.factors():
-            if isinstance(structure, Sketched):
-                refresh += groups * sketched_refresh(dim, structure.columns)
-                per_element += 4.0 * self.rank
-            elif structure is Structure.DENSE:
-                refresh += EIGH_FLOPS * groups * float(dim) ** 3
-                per_element += 2 * dim
-        return Cost(refresh=refresh, apply=per_element * spec.groups * spec.in_dim * spec.out_dim)
