@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Si
 from kfac_optim.utils.validation import check_number
 
 # Elements of a matrix from which on a launch takes no longer than its products.
-SMALL = 2**18
+_SMALL = 2**18
 
 
 @dataclass(frozen=True)
@@ -133,26 +133,35 @@ class OrthogonalUpdates(StepSize):
         return self._orthogonal(layers, means)
 
     def _orthogonal(self, layers: Sequence[KFACBlock], means: Direction) -> Direction:
-        """Return orthogonal updates of layers; small matrices of one shape go through one batch of products."""
-        alike: defaultdict[tuple[object, ...], list[_Layer]] = defaultdict(list)
-        for number, block in enumerate(layers):
+        """Return orthogonal updates of layers, of their means by parameter."""
+        matrices = []
+        for block in layers:
             parts = [means.get(param, torch.zeros_like(param)).to(block.wide_dtype) for param in block.params]
-            matrix = block.adapter.pack(block.spec, parts)
-            alone = number if matrix.numel() > SMALL else None
-            alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(_Layer(block, matrix))
+            matrices.append(block.adapter.pack(block.spec, parts))
         updates: Direction = {}
-        for equal in alike.values():
-            together = self.of_matched_size(torch.cat([layer.matrix for layer in equal]))
-            for layer, whole in zip(equal, torch.split(together, [len(layer.matrix) for layer in equal]), strict=True):
-                unpacked = layer.block.adapter.unpack(layer.block.spec, whole)
-                for param, part in zip(layer.block.params, unpacked, strict=True):
-                    if param in means:
-                        updates[param] = torch.empty_like(param).copy_(part.reshape(param.shape))
+        for block, whole in zip(layers, self.of_matched_size(matrices), strict=True):
+            for param, part in zip(block.params, block.adapter.unpack(block.spec, whole), strict=True):
+                if param in means:
+                    updates[param] = torch.empty_like(param).copy_(part.reshape(param.shape))
         return updates
 
-    def of_matched_size(self, matrix: Tensor) -> Tensor:
-        """Return the orthogonal factors of matrices `[n, out, in]`, with a root mean square of `rms` at full rank."""
-        return orthogonalised(matrix).mul_(self.rms * max(matrix.shape[-2:]) ** 0.5)
+    def of_matched_size(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Return the orthogonal factors of matrices `[groups, out, in]`, of a root mean square of `rms` at full rank.
+
+        Small matrices of one shape go through one batch of products.
+        """
+        found = list(matrices)
+        alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+        for number, matrix in enumerate(matrices):
+            alone = number if matrix.numel() > _SMALL else None
+            alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(number)
+        for numbers in alike.values():
+            together = orthogonalised(torch.cat([matrices[number] for number in numbers]))
+            together *= self.rms * max(together.shape[-2:]) ** 0.5
+            parts = torch.split(together, [len(matrices[number]) for number in numbers])
+            for number, part in zip(numbers, parts, strict=True):
+                found[number] = part
+        return found
 
     def _of_adam(self, proposal: Proposal, param: nn.Parameter, group: Group) -> Tensor:
         """Return the update of AdamW at a rate of 1, without the decay (Kingma & Ba 2015, algorithm 1)."""
@@ -174,12 +183,6 @@ class OrthogonalUpdates(StepSize):
         correction: Tensor = 1 - group["momentum"] ** taken
         update: Tensor = new[MOMENTUM].to(wide) / correction.to(wide) / (root + self.eps)
         return update.to(param.dtype)
-
-
-class _Layer(NamedTuple):
-    block: KFACBlock
-    matrix: Tensor
-    """The momentum, `[groups, out, in]`."""
 
 
 def take_into_mean(proposal: Proposal, param: nn.Parameter, group: Group, direction: Tensor | None) -> Tensor:

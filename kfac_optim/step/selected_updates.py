@@ -1,6 +1,5 @@
 """Each layer takes Muon's step or that of the natural gradient, whichever goes further downhill on what comes next."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -17,7 +16,7 @@ from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.deflation import DeflatedState
 from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.specs import BlockDiagonal, Kept
-from kfac_optim.step.orthogonal_updates import SMALL, OrthogonalUpdates, if_taken, take_into_mean
+from kfac_optim.step.orthogonal_updates import OrthogonalUpdates, if_taken, take_into_mean
 from kfac_optim.step.step_size import Direction, Group, Proposal
 
 _PERIOD = 5  # steps between two comparisons
@@ -148,18 +147,8 @@ class SelectedUpdates(OrthogonalUpdates):
         return [torch.where(prefers, natural, orthogonal) for prefers, natural, orthogonal in both]
 
     def _orthogonal_of(self, layers: "Sequence[_Layer]") -> list[Tensor]:
-        """Return the orthogonal update of each layer; small matrices of one shape go through one batch of products."""
-        alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-        whitened = [_whitened(layer) for layer in layers]
-        for number, matrix in enumerate(whitened):
-            alone = number if matrix.numel() > SMALL else None
-            alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(number)
-        for numbers in alike.values():
-            together = self.of_matched_size(torch.cat([whitened[number] for number in numbers]))
-            sizes = [len(whitened[number]) for number in numbers]
-            for number, update in zip(numbers, torch.split(together, sizes), strict=True):
-                whitened[number] = update
-        return whitened
+        """Return the orthogonal update of each layer."""
+        return self.of_matched_size([_whitened(layer) for layer in layers])
 
     def _natural_of(self, layer: "_Layer") -> Tensor:
         """Return the natural gradient of a layer in the size of all updates."""
