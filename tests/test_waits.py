@@ -33,7 +33,9 @@ EIGH = (
 )
 NEWTON = "inverses.damped.newton._finish: _local_scalar_dense"  # has any not converged?
 
-EIGENBASES = {"Eigen", "EKFAC", "orthogonal"}
+DIRECTIONS = "linalg.sketches._directions: copy"  # of each width, once
+
+EIGENBASES = {"Eigen", "EKFAC", "orthogonal", "selected"}
 
 
 def expected(name: str, step: dict[str, Any]) -> Counter[str]:
@@ -46,15 +48,15 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
     found = by_scaler + Counter({FINITE: 1})
     if kind != "plain":
         found[SCALE if name == "GradScaler" else PROBED] = 1
-    if kind != "plain" and name not in ("fixed region", "orthogonal"):
+    if kind != "plain" and name not in ("fixed region", "orthogonal", "selected"):
         found[UNIT] = 1
     if kind in ("refresh", "first"):
         if name != "no limit":
             found[SETBACKS] = 1
         if name in EIGENBASES:
             found.update(dict.fromkeys(EIGH, step["stacks"]))
-        elif name == "LowRank":
-            found.update(dict.fromkeys(EIGH, step["wide"]))
+        elif name in ("LowRank", "sketches"):  # two for each sketch
+            found.update(dict.fromkeys(EIGH, step["wide"] + 2 * step["sketched"]))
             found[CHOLESKY] = step["stacks"] - step["wide"]
         elif name == "NewtonSchulz":
             found[NEWTON] = step["matrices"]
@@ -63,6 +65,8 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
     if kind == "first":
         found[USED] = found[CHECKED] = 1
         found[HELD] = step["blocks"]
+        if name == "sketches":
+            found[DIRECTIONS] = step["sketched"]
         if name == "DoublyFactored":
             found[HELD] -= 1
             found[HELD_THREE] = 1

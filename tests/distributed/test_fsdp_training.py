@@ -29,6 +29,7 @@ from kfac_optim import (
     KFACOptimizer,
     LevenbergMarquardt,
     LossTerms,
+    LowRank,
     MonteCarlo,
     NewtonSchulz,
     OrthogonalUpdates,
@@ -292,6 +293,7 @@ INVERSES: dict[str, dict[str, Any]] = {
     "EKFAC": {"inverse": EKFAC(), "factor_update_period": 3},
     "NewtonSchulz": {"inverse": NewtonSchulz()},
     "AutoInverse": {"inverse": AutoInverse()},
+    "sketches": {"inverse": LowRank(1, sketch=1)},
 }
 
 
@@ -316,6 +318,8 @@ COVERING: list[tuple[str, Placement, str, tuple[int, ...], dict[str, Any]]] = [
     ("NewtonSchulz", FACTORS, "root_resharded", (4,), UPHILL | {"foreach": False}),
     ("AutoInverse", LAYERS, "nested", (3, 5), {"dampening": 0.5, "foreach": True}),
     ("AutoInverse", FACTORS, "nested", (4,), {"maximize": True, "lr": 1e-4}),
+    ("sketches", LAYERS, "nested", (3, 5), {}),
+    ("sketches", FACTORS, "root_only", (4,), {"nesterov": True}),
     ("Cholesky", LAYERS, "nested", (3, 5), {"skip_layers": ("first", "gate")}),
     ("Eigen", FACTORS, "nested", (3, 5), {"refresh": Staggered()}),
     ("Cholesky", FACTORS, "root_only", (3, 5), {"refresh": Background(max_staleness=2, deterministic=True)}),

@@ -27,11 +27,13 @@ from kfac_optim import (
     MonteCarlo,
     NewtonSchulz,
     OrthogonalUpdates,
+    SelectedUpdates,
     Structure,
     Subsample,
     TrustRegion,
     WeightSharing,
 )
+from kfac_optim.specs import Sketched
 
 CLASSES = 7
 STEPS = 7
@@ -141,6 +143,8 @@ CASES = {
             "skip_layers": ["4"],
         },
     ),
+    "sketches": Case(convolutions, images, {"inverse": LowRank(RANK, sketch=RANK)}),
+    "selected": Case(layers, rows, {"step_size": SelectedUpdates(), "skip_layers": ["4"]}),
     "foreach": Case(layers, rows, {"fused": None, "foreach": True}),
     "no limit": Case(layers, rows, {"nonfinite_limit": None}),
     "GradScaler": Case(layers, rows, scaled=True),
@@ -185,9 +189,15 @@ def steps(case: Case, waits: list[str], device: str) -> list[dict[str, Any]]:
                 "stacks": len(stacks),
                 "matrices": sum(dim > 1 for _, dim in stacks),
                 "wide": sum(dim >= 4 * RANK for _, dim in stacks),
+                "sketched": len({(block.inverse, dim) for block in blocks for dim in sketched_dims(block)}),
             }
         )
     return found
+
+
+def sketched_dims(block: Any) -> list[int]:
+    """The widths of the factors that are kept as sketches."""
+    return [dim for kept, _, dim in block.spec.by_blocks().factors() if isinstance(kept, Sketched)]
 
 
 def dense_dims(block: Any) -> list[int]:
