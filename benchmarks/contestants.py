@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from benchmarks.problem import Decay, Problem
 from benchmarks.search import Box, Range, Setting
 from benchmarks.settings import fast
-from kfac_optim import KFACOptimizer, OrthogonalUpdates, SelectedUpdates, TrustRegion
-from kfac_optim.step.step_size import StepSize
+from kfac_optim import KFACOptimizer, SelectedUpdates, TrustRegion
 
 _REFRESH = 20  # steps between two refreshes of Shampoo's roots
 _EVALUATIONS = 25  # of a step of L-BFGS: torch would allow 1.25 for each iteration, no line search in a step of one
@@ -210,23 +209,19 @@ def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Opt
     )
 
 
-def _kfac_at_rates_of_adamw(step_size: StepSize) -> Callable[..., Optimizer]:
+def _kfac_selected(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Optimizer:
     """Leave the output layer, which is the last matrix, to AdamW, as Muon does here."""
-
-    def optimizer(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Optimizer:
-        last = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
-        return KFACOptimizer(
-            model,
-            setting["lr"],
-            momentum=0.9,
-            nesterov=True,
-            weight_decay=setting["weight_decay"],
-            step_size=step_size,
-            skip_layers=[last],
-            **choices,
-        )
-
-    return optimizer
+    last = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+    return KFACOptimizer(
+        model,
+        setting["lr"],
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=setting["weight_decay"],
+        step_size=SelectedUpdates(),
+        skip_layers=[last],
+        **choices,
+    )
 
 
 def _known_terms(problem: Problem) -> dict[str, Any]:
@@ -271,19 +266,8 @@ CONTESTANTS = {
         weight_decay=_ADDED,
     ),
     "KFAC-default": Contestant(_kfac, {"lr": Range(0.001, 1)}, choices=_known_terms, baseline=False),
-    "KFAC-orthogonal": Contestant(
-        _kfac_at_rates_of_adamw(OrthogonalUpdates()),
-        {"lr": _RATE},
-        choices=_known_terms,
-        weight_decay=_DECOUPLED,
-        baseline=False,
-    ),
     "KFAC-selected": Contestant(
-        _kfac_at_rates_of_adamw(SelectedUpdates()),
-        {"lr": _RATE},
-        choices=_known_terms,
-        weight_decay=_DECOUPLED,
-        baseline=False,
+        _kfac_selected, {"lr": _RATE}, choices=_known_terms, weight_decay=_DECOUPLED, baseline=False
     ),
     "KFAC-fast": Contestant(
         _kfac,

@@ -24,7 +24,6 @@ from kfac_optim.inverses import (
     Eigen,
     Inverse,
     InverseAndRoot,
-    InverseRoot,
     InverseRule,
     InverseState,
     LowRank,
@@ -39,7 +38,6 @@ from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
-from kfac_optim.step.orthogonal_updates import OrthogonalUpdates
 from kfac_optim.step.quadratic_model import QuadraticModel
 from kfac_optim.step.refresh_schedules import Background, Schedule, Staggered, Together
 from kfac_optim.step.selected_updates import SelectedUpdates
@@ -67,7 +65,6 @@ __all__ = [
     "HyperparameterScheduler",
     "Inverse",
     "InverseAndRoot",
-    "InverseRoot",
     "InverseRule",
     "InverseState",
     "IterateAverage",
@@ -81,7 +78,6 @@ __all__ = [
     "LowRank",
     "MonteCarlo",
     "NewtonSchulz",
-    "OrthogonalUpdates",
     "QuadraticModel",
     "RowStatistics",
     "Schedule",

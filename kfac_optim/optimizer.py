@@ -94,14 +94,13 @@ class KFACOptimizer(Optimizer):
             `QuadraticModel` alone and adapted by `adapt_damping`. None is the same `λ`.
         l2_in_curvature: whether weight decay is part of the loss and its curvature (group): its gradient is then
             preconditioned as well, and `λ + weight_decay` damps the inverses (Martens & Grosse 2015). Parameters
-            that no layer covers are treated alike either way, but by `OrthogonalUpdates`.
+            that no layer covers are treated alike either way, but by `SelectedUpdates`.
         kl_clip: `κ` of the trust region (group; the same in all), in nats: the bound on the squared length of a step in
             the Fisher metric (Ba, Grosse & Martens 2017, §5). By default it is the value from which `κ` is adapted.
             None turns the trust region off.
         step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
             stays `kl_clip`; `QuadraticModel()`, which finds learning rate and momentum at each step; or
-            at the rates of AdamW, `OrthogonalUpdates()`, the step of Muon, or `SelectedUpdates()`, by layer the better
-            of that and the natural gradient.
+            `SelectedUpdates()`, by layer the better of Muon's step and the natural gradient, at the rates of AdamW.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` to what steps do to the loss, and may take steps back.
         average: `IterateAverage()` averages the parameters over the steps; `eval()` shows the average and `train()`
             hides it. None averages nothing.
@@ -113,7 +112,7 @@ class KFACOptimizer(Optimizer):
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
         weight_sharing: whether shared positions are expanded or reduced; one choice, or a mapping as for `inverse`.
         structure: the structure that is kept of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a
-            mapping as for `inverse`; None is dense, but for `OrthogonalUpdates()`.
+            mapping as for `inverse`; None is dense.
         subsample: how many examples, and positions of each, make a layer's statistics; one `Subsample`, or a mapping as
             for `inverse`. None is `Subsample(rows=8192)`, as many examples as have 8,192 positions between them, but
             all of layers of one's own that do not say `in_rows`; `Subsample()` is all of them.

@@ -35,7 +35,7 @@ NEWTON = "inverses.damped.newton._finish: _local_scalar_dense"  # has any not co
 
 DIRECTIONS = "linalg.sketches._directions: copy"  # of each width, once
 
-EIGENBASES = {"Eigen", "EKFAC", "orthogonal", "selected"}
+EIGENBASES = {"Eigen", "EKFAC", "selected"}
 
 
 def expected(name: str, step: dict[str, Any]) -> Counter[str]:
@@ -48,7 +48,7 @@ def expected(name: str, step: dict[str, Any]) -> Counter[str]:
     found = by_scaler + Counter({FINITE: 1})
     if kind != "plain":
         found[SCALE if name == "GradScaler" else PROBED] = 1
-    if kind != "plain" and name not in ("fixed region", "orthogonal", "selected"):
+    if kind != "plain" and name not in ("fixed region", "selected"):
         found[UNIT] = 1
     if kind in ("refresh", "first"):
         if name != "no limit":

@@ -49,12 +49,11 @@ def block_options(
     usual_inverse: Inverse[Any] | InverseRule,
     weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
     structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None,
-    usual_structure: tuple[Kept, Kept] | None,
     subsample: Subsample | Mapping[Pattern, Subsample] | None,
     max_factor_dim: int,
     factor_dtype: torch.dtype | None,
 ) -> BlockOptions:
-    """Return the choices about layers, each checked for itself; the usual ones are for layers that no choice names."""
+    """Return the choices about layers, each checked; the usual inverse is for layers that no choice names."""
     if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
         raise TypeError(
             f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
@@ -67,13 +66,12 @@ def block_options(
         check_kind(f"the adapter of {cls.__name__}", adapter, LayerAdapter)
     check_integer("max_factor_dim", max_factor_dim)
     check_dtype("factor_dtype", factor_dtype)
-    usual = usual_structure or _DENSE
     options = BlockOptions(
         adapters=adapters,
         skip_layers=tuple(skip_layers),
         inverse=Choice("inverse", usual_inverse if inverse is None else inverse, (Inverse, InverseRule), usual_inverse),
         weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
-        structure=Choice("structure", usual if structure is None else structure, (tuple,), usual),
+        structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),
         subsample=Choice("subsample", SOME_ROWS if subsample is None else subsample, (Subsample,), SOME_ROWS),
         max_factor_dim=max_factor_dim,
         factor_dtype=factor_dtype,

@@ -10,7 +10,6 @@ products with each dense factor, at every step.
 | `NewtonSchulz` | the same | 48 d³, products alone | 1 | where products are far faster than factorisations |
 | `Eigen` | `A ⊗ G + λI` | 25 d³ | 2 | where λ changes from step to step |
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
-| `InverseRoot` | the roots of damped `A` and `G` | 25 d³ | 1 | with `OrthogonalUpdates` |
 | `InverseAndRoot` | damped `A` and `G`, or the root of `A` | 27 d³ | 1 | with `SelectedUpdates` |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
 
@@ -19,7 +18,7 @@ products with each dense factor, at every step.
 """
 
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.inverses.damped import Cholesky, InverseAndRoot, InverseRoot, LowRank, NewtonSchulz
+from kfac_optim.inverses.damped import Cholesky, InverseAndRoot, LowRank, NewtonSchulz
 from kfac_optim.inverses.doubly_factored import DoublyFactored
 from kfac_optim.inverses.eigenbasis import EKFAC, Eigen
 from kfac_optim.inverses.state import InverseState
@@ -31,7 +30,6 @@ __all__ = [
     "Eigen",
     "Inverse",
     "InverseAndRoot",
-    "InverseRoot",
     "InverseRule",
     "InverseState",
     "LowRank",

@@ -81,7 +81,6 @@ class Choices:
             usual_inverse=self.step_size.usual_inverse,
             weight_sharing=self.weight_sharing,
             structure=self.structure,
-            usual_structure=self.step_size.usual_structure,
             subsample=self.subsample,
             max_factor_dim=self.max_factor_dim,
             factor_dtype=self.factor_dtype,

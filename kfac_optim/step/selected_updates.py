@@ -9,30 +9,35 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.options import BlockOptions
-from kfac_optim.blocks.preconditioning import to_matrix, to_params
-from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, PREFERENCE
+from kfac_optim.blocks.preconditioning import regularised, to_matrix, to_params
+from kfac_optim.blocks.state_keys import PREFERENCE
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.deflation import DeflatedState
 from kfac_optim.inverses.damped.powers import InverseAndRoot
-from kfac_optim.specs import BlockDiagonal, Kept
-from kfac_optim.step.orthogonal_updates import OrthogonalUpdates, if_taken, take_into_mean
-from kfac_optim.step.step_size import Direction, Group, Proposal
+from kfac_optim.linalg.orthogonal import orthogonal_factors
+from kfac_optim.specs import BlockDiagonal
+from kfac_optim.step.adamw import adamw_update, if_taken, mean_before, take_into_mean
+from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
+from kfac_optim.utils.validation import check_number
 
 _PERIOD = 5  # steps between two comparisons
 _WEIGHT = 0.2  # what the last comparison counts for, of their average
 
 
 @dataclass(frozen=True)
-class SelectedUpdates(OrthogonalUpdates):
+class SelectedUpdates(StepSize):
     """Takes, in each layer, the better of two updates of one size, at the rates of AdamW.
 
-    Both are made of the momentum `M ← μ M + (1 - μ) ∇` of the layer's gradients `[out, in]`, with factors damped
-    relative to their mean eigenvalues (`InverseAndRoot`), and both have the root mean square `rms`:
+    Both are made of the momentum `M ← μ M + (1 - μ) ∇` of the layer's gradients, as a matrix `[out, in]` with the bias
+    as its last column, and of factors damped relative to their mean eigenvalues (`InverseAndRoot`):
 
-    - the orthogonal factor of `M (A + ε n_A I)^-½`, as `OrthogonalUpdates` has it, which suits gradients that are
-      mostly noise;
+    - the orthogonal factor of `M (A + ε n_A I)^-½`, its singular values brought near 1 (Jordan et al. 2024, "Muon"; see
+      `linalg.orthogonal`), which suits gradients that are mostly noise;
     - `(G + ε n_G I)⁻¹ M (A + ε n_A I)⁻¹`, the natural gradient, which suits those that are mostly signal.
+
+    Each is scaled to a root mean square of `rms` (Liu et al. 2025, arXiv 2502.16982, §2.2). AdamW's updates have about
+    that size, so that its rates, schedules and decoupled weight decay carry over.
 
     Which is better the next gradient tells. At the first steps, and then at every fifth, both are made of the momentum
     as it was before the new gradient, of examples that it has not seen, and the slopes of the loss along both are
@@ -40,29 +45,61 @@ class SelectedUpdates(OrthogonalUpdates):
     no unit of the loss and no other pass. `metrics()["natural_updates"]` is the share of layers that prefer the natural
     gradient.
 
-    All else is as with `OrthogonalUpdates`: norm layers, and all parameters that belong to no layer, take AdamW's step;
-    leave the output layer to AdamW by `skip_layers`; weight decay is decoupled; there is no trust region. What it goes
-    with:
+    Norm layers, and all parameters that belong to no layer, take AdamW's step, with the momentum for β₁. Leave the
+    output layer to AdamW by `skip_layers`, as Muon's recipe does. With `l2_in_curvature` weight decay is part of every
+    gradient, and not decoupled. There is no trust region: `kl_clip` is not looked at. As with Muon a layer whose
+    gradient has become zero goes on along its momentum, at its full size. What it goes with:
 
         optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, nesterov=True, step_size=SelectedUpdates(),
                                   skip_layers=["head"])
 
     Rates of 0.003 to 0.03 suit the small models of the benchmarks. Name the loss (`estimate=MonteCarlo(criterion)`)
-    where errors are large and of many sizes, as in autoencoders and regressions.
+    where errors are large and of many sizes, as in regressions.
+
+    Args:
+        rms: the root mean square of a layer's update at a rate of 1, above 0; of an orthogonal one where the momentum
+            has the full rank of the matrix, and else less.
+        beta2: the decay of Adam's average of squared gradients, from 0 to less than 1.
+        eps: what is added to its root, above 0.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: it is out of range.
     """
 
+    rms: float = 0.2
+    beta2: float = 0.999
+    eps: float = 1e-8
+
     usual_inverse: ClassVar[Inverse[Any] | InverseRule] = InverseAndRoot()
-    usual_structure: ClassVar[tuple[Kept, Kept] | None] = None
     preconditions = False
+    takes_shards = False
+    directs_all = True
+    plain = PlainSteps(layer="Muon", rest="AdamW")
+
+    def __post_init__(self) -> None:
+        check_number("rms of SelectedUpdates", self.rms, above=0)
+        check_number("beta2 of SelectedUpdates", self.beta2, at_least=0, at_most=1)
+        if self.beta2 == 1:
+            raise ValueError("kfac_optim: beta2 of SelectedUpdates must be below 1, got 1.")
+        check_number("eps of SelectedUpdates", self.eps, above=0)
 
     def check(self, groups: Sequence[Group]) -> None:
-        super().check(groups)
         for i, group in enumerate(groups):
-            if group["momentum"] == 0:
+            if group["dampening"] != 0 or not 0 < group["momentum"] < 1:
                 raise ValueError(
-                    "kfac_optim: SelectedUpdates compares two updates that are made of the momentum, which has to be "
-                    f"above 0, got momentum={group['momentum']!r} in param group {i}. Pass momentum=0.9."
+                    "kfac_optim: SelectedUpdates makes its updates of a mean of gradients, which needs momentum "
+                    f"above 0 and below 1 and dampening 0, got momentum={group['momentum']!r} and "
+                    f"dampening={group['dampening']!r} in param group {i}. Pass momentum=0.9."
                 )
+            refuse_sparse(group, i, "SelectedUpdates")
+            for param in group["params"]:
+                if param.grad is not None and param.is_complex():
+                    raise RuntimeError(
+                        f"kfac_optim: a parameter {list(param.shape)} of param group {i} is complex, and "
+                        "SelectedUpdates takes real ones. Keep it as torch.view_as_real of the complex one, or pass "
+                        "step_size=AdaptiveTrustRegion()."
+                    )
 
     def check_layers(self, options: BlockOptions) -> None:
         for inverse in (options.inverse.default, *options.inverse.by_pattern.values()):
@@ -83,35 +120,41 @@ class SelectedUpdates(OrthogonalUpdates):
         natural = [bool(preference > 0) for preference in held if preference is not None]
         return {"natural_updates": sum(natural) / len(natural)} if natural else {}
 
+    def size(self, proposal: Proposal) -> Sized:
+        group_of = {param: group for group in proposal.groups for param in group["params"] if param.grad is not None}
+        trained = {param: group_of[param] for param in proposal.executor.gradients.owned(list(group_of))}
+        layers = [block for block in proposal.graded if any(p.dim() > 1 and p in trained for p in block.params)]
+        updates = self._of_layers(proposal, layers, trained)
+        for param, group in trained.items():
+            if param not in updates:
+                updates[param] = adamw_update(proposal, param, group, beta2=self.beta2, eps=self.eps)
+        return Sized(updates, lambda _: {"momentum": 0.0, "nesterov": False}, {})
+
     def _of_layers(
-        self,
-        proposal: Proposal,
-        layers: Sequence[KFACBlock],
-        trained: Mapping[nn.Parameter, Group],
-        direction: Direction,
+        self, proposal: Proposal, blocks: Sequence[KFACBlock], trained: Mapping[nn.Parameter, Group]
     ) -> Direction:
-        ready = set(proposal.covered)
-        chosen: list[_Layer] = []
+        """Return the updates of layers, and take their gradients into the momentum.
+
+        Args:
+            proposal: the step.
+            blocks: with a matrix.
+            trained: the parameters that are updated here, with their param groups.
+        """
+        ready, layers = set(proposal.covered), []
         compared: list[tuple[_Layer, Tensor]] = []
-        plain: Direction = {}
-        for block in layers:
-            mine = [param for param in block.params if param in trained]
-            # Torch's momentum, of another rule, is a sum; the count marks a mean.
-            averaged = all({MOMENTUM, ADAM_STEPS} <= proposal.state[param].keys() for param in mine)
-            compares = block in ready and averaged and _is_time(block)
-            before = {param: proposal.state[param][MOMENTUM] for param in mine} if compares else {}
-            means = {param: take_into_mean(proposal, param, trained[param], direction.get(param)) for param in mine}
-            if block not in ready:
-                plain |= means
-                continue
-            chosen.append(_Layer(block, _matrix(block, means)))
-            if compares:
-                compared.append((_Layer(block, _matrix(block, before)), _matrix(block, direction)))
+        for block in blocks:
+            mine = {param: trained[param] for param in block.params if param in trained}
+            before = {param: mean_before(proposal, param) for param in mine}
+            if block in ready and _is_time(block) and all(mean is not None for mean in before.values()):
+                gradients = {param: regularised(param, group) for param, group in mine.items()}
+                compared.append((_Layer(block, _matrix(block, before)), _matrix(block, gradients)))
+            means = {param: take_into_mean(proposal, param, group) for param, group in mine.items()}
+            layers.append(_Layer(block, _matrix(block, means), block in ready))
         self._compare(proposal, compared)
-        updates = self._orthogonal([block for block in layers if block not in ready], plain)
-        for layer, update in zip(chosen, self._updates(proposal, chosen), strict=True):
-            block = layer.block
-            for param, part in zip(block.params, to_params(block, update, block.params), strict=True):
+        updates: Direction = {}
+        for layer, update in zip(layers, self._updates(proposal, layers), strict=True):
+            params = layer.block.params
+            for param, part in zip(params, to_params(layer.block, update, params), strict=True):
                 if param in trained:
                     updates[param] = part.to(param.dtype)
         return updates
@@ -147,8 +190,9 @@ class SelectedUpdates(OrthogonalUpdates):
         return [torch.where(prefers, natural, orthogonal) for prefers, natural, orthogonal in both]
 
     def _orthogonal_of(self, layers: "Sequence[_Layer]") -> list[Tensor]:
-        """Return the orthogonal update of each layer."""
-        return self.of_matched_size([_whitened(layer) for layer in layers])
+        """Return the orthogonal update of each layer; where a layer has no inverse, of the momentum as it is."""
+        factors = orthogonal_factors([_whitened(layer) if layer.is_ready else layer.matrix for layer in layers])
+        return [factor * (self.rms * max(factor.shape[-2:]) ** 0.5) for factor in factors]
 
     def _natural_of(self, layer: "_Layer") -> Tensor:
         """Return the natural gradient of a layer in the size of all updates."""
@@ -165,6 +209,8 @@ class _Layer(NamedTuple):
     block: KFACBlock
     matrix: Tensor
     """What the update is made of, `[groups, out, in]`."""
+    is_ready: bool = True
+    """Whether there is an inverse."""
 
 
 def _is_time(block: KFACBlock) -> bool:
@@ -180,9 +226,13 @@ def _whitened(layer: _Layer) -> Tensor:
     return inverse.apply_root(state, layer.matrix)
 
 
-def _matrix(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
+def _matrix(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
     """Return one matrix of tensors by parameter, zeros where a parameter has none."""
-    return to_matrix(block, [tensors.get(param, torch.zeros_like(param)) for param in block.params])
+    found = (tensors.get(param) for param in block.params)
+    return to_matrix(
+        block,
+        [torch.zeros_like(param) if each is None else each for param, each in zip(block.params, found, strict=True)],
+    )
 
 
 def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:

@@ -1,7 +1,7 @@
 """How far a step goes along the preconditioned gradient: what a step size is given, and what it returns.
 
 `AdaptiveTrustRegion`, the default, and `TrustRegion` leave learning rate and momentum to the user and bound the step
-that they make. `OrthogonalUpdates` leaves them to the user as well, and makes the step of Muon and AdamW of them.
+that they make. `SelectedUpdates` leaves them to the user as well, and makes steps at the rates of AdamW of them.
 `QuadraticModel` computes both at every step. A trust region is for mini-batches, where what a step does to the loss of
 one batch says little, and wherever a schedule of learning rates is known to work; orthogonal updates are for
 classifiers and language models at the rates of AdamW; `QuadraticModel`, together with `LevenbergMarquardt` damping, is
@@ -22,7 +22,6 @@ from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
-from kfac_optim.specs import Kept
 from kfac_optim.step.execution import Executor, Parts
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.utils.joined_tensors import Joins
@@ -118,9 +117,6 @@ class StepSize(ABC):
 
     usual_inverse: ClassVar[Inverse[Any] | InverseRule] = AutoInverse()
     """The representation of inverses where the user names none."""
-
-    usual_structure: ClassVar[tuple[Kept, Kept] | None] = None
-    """What is kept of `(A, G)` where the user does not say; None is both, dense."""
 
     preconditions = True
     """Whether the gradients are to be preconditioned before `size` is asked, which else has them as they are."""

@@ -32,8 +32,8 @@ from kfac_optim import (
     LowRank,
     MonteCarlo,
     NewtonSchulz,
-    OrthogonalUpdates,
     QuadraticModel,
+    SelectedUpdates,
     Staggered,
 )
 from kfac_optim.blocks.checkpoint import KEY
@@ -678,7 +678,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
         nested(model, mesh)
     choices: dict[str, dict[str, Any]] = {
         "quadratic": {"step_size": QuadraticModel(), **loss_named},
-        "orthogonal": {"step_size": OrthogonalUpdates()},
+        "selected": {"step_size": SelectedUpdates()},
         "levenberg": {"adapt_damping": LevenbergMarquardt(), **loss_named},
         "fused": {"fused": True},
         "alone": {"distributed": False},
@@ -712,7 +712,7 @@ def root_of_first(model: nn.Module, mesh: DeviceMesh) -> None:
 
 REFUSED = {
     "quadratic": r"built: kfac_optim: QuadraticModel\(\) needs whole parameters.* of param group 0.*TrustRegion\(\)",
-    "orthogonal": r"built: kfac_optim: OrthogonalUpdates\(.*\) needs whole parameters.*TrustRegion\(\)",
+    "selected": r"built: kfac_optim: SelectedUpdates\(.*\) needs whole parameters.*TrustRegion\(\)",
     "levenberg": r"built: kfac_optim: LevenbergMarquardt\(.*\) needs whole parameters.*TrustRegion\(\)",
     "fused": r"built: kfac_optim: torch's fused SGD needs whole parameters.*Leave fused at None",
     "names": r"built: kfac_optim: torch's fused SGD needs whole parameters, and 'slope' of param group 0",

@@ -26,7 +26,7 @@ from kfac_optim import (
     DoublyFactored,
     Eigen,
     Inverse,
-    InverseRoot,
+    InverseAndRoot,
     KFACOptimizer,
     LayerSpec,
     LowRank,
@@ -790,4 +790,4 @@ def test_every_representation_can_be_planned(inverse: Inverse[Any]) -> None:
     plan = make_plan([Covered(spec, inverse, 4)], 4, Sharded(Placement.FACTORS), COST)
     assert math.isfinite(plan.seconds.mean)
     apart = len({part.owner for part in plan.layers[0].parts}) > 1
-    assert apart == isinstance(inverse, (Cholesky, LowRank, NewtonSchulz, Eigen, InverseRoot))
+    assert apart == isinstance(inverse, (Cholesky, LowRank, NewtonSchulz, Eigen, InverseAndRoot))

@@ -18,12 +18,10 @@ from kfac_optim import (
     Cholesky,
     DoublyFactored,
     Eigen,
-    InverseRoot,
     KFACOptimizer,
     LossTerms,
     LowRank,
     NewtonSchulz,
-    OrthogonalUpdates,
     SelectedUpdates,
     Staggered,
     Structure,
@@ -42,14 +40,6 @@ EACH = {"factor_update_period": 1, "inverse_update_period": 1}
 RARE = {"factor_update_period": 2, "inverse_update_period": 4}
 GROUPS = {"bias": {"lr": 0.02, "weight_decay": 0.1}, "hidden": {"damping": 0.3, "inverse_update_period": 4}}
 SELDOM = {"factor_update_period": 1, "inverse_update_period": 50}
-ORTHOGONAL = {
-    "step_size": OrthogonalUpdates(),
-    "inverse": InverseRoot(),
-    "structure": (DENSE, IDENTITY),
-    "momentum": 0.9,
-    "kl_clip": None,
-    "weight_decay": 0.1,
-}
 SELECTED = {"step_size": SelectedUpdates(), "momentum": 0.9, "weight_decay": 0.1, "inverse": None}
 MOVING = (0.1, 0.15, 0.25, 0.4, 0.6, 0.3, 0.2)  # the inverses follow at each doubling and halving
 UNUSED = {"find_unused_parameters": True}
@@ -89,8 +79,6 @@ ON_TWO = {
     "newton": Case("mixed", Replicated(1, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY, wrapped=None),
     "eigen, factors apart": Case("tied", Replicated(0.5, FACTORS), {"inverse": Eigen(), **RARE}, split=UNEVEN),
     "eigen, sharded": Case("mixed", Sharded(), {"inverse": Eigen()}, split=UNEVEN),
-    "orthogonal": Case("mixed", Replicated(0.5), ORTHOGONAL, split=UNEVEN),
-    "orthogonal, sharded": Case("tied", Sharded(), {**ORTHOGONAL, "nesterov": True}, split=EMPTY, wrapped=None),
     "selected": Case("mixed", Replicated(), SELECTED, split=UNEVEN),
     "selected, sharded": Case("tokens", Sharded(), {**SELECTED, "nesterov": True}, split=EMPTY, wrapped=None),
     "selected, factors apart": Case("tied", Sharded(FACTORS), SELECTED, split=UNEVEN),
@@ -136,7 +124,7 @@ ON_FOUR = {
     "fixed region": Case("pictures", Sharded(), FIXED, split=UNEVEN),
     "scaler": Case("mixed", Sharded(), split=EMPTY, scaler="named", micro=2),
     "auto": Case("mixed", Auto(), by_layer=GROUPS, split=UNEVEN),
-    "orthogonal": Case("tokens", Sharded(), ORTHOGONAL, split=UNEVEN),
+    "selected": Case("tokens", Sharded(), SELECTED, split=UNEVEN),
     "sketches": Case("pictures", Sharded(FACTORS), {"inverse": LowRank(1, sketch=1)}, split=EMPTY),
 }
 

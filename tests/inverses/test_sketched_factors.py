@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import AutoInverse, InverseRoot, KFACOptimizer, LowRank, Structure, Subsample, WeightSharing
+from kfac_optim import AutoInverse, InverseAndRoot, KFACOptimizer, LowRank, Structure, Subsample, WeightSharing
 from kfac_optim.factors.factor import Factor
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.linalg.sketches import sketch_directions
@@ -124,7 +124,7 @@ def test_roots_of_factors_of_low_rank_are_those_of_the_whole(dims: tuple[int, in
     for sketch in (4, None):
         torch.manual_seed(0)
         module = nn.Linear(*dims)
-        optimizer = free_optimizer(module, inverse=InverseRoot(damping, rank=4, sketch=sketch))
+        optimizer = free_optimizer(module, inverse=InverseAndRoot(damping, rank=4, sketch=sketch))
         before = snapshot(module)
         square_loss(module(layer_input)).backward()
         optimizer.step()
@@ -158,7 +158,7 @@ def test_sums_that_are_not_finite_are_refused() -> None:
     assert not state.has_statistics()
 
 
-@pytest.mark.parametrize("inverse", [LowRank(2, sketch=2), InverseRoot(rank=1, sketch=2)], ids=repr)
+@pytest.mark.parametrize("inverse", [LowRank(2, sketch=2), InverseAndRoot(rank=1, sketch=2)], ids=repr)
 def test_a_run_resumes_to_the_bit(inverse: Any) -> None:
     def make() -> tuple[nn.Module, KFACOptimizer]:
         model = mlp(sizes=(4, 16, 3))
@@ -193,7 +193,7 @@ def test_by_default_factors_from_a_width_of_256_are_sketched() -> None:
     [
         (lambda: LowRank(32, sketch=16), "sketch of LowRank must be at least its rank, 32, got 16"),
         (lambda: LowRank(sketch=2.5), r"sketch of LowRank .* must be an integer, got 2\.5"),
-        (lambda: InverseRoot(rank=0), "rank of InverseRoot must be at least 1, got 0"),
+        (lambda: InverseAndRoot(rank=0), "rank of InverseAndRoot must be at least 1, got 0"),
     ],
 )
 def test_bad_choices_are_refused(make: Any, message: str) -> None:

@@ -1,6 +1,7 @@
 """Selected updates: against both updates and the choice written out in float64, and where they are refused."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from kfac_optim import (
     Cholesky,
     InverseAndRoot,
     KFACOptimizer,
-    OrthogonalUpdates,
+    LevenbergMarquardt,
+    MonteCarlo,
     SelectedUpdates,
     Structure,
 )
@@ -27,6 +29,19 @@ from kfac_optim.step import selected_updates
 pytestmark = pytest.mark.usefixtures("float64")
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "momentum": 0.8, "factor_update_period": 1, "step_size": SelectedUpdates()}
+
+
+class Scaled(nn.Module):
+    """Two layers, and a parameter that belongs to none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()) * self.scale
 
 
 def power(factor: Tensor, exponent: float) -> Tensor:
@@ -82,17 +97,6 @@ def test_each_layer_goes_by_the_update_that_the_next_gradients_found_steeper(
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
-def test_a_layer_that_prefers_neither_takes_the_orthogonal_update() -> None:
-    models = mlp(), mlp()
-    choices = SelectedUpdates(), OrthogonalUpdates()
-    for model, step_size in zip(models, choices, strict=True):
-        optimizer = KFACOptimizer(model, **{**OPTIONS, "step_size": step_size})
-        square_loss(model(batch())).backward()
-        optimizer.step()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
 def test_on_an_accelerator_both_are_made_and_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made to believe that the preference is far away, a step ends where it ends on the host."""
     models = mlp(), mlp()
@@ -134,21 +138,6 @@ def test_metrics_tell_how_many_layers_prefer_the_natural_gradient() -> None:
     train(model, optimizer, 9)
     preferences = [optimizer.state[layer.weight][PREFERENCE] > 0 for layer in (model[0], model[2])]
     assert optimizer.metrics()["natural_updates"] == sum(preferences) / 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum": 0.0}, r"has to be above 0, got momentum=0\.0 in param group 0. Pass momentum=0\.9"),
-        ({"dampening": 0.1}, "needs momentum below 1 and dampening 0"),
-    ],
-)
-def test_numbers_that_leave_nothing_to_compare_are_refused(options: dict[str, float], message: str) -> None:
-    model = mlp()
-    optimizer = KFACOptimizer(model, **{**OPTIONS, **options})
-    square_loss(model(batch())).backward()
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
 
 
 def test_factors_in_blocks_are_refused() -> None:
@@ -198,8 +187,208 @@ def test_other_inverses_are_refused() -> None:
 
 
 def test_the_inverse_goes_with_the_step_size_where_none_is_named() -> None:
-    for step_size, inverse in (
-        (SelectedUpdates(), "InverseAndRoot(damping=0.1, rank=32, sketch=64)"),
-        (OrthogonalUpdates(), "InverseRoot(damping=0.1, rank=32, sketch=64)"),
+    (inverse, _) = (block.inverse for block in KFACOptimizer(mlp(), step_size=SelectedUpdates()).summary().blocks)
+    assert inverse == "InverseAndRoot(damping=0.1, rank=32, sketch=64)"
+
+
+def test_layers_of_one_shape_keep_their_own_updates() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    before = [layer.weight.detach().clone() for layer in model]
+    square_loss(model(batch())).backward()
+    optimizer.step()
+    for layer, old in zip(model, before, strict=True):
+        moved = (old - layer.weight.detach()) / 0.02
+        torch.testing.assert_close((moved * layer.weight.grad).sum().sign(), torch.tensor(1.0))
+    moved = torch.cat([(old - new.weight.detach()).flatten() for old, new in zip(before, model, strict=True)])
+    assert 0.15 < float(moved.square().mean().sqrt()) / 0.02 < 0.25
+
+
+def test_a_layer_without_statistics_goes_by_its_own_gradient() -> None:
+    model = mlp()
+    loss = square_loss(model(batch()))  # before there are hooks
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    loss.backward()
+    before = model[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match="2 layers have gradients but no statistics and take the plain Muon step"):
+        optimizer.step()
+    assert "no statistics so far: Muon" in str(optimizer.summary())
+    matrix = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], 1)[None]
+    update = orthogonalised(matrix)[0]
+    update *= 0.2 * max(update.shape) ** 0.5
+    torch.testing.assert_close(before - model[0].weight, 0.02 * update[:, :-1])
+
+
+def test_a_model_without_layers_trains_as_with_adamw() -> None:
+    ours, theirs = (nn.ParameterList([torch.linspace(-1, 1, 5)]) for _ in range(2))
+    optimizer = KFACOptimizer(ours.parameters(), **OPTIONS)
+    adamw = torch.optim.AdamW(theirs.parameters(), 0.02, (0.8, 0.999), weight_decay=0)
+    for i in range(5):
+        for params, each in ((ours, optimizer), (theirs, adamw)):
+            each.zero_grad()
+            params[0].square().sum().backward()
+            told = i == 0 and each is optimizer
+            with pytest.warns(UserWarning, match="takes the plain AdamW step") if told else nullcontext():
+                each.step()
+    assert "AdamW: no call of a module" in str(optimizer.summary())
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=0)
+
+
+def damaged(name: str, value: Any) -> dict[str, Any]:
+    model = Scaled()
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    held = next(held for held in state["state"].values() if "exp_avg_sq" in held)
+    held[name] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("exp_avg_sq", torch.full((5,), -1.0), r"'exp_avg_sq' of 'scale' is negative"),
+        ("exp_avg_sq", torch.zeros(4), r"'exp_avg_sq' of 'scale' is \[4\], here \[5\]"),
+        ("step", 3, r"'step' of 'scale' is .*must be a tensor \[\] of a number from 0 on"),
+        ("step", torch.tensor(-1.0), r"'step' of 'scale' is .*must be a tensor \[\] of a number from 0 on"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KFACOptimizer(Scaled(), **OPTIONS).load_state_dict(damaged(name, value))
+
+
+def test_a_compiled_model_trains_alike() -> None:
+    models = Scaled(), Scaled()
+    optimizers = [KFACOptimizer(model, **OPTIONS) for model in models]
+    compiled = torch.compile(models[1], backend="aot_eager")
+    for i in range(4):
+        for call, optimizer in zip((models[0], compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            square_loss(call(batch(i))).backward()
+            optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_parameters_keep_their_dtype(dtype: torch.dtype) -> None:
+    model = Scaled().to(dtype)
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    train(model, optimizer, 3)
+    for param, held in optimizer.state.items():
+        assert param.isfinite().all()
+        assert {held[name].dtype for name in ("momentum_buffer", "exp_avg_sq") if name in held} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (
+            {"dampening": 0.1},
+            r"needs momentum above 0 and below 1 and dampening 0, got momentum=0\.8 and dampening=0\.1 in param",
+        ),
+        ({"momentum": 0.0}, r"needs momentum above 0 .*got momentum=0\.0 .*Pass momentum=0\.9"),
+        ({"momentum": 1.0}, r"needs momentum above 0 and below 1 and dampening 0, got momentum=1\.0"),
+    ],
+)
+def test_numbers_that_do_not_go_with_a_mean_are_refused(numbers: dict[str, float], message: str) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, **{**OPTIONS, **numbers})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = KFACOptimizer(model, **OPTIONS, skip_layers=["0"])
+    square_loss(model(torch.arange(4))).backward()
+    with pytest.raises(RuntimeError, match=r"torch\.sparse_coo gradient; SelectedUpdates needs dense ones"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("rms", 0, ValueError), ("rms", "0.2", TypeError), ("beta2", 1, ValueError), ("eps", 0.0, ValueError)],
+)
+def test_numbers_out_of_range_are_refused(name: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{name} of SelectedUpdates must be"):
+        SelectedUpdates(**{name: value})
+    with pytest.raises(ValueError, match="damping of InverseAndRoot must be"):
+        InverseAndRoot(0)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("other", ["SGD", "K-FAC"])
+def test_momentum_of_another_rule_is_not_taken_for_a_mean(other: str, maximize: bool) -> None:
+    numbers = {"lr": 0.01, "momentum": 0.9, "maximize": maximize}
+    model = Scaled()
+    alike = {"inverse": InverseAndRoot()}
+    sgd = other == "SGD"
+    before = torch.optim.SGD(model.parameters(), **numbers) if sgd else KFACOptimizer(model, **numbers, **alike)
+    train(model, before, 10)
+    optimizer = KFACOptimizer(model, **{**OPTIONS, "maximize": maximize})
+    with pytest.warns(UserWarning, match=r"of torch\.optim\.SGD") if sgd else nullcontext():
+        optimizer.load_state_dict(before.state_dict())
+    optimizer.param_groups[0]["lr"] = 1.0
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    train(model, optimizer, 1, start=20)
+    for name, param in model.named_parameters():
+        moved = (values[name] - param.detach()) * (-1 if maximize else 1)
+        assert (moved * param.grad).sum() > 0, name
+        assert moved.abs().max() < 1.5, name
+
+
+def test_a_model_that_is_cast_in_mid_training_goes_on() -> None:
+    model = Scaled()
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    train(model, optimizer, 3)
+    model.to(torch.float32)
+    train(model, optimizer, 3)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_a_layer_with_a_bias_alone_and_norm_layers_go_by_adamw() -> None:
+    ours, theirs = (nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        model[0].weight.requires_grad_(False)
+        model[2].requires_grad_(False)
+    optimizer = KFACOptimizer(ours, **OPTIONS)
+    trained = [param for param in theirs.parameters() if param.requires_grad]
+    adamw = torch.optim.AdamW(trained, 0.02, (0.8, 0.999), weight_decay=0)
+    for i in range(4):
+        for model, each in ((ours, optimizer), (theirs, adamw)):
+            each.zero_grad()
+            square_loss(model(batch(i)) - 1).backward()
+            each.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_notes_of_the_user_are_left_alone() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    optimizer.state[model[0].bias]["step"] = 3
+    train(model, optimizer, 2)
+    copied = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    copied.load_state_dict(optimizer.state_dict())
+    assert copied.state[model[0].bias]["step"] == 3
+
+
+def test_complex_parameters_are_refused() -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+    optimizer = KFACOptimizer([param], **OPTIONS)
+    param.abs().sum().backward()
+    with (
+        pytest.warns(UserWarning, match="nothing is preconditioned"),
+        pytest.raises(RuntimeError, match=r"is complex, and SelectedUpdates takes real ones"),
     ):
-        assert KFACOptimizer(mlp(), step_size=step_size).summary().blocks[0].inverse == inverse
+        optimizer.step()
+
+
+def test_adapt_damping_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"have one length at every damping\. Drop adapt_damping"):
+        KFACOptimizer(mlp(), **OPTIONS, estimate=MonteCarlo(nn.MSELoss()), adapt_damping=LevenbergMarquardt())

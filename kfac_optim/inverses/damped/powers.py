@@ -10,11 +10,22 @@ from torch import Tensor
 from kfac_optim.factors.factor import Factor
 from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damped.base import DampedJob, identity_like
-from kfac_optim.inverses.damped.deflation import DeflatedState, Deflation, DeflationJob, Side, apply_sides, read_off
-from kfac_optim.inverses.damped.relative import RelativelyDamped
-from kfac_optim.inverses.pair_inverse import SymmetricInverse, SymmetricPowers
+from kfac_optim.inverses.damped.deflation import (
+    DeflatedState,
+    Deflation,
+    DeflationJob,
+    Side,
+    apply_sides,
+    check_sketch,
+    read_off,
+    sketched_if_wide,
+    sketched_refresh,
+)
+from kfac_optim.inverses.damping import Damped
+from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse, SymmetricInverse, SymmetricPowers
 from kfac_optim.linalg.eigen import eigendecomposition
-from kfac_optim.specs import FactorShape, LayerSpec, Sketched, Structure
+from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Structure
+from kfac_optim.utils.validation import check_number
 
 
 class ThinPowers(NamedTuple):
@@ -32,13 +43,41 @@ PowersState = DeflatedState[Powers]
 
 
 @dataclass(frozen=True)
-class InverseAndRoot(RelativelyDamped[PowersState]):
+class InverseAndRoot(PairInverse[PowersState]):
     """Keeps the inverse and the inverse root of each factor, `(F + ε n_F I)^-1` and `(F + ε n_F I)^-½`.
 
-    `SelectedUpdates` chooses between the two, and takes it where no inverse is named; `apply` is the full inverse.
-    Damping, sketches, arguments and errors are those of `RelativelyDamped`: `damping` ε = 0.1, `rank` 32 and `sketch`
-    64.
+    `n_F = tr F / d` is the mean eigenvalue of a factor, so that the damping ε has no unit; the λ of the param groups is
+    not used. `SelectedUpdates` chooses between the two, and takes this representation where none is named; `apply` is
+    the full inverse.
+
+    Of factors of at least `4·sketch` rows the products with so many random directions are kept, and both powers have r
+    eigenvectors and one number for the rest, as with `LowRank(sketch=…)`. Refreshing the others costs what it does with
+    `Eigen`. A factor that is zero counts as the identity. Condition numbers in `metrics()` are those of the damped
+    factors, in the 2-norm.
+
+    Args:
+        damping: ε, above 0.
+        rank: r, of wide factors.
+        sketch: how many directions, at least the rank; None keeps all factors whole.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: it is out of range.
     """
+
+    damping: float = 0.1
+    rank: int = 32
+    sketch: int | None = 64
+
+    follows_damping = True  # as no λ counts
+    damps_jointly = True
+
+    def __post_init__(self) -> None:
+        check_number("damping of InverseAndRoot", self.damping, above=0)
+        check_sketch("InverseAndRoot", self.sketch, self.rank)
+
+    def kept(self, wish: Kept, dim: int) -> Kept:
+        return sketched_if_wide(self.sketch, wish, dim)
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> PowersState:
         return DeflatedState(spec, self._start, dtype=dtype, device=device)
@@ -65,6 +104,17 @@ class InverseAndRoot(RelativelyDamped[PowersState]):
             return numbers, numbers
         return 2 * factor.packed, 2 * factor.numel
 
+    def flops(self, spec: LayerSpec) -> Cost:
+        refresh, per_element = 0.0, 0.0
+        for structure, groups, dim in spec.factors():
+            if isinstance(structure, Sketched):
+                refresh += groups * sketched_refresh(dim, structure.columns)
+                per_element += 4.0 * self.rank
+            elif structure is Structure.DENSE:
+                refresh += EIGH_FLOPS * groups * float(dim) ** 3
+                per_element += 2 * dim
+        return Cost(refresh=refresh, apply=per_element * spec.groups * spec.in_dim * spec.out_dim)
+
     def _start(self, factor: Factor, dtype: torch.dtype) -> Powers:
         """Return what stands until there are powers: the identity."""
         if not isinstance(factor.structure, Sketched):
@@ -75,7 +125,11 @@ class InverseAndRoot(RelativelyDamped[PowersState]):
 
     def _jobs(self, state: PowersState) -> list[FactorJob]:
         jobs: list[FactorJob] = []
-        for side, factor, damped in self.damped(state):
+        for side, factor in enumerate((state.pair.a, state.pair.g)):
+            if factor is None or factor.elsewhere is not None:
+                continue
+            mean = factor.trace().to(state.condition.dtype) / factor.dim
+            damped = Damped(torch.ones_like(mean), torch.where(mean > 0, self.damping * mean, 1.0))
             kept = state.side(side)
             if isinstance(kept, ThinPowers):
                 inverse = Deflation(kept.basis, kept.weights, kept.scale)
