@@ -108,17 +108,48 @@ class Stacks:
             self._kinds = {block: self._kinds[block] for block in blocks}
         return found
 
+    def alike(
+        self, blocks: Sequence[KFACBlock], matrices: Sequence[Tensor]
+    ) -> Iterator[tuple[list[int], InverseState, Tensor]]:
+        """Put together what goes through an inverse in one batch, for inverses that need no `λ`.
+
+        Args:
+            blocks: the same at every step, or stacks are made anew.
+            matrices: one for each block, `[groups, out, in]`.
+
+        Yields:
+            The numbers of some blocks, a state for all of them, and their matrices, one behind the other.
+        """
+        equal: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for index, (block, matrix) in enumerate(zip(blocks, matrices, strict=True)):
+            number = self._number(block)
+            equal[index if number is None else (number, matrix.dtype, matrix.device)].append(index)
+        for members in equal.values():
+            first = blocks[members[0]]
+            stack = None
+            if len(members) > 1:
+                stack = _renewed(self._stacks.get(first), [blocks[index].state for index in members])
+                self._stacks[first] = stack
+            if stack is None or stack.state is None:
+                yield from (([index], blocks[index].state, matrices[index]) for index in members)
+            else:
+                yield members, stack.state, torch.cat([matrices[index] for index in members])
+
     def _shared(self, block: KFACBlock, grads: Sequence[Tensor]) -> Hashable | None:
         """Return what blocks share whose gradients may be stacked; None for a block that goes alone."""
+        number = self._number(block)
+        if number is None or not all(grad.is_contiguous() for grad in grads):
+            return None
+        return number, block.damping, *[(grad.dtype, grad.device) for grad in grads]
+
+    def _number(self, block: KFACBlock) -> int | None:
+        """Return the number of a block's kind, which others may share; None for a block that goes alone."""
         known = self._kinds.get(block)
         if known is None or known[0] is not block.spec:
             kind = _kind(block)
             number = None if kind is None else self._numbers.setdefault(kind, len(self._numbers) + 1)
             known = self._kinds[block] = block.spec, number
-        number = known[1]
-        if number is None or not all(grad.is_contiguous() for grad in grads):
-            return None
-        return number, block.damping, *[(grad.dtype, grad.device) for grad in grads]
+        return known[1]
 
 
 class _Stack(NamedTuple):

@@ -110,7 +110,7 @@ class Gradients:
     """Brings gradients to those who precondition them, and the result to those who update: both are done here."""
 
     def __init__(self) -> None:
-        self._stacks = Stacks()
+        self.stacks = Stacks()
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         """Return the blocks whose direction is to be known here, with the whole `∇h` of each of their parameters.
@@ -121,7 +121,7 @@ class Gradients:
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         """Return the preconditioned `grads`: new tensors of the same shapes and layouts, in float32 at least."""
-        return self._stacks.precondition(blocks, grads)
+        return self.stacks.precondition(blocks, grads)
 
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         """Return the direction of each parameter that is updated here.

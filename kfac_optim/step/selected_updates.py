@@ -166,43 +166,69 @@ class SelectedUpdates(StepSize):
             proposal: the step.
             compared: layers with the momentum before the new gradient, and the new gradient `[groups, out, in]`.
         """
-        before = [layer for layer, _ in compared]
-        for (layer, gradient), orthogonal, natural in zip(
-            compared, self._orthogonal_of(before), map(self._natural_of, before), strict=True
-        ):
-            slopes = torch.stack([(gradient * update).sum() for update in (orthogonal, natural)])
+        both = self._candidates(proposal, [layer for layer, _ in compared], [None] * len(compared))
+        for (layer, gradient), updates in zip(compared, both, strict=True):
+            slopes = torch.stack([(gradient * update).sum() for update in updates if update is not None])
             size = slopes.abs().sum()
             found = torch.where(size > 0, (slopes[1] - slopes[0]) / size, 0.0).nan_to_num(nan=0.0)
             held = _preference(proposal, layer.block)
-            proposal.state[layer.block.params[0]][PREFERENCE] = if_taken(
-                proposal, held.lerp(found.to(held), _WEIGHT), held
-            )
+            new = held.lerp(found.to(held), _WEIGHT)
+            proposal.state[layer.block.params[0]][PREFERENCE] = if_taken(proposal, new, held)
 
     def _updates(self, proposal: Proposal, layers: "Sequence[_Layer]") -> list[Tensor]:
         """Return of each layer the update that it prefers, `[groups, out, in]`."""
         preferences = [_preference(proposal, layer.block) > 0 for layer in layers]
-        if all(map(on_host, preferences)):  # then only one update is made of each
-            natural = {layer.block for layer, prefers in zip(layers, preferences, strict=True) if prefers}
-            rest = iter(self._orthogonal_of([layer for layer in layers if layer.block not in natural]))
-            return [self._natural_of(layer) if layer.block in natural else next(rest) for layer in layers]
-        # The host would wait for the preference.
-        both = zip(preferences, map(self._natural_of, layers), self._orthogonal_of(layers), strict=True)
-        return [torch.where(prefers, natural, orthogonal) for prefers, natural, orthogonal in both]
+        # The host would wait for what an accelerator holds: there both are made.
+        wanted = [
+            bool(each) if on_host(each) and layer.is_ready else None
+            for each, layer in zip(preferences, layers, strict=True)
+        ]
+        found = []
+        for prefers, (orthogonal, natural) in zip(preferences, self._candidates(proposal, layers, wanted), strict=True):
+            if orthogonal is not None and natural is not None:
+                found.append(torch.where(prefers, natural, orthogonal))
+            else:
+                found += [update for update in (orthogonal, natural) if update is not None]
+        return found
 
-    def _orthogonal_of(self, layers: "Sequence[_Layer]") -> list[Tensor]:
-        """Return the orthogonal update of each layer; where a layer has no inverse, of the momentum as it is."""
-        factors = orthogonal_factors([_whitened(layer) if layer.is_ready else layer.matrix for layer in layers])
-        return [factor * (self.rms * max(factor.shape[-2:]) ** 0.5) for factor in factors]
+    def _candidates(
+        self, proposal: Proposal, layers: "Sequence[_Layer]", natural: Sequence[bool | None]
+    ) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return the orthogonal and the natural update of each layer.
 
-    def _natural_of(self, layer: "_Layer") -> Tensor:
-        """Return the natural gradient of a layer in the size of all updates."""
-        block = layer.block
-        found = block.inverse.apply(block.state, layer.matrix, block.damping)
+        Args:
+            proposal: the step.
+            layers: where one has no inverse, its orthogonal update is that of the momentum as it is, and the only one.
+            natural: which of both is wanted of each; None is both. The other is None.
+        """
+        roots = {number: layer.matrix for number, layer in enumerate(layers) if not layer.is_ready}
+        naturals: dict[int, Tensor] = {}
+        ready = [number for number, layer in enumerate(layers) if layer.is_ready]
+        blocks, matrices = [layers[number].block for number in ready], [layers[number].matrix for number in ready]
+        for indices, state, matrix in proposal.executor.gradients.stacks.alike(blocks, matrices):
+            inverse, sizes = blocks[indices[0]].inverse, [len(matrices[index]) for index in indices]
+            assert isinstance(inverse, InverseAndRoot), "refused otherwise"
+            assert isinstance(state, DeflatedState)
+            numbers = [ready[index] for index in indices]
+            if not all(natural[number] for number in numbers):
+                parts = torch.split(inverse.apply_root(state, matrix), sizes)
+                roots |= {n: part for n, part in zip(numbers, parts, strict=True) if not natural[n]}
+            if any(natural[number] is not False for number in numbers):
+                parts = torch.split(self._sized(inverse.apply(state, matrix, 0.0)), sizes)
+                naturals |= {n: part for n, part in zip(numbers, parts, strict=True) if natural[n] is not False}
+        factors = orthogonal_factors(list(roots.values()))
+        orthogonal = {
+            n: each * (self.rms * max(each.shape[-2:]) ** 0.5) for n, each in zip(roots, factors, strict=True)
+        }
+        return [(orthogonal.get(number), naturals.get(number)) for number in range(len(layers))]
+
+    def _sized(self, matrix: Tensor) -> Tensor:
+        """Scale matrices `[n, out, in]` to the root mean square of all updates; zeros stay zeros."""
         # Numbers whose squares vanish, or overflow, in float32 are brought near 1 before they are squared.
-        largest = found.abs().amax((-2, -1), keepdim=True)
-        found = found / torch.where(largest > 0, largest, 1)
-        size = found.square().mean((-2, -1), keepdim=True).sqrt()
-        return found * (self.rms / torch.where(size > 0, size, 1))
+        largest = matrix.abs().amax((-2, -1), keepdim=True)
+        matrix = matrix / torch.where(largest > 0, largest, 1)
+        size = matrix.square().mean((-2, -1), keepdim=True).sqrt()
+        return matrix * (self.rms / torch.where(size > 0, size, 1))
 
 
 class _Layer(NamedTuple):
@@ -217,13 +243,6 @@ def _is_time(block: KFACBlock) -> bool:
     """Return whether both updates are compared at this step: every few steps, and at each of the first."""
     step = block.clock.step
     return step < _PERIOD or step % _PERIOD == 0
-
-
-def _whitened(layer: _Layer) -> Tensor:
-    inverse, state = layer.block.inverse, layer.block.state
-    assert isinstance(inverse, InverseAndRoot), "refused otherwise"
-    assert isinstance(state, DeflatedState)
-    return inverse.apply_root(state, layer.matrix)
 
 
 def _matrix(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor | None]) -> Tensor:

@@ -163,9 +163,9 @@ def test_stacks_are_made_once_for_steps_without_a_refresh() -> None:
 
 def test_copies_and_pickles_of_the_optimizer_hold_no_stacks() -> None:
     optimizer = trained()
-    assert optimizer._executor.gradients._stacks._stacks
+    assert optimizer._executor.gradients.stacks._stacks
     copied = copy.deepcopy(optimizer)
-    assert not copied._executor.gradients._stacks._stacks
+    assert not copied._executor.gradients.stacks._stacks
     assert b"Stack" not in pickle.dumps(optimizer)
 
 
