@@ -229,6 +229,11 @@ def _known_terms(problem: Problem) -> dict[str, Any]:
     return {"loss_terms": problem.loss_terms}
 
 
+def _named_loss(problem: Problem) -> dict[str, Any]:
+    """It knows what its mean runs over."""
+    return {"estimate": problem.named_loss}
+
+
 def _fast_with_named_loss(problem: Problem) -> dict[str, Any]:
     """The named loss knows what its mean runs over."""
     fixed = {"step_size": TrustRegion()}  # the range of kl_clip is for a fixed region
@@ -266,6 +271,7 @@ CONTESTANTS = {
         weight_decay=_ADDED,
     ),
     "KFAC-default": Contestant(_kfac, {"lr": Range(0.001, 1)}, choices=_known_terms, baseline=False),
+    "KFAC-named": Contestant(_kfac, {"lr": Range(0.001, 1)}, choices=_named_loss, baseline=False),
     "KFAC-selected": Contestant(
         _kfac_selected, {"lr": _RATE}, choices=_known_terms, weight_decay=_DECOUPLED, baseline=False
     ),

@@ -19,7 +19,7 @@ PROBLEMS = (
 )
 CONTESTANTS = (
     *("SGD", "AdamW", "Muon", "L-BFGS", "Shampoo", "LAMB", "MADGRAD", "AdaBelief", "SOAP", "DistributedShampoo"),
-    *("KFAC-default", "KFAC-selected", "KFAC-fast"),
+    *("KFAC-default", "KFAC-named", "KFAC-selected", "KFAC-fast"),
 )
 SETTINGS = ("default", "whole")
 DATASETS = ("digits", "mnist")
