@@ -2,7 +2,7 @@
 
 Trains a deep network without normalisation on scikit-learn's digits, or on MNIST, once for each learning rate of a
 grid: with torch.optim.SGD and with KFACOptimizer, from the same initial weights, on the same batches, both with
-momentum 0.9, KFACOptimizer otherwise at its defaults (or with the setting that is called fast). On several processes
+momentum 0.9, KFACOptimizer otherwise at its defaults (or with all factors whole). On several processes
 (torchrun, mpirun, SLURM) each has its share of every batch, and both optimizers train the model in DDP. The target is
 the lowest loss on the training data that SGD reaches at any checkpoint with any learning rate; of each optimizer's runs
 the one that gets there first is shown.

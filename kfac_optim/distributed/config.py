@@ -31,6 +31,7 @@ class DistributedConfig:
             step: under DDP.
         bucket_bytes: the most that is sent at once; a tensor that is larger goes alone.
         sums_dtype: in which statistics are sent; None is that of the factors. They are summed in float32 at least.
+            Sketches of wide factors are refused in less than float32.
         cost: rates of the machines, by which `Auto` chooses and plans predict.
         observe: called with a `Launch` after each collective that this rank has launched, in their order, also from
             hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
