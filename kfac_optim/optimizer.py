@@ -1,5 +1,6 @@
 """`KFACOptimizer` puts the parts together, and is what torch.optim asks for: param groups, checkpoints, copies."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -298,7 +299,8 @@ class KFACOptimizer(Optimizer):
 
     def __del__(self) -> None:
         # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
-        if (binding := self.__dict__.get("_binding")) is not None:  # none where __init__ has raised
+        binding = self.__dict__.get("_binding")  # none where __init__ has raised
+        if binding is not None and not sys.is_finalizing():  # at the end of a process nothing is left to close with
             binding.close()
             self._executor.close()
 
