@@ -96,13 +96,14 @@ def test_factors_of_no_higher_rank_are_inverted_as_by_cholesky(
     assert_same(found, expected, rtol=1e-7)
 
 
+@pytest.mark.parametrize("inverse", [LowRank(4, iterations=300), LowRank(4, sketch=4)], ids=repr)
 @settings(max_examples=10)
 @given(dims=st.tuples(*[st.integers(16, 24)] * 2), rows=st.integers(1, 4), damping=st.sampled_from([1e-2, 1.0]))
 def test_the_step_of_a_layer_whose_factors_are_of_low_rank_solves_its_system(
-    dims: tuple[int, int], rows: int, damping: float
+    inverse: LowRank, dims: tuple[int, int], rows: int, damping: float
 ) -> None:
     module = nn.Linear(*dims)
-    optimizer = free_optimizer(module, inverse=LowRank(4, iterations=300), damping=damping)
+    optimizer = free_optimizer(module, inverse=inverse, damping=damping)
     before = snapshot(module)
     any_loss(module(torch.randn(rows, dims[0]))).backward()
     optimizer.step()

@@ -278,7 +278,7 @@ def test_narrow_parameters_keep_their_dtype(dtype: torch.dtype) -> None:
     train(model, optimizer, 3)
     for param, held in optimizer.state.items():
         assert param.isfinite().all()
-        assert {held[name].dtype for name in ("momentum_buffer", "exp_avg_sq") if name in held} == {dtype}
+        assert {held[name].dtype for name in ("momentum_buffer", "exp_avg_sq", "preference") if name in held} == {dtype}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Struc
 from kfac_optim.utils.validation import check_integer
 
 LowRankState = DeflatedState[Side]
-"""A side is a `Deflation` where the factor is sketched, or dense and at least four ranks wide."""
+"""A side is a `Deflation` where the factor is sketched, or dense and wide enough, else the inverse itself."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class LowRank(PairInverse[LowRankState]):
     random directions, `2k` products for each element of a row in place of `d`, and a refresh reads the leading
     eigenpairs off them (Nyström, `linalg.nystrom`) in some `6 d k²` operations. Averages take `k/d` of the memory twice
     over. What is lost besides: eigenvalues come out somewhat too small, by about the sum of those beyond the first half
-    of the k. On autoencoders, ResNets and transformers in training, `sketch=64` with `rank=32` turned preconditioned
-    gradients by 1 to 4% of their length, and exact eigenpairs of that rank by up to 3%.
+    of the k. In an autoencoder, ResNet-20 and a transformer in training, preconditioned gradients with `sketch=64` and
+    `rank=32` had cosines of 0.96 to 1.00 with those of whole factors, with exact eigenpairs of that rank 0.97 to 1.00.
+    Narrower factors stay whole.
 
     Use it where layers are wide and steps cost much; the memory of inverses nearly vanishes too. Products want the full
     precision of float32: the small rest of a leading direction is a difference, so that TF32, which has 10 bits, would
