@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import oracles
 from helpers.cases import LayerCase, any_loss, conv_cases, displacement, free_optimizer, linear_cases, snapshot
 from helpers.oracles import assert_same
 from helpers.plain import mlp, square_loss
@@ -75,6 +76,26 @@ def test_statistics_are_those_of_the_whole_factor_times_the_directions(
     assert_sketches(*made)
 
 
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1), (3, 4, 7, 8)),
+        (lambda: nn.Conv1d(8, 8, 3, dilation=2, groups=2, bias=False), (3, 8, 9)),
+        (lambda: nn.ConvTranspose2d(4, 8, 3, stride=2), (3, 4, 3, 4)),
+    ],
+)
+def test_convolutions_are_sketched_with_their_strides(make: Any, size: tuple[int, ...]) -> None:
+    made = []
+    for inverse in (LowRank(1, sketch=2), LowRank(1)):
+        torch.manual_seed(0)
+        module = make()
+        optimizer = free_optimizer(module, inverse=inverse)
+        square_loss(module(torch.randn(size))).backward()
+        optimizer.step()
+        made.append(optimizer)
+    assert assert_sketches(*made) >= 1
+
+
 def test_attention_tied_and_recurrent_layers_have_sketches_too() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -104,7 +125,7 @@ def test_attention_tied_and_recurrent_layers_have_sketches_too() -> None:
 @given(dims=st.tuples(*[st.integers(16, 24)] * 2), rows=st.integers(1, 4), damping=st.sampled_from([1e-2, 1.0]))
 def test_roots_of_factors_of_low_rank_are_those_of_the_whole(dims: tuple[int, int], rows: int, damping: float) -> None:
     layer_input = torch.randn(rows, dims[0])
-    moved = []
+    moved, whitened = [], []
     for sketch in (4, None):
         torch.manual_seed(0)
         module = nn.Linear(*dims)
@@ -113,7 +134,10 @@ def test_roots_of_factors_of_low_rank_are_those_of_the_whole(dims: tuple[int, in
         square_loss(module(layer_input)).backward()
         optimizer.step()
         moved.append(displacement(module, before))
+        (block,) = optimizer._binding.coverage.blocks
+        whitened.append(block.inverse.apply_root(block.state, oracles.gradient_matrix(module)))
     assert_same(*moved, rtol=1e-7)
+    assert_same(*whitened, rtol=1e-7)
 
 
 def test_before_any_refresh_and_with_factors_of_zeros_the_gradient_comes_back_scaled() -> None:
