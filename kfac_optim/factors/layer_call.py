@@ -24,3 +24,6 @@ class LayerCall:
     """Whether an operator of a compiled graph hands it over, within which autograd tells nothing of parameters."""
     reach: Tensor | None = None
     """Shaped as the gradient, and not zero in the rows that any of several gradients comes to; None for a lone one."""
+    term: int = 0
+    """Which call of the criterion the gradient comes from: the first since the last step is 0, the next 1, …; always 0
+    where no criterion was seen to be called."""
