@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from kfac_optim.blocks.clock import Clock, period_of
 from kfac_optim.capture.gradient_check import GradientCheck
 from kfac_optim.capture.loss_terms import LossCount
+from kfac_optim.factors.example_rows import JointStatistics, RowsByTerm
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.subsampling import Draw, Subsample
 from kfac_optim.inverses.base import Inverse
@@ -91,6 +92,9 @@ class KFACBlock:
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which they did not, on any process.
         silent: steps in which the first statistics were wanted and none came.
+        follows_uses: whether derivatives of the products with the weight are noted as well.
+        joint: rows of this step, where statistics are made of all uses of the matrix together; None where each call
+            gives statistics by itself.
     """
 
     name: str
@@ -111,6 +115,8 @@ class KFACBlock:
     check: GradientCheck = field(init=False)
     strikes: int = 0
     silent: int = 0
+    follows_uses: bool = False
+    joint: RowsByTerm | None = None
     _layers_seen: tuple[Any, ...] = field(init=False, default=())
     """What the check has seen of the modules."""
     home: tuple[torch.dtype, torch.device] = field(init=False)
@@ -172,8 +178,22 @@ class KFACBlock:
             self.check.begin([shards.in_use(param) for param in self.params], self.wide_dtype)
         return not self.check.is_done
 
+    @property
+    def joins_uses(self) -> bool:
+        """Return whether statistics are made of the rows of all uses together."""
+        return self.joint is not None or self.inverse.takes_rows
+
+    def join_uses(self) -> None:
+        """Make statistics of all uses of the matrix together from now on; those of this step begin again."""
+        if not self.joins_uses:
+            self.state.discard()
+            self.joint = RowsByTerm()
+
     def accumulate(self, stats: LayerStatistics) -> None:
         self.follow()
+        if self.joint is not None:
+            self.joint.add(stats)
+            return
         if not self.subsample.takes_all:
             stats.subsample(Draw(self.subsample, self.clock.step, self.name))
         self.state.accumulate(stats)
@@ -181,6 +201,8 @@ class KFACBlock:
     def discard(self) -> None:
         """Forget the sums of this step."""
         self.state.discard()
+        if self.joint is not None:
+            self.joint.clear()
         self.check.reset()
 
     def restart(self, *, step: int | None = None) -> None:
@@ -191,6 +213,8 @@ class KFACBlock:
         """
         self.clock = Clock(step=self.clock.step if step is None else step)
         self.silent = 0
+        if self.joint is not None:
+            self.joint.clear()
         self.state = self._new_state()
 
     def load(self, clock: Clock, tensors: Mapping[str, Any]) -> None:
@@ -218,7 +242,13 @@ class KFACBlock:
 
     def has_pending(self) -> bool:
         """Return whether this step gave statistics."""
-        return self.state.has_pending()
+        return bool(self.joint) or self.state.has_pending()
+
+    def settle(self) -> None:
+        """Make statistics of the rows of this step, where they are of all uses together."""
+        if self.joint:
+            self.state.accumulate(JointStatistics(self.spec, self.joint.terms.values(), self.dtype))
+            self.joint.clear()
 
     def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take this step's sums into the averages.

@@ -13,6 +13,9 @@ from kfac_optim.factors.kronecker_factors import FactorPair
 
 def fold_all(blocks: Iterable[KFACBlock], count: LossCount, gradient_scale: float | Tensor) -> None:
     """Take this step's sums into the averages of blocks; see `KFACBlock.fold`."""
+    blocks = list(blocks)
+    for block in blocks:
+        block.settle()
     averaged, alike = count.averaged, defaultdict[Hashable, list[tuple[KFACBlock, FactorPair]]](list)
     if isinstance(averaged, Tensor) or isinstance(gradient_scale, Tensor):  # not looked at here
         for block in blocks:

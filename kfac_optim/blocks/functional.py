@@ -11,14 +11,16 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.derivatives import DerivativeUses
 from kfac_optim.capture.calls import ForwardCall
-from kfac_optim.capture.function_modes import Product, ProductMode, run_in
+from kfac_optim.capture.function_modes import Function, Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow, ForwardListener
@@ -27,6 +29,7 @@ from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
+from kfac_optim.utils.autograd import in_function_transform
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 
@@ -69,6 +72,7 @@ class FunctionalUses(ForwardListener):
         self._looking = self._looked = False
         self._in_graphs: list[nn.Parameter] = []
         self._in_shards: list[ShardedParameter | None] = []
+        self.derivatives = DerivativeUses(self._window, emitted)
         self.number = next(_NUMBERS)
         self.mode: ProductMode = ProductMode(self)
         _KNOWN[self.number] = self
@@ -95,6 +99,7 @@ class FunctionalUses(ForwardListener):
         window = self._window()
         self._in_shards = [None if window is None else window.shards.of(param) for param in self._in_graphs]
         self._look_into(set(owners))
+        self.derivatives.know(self._listening)
         self._looking = self._looked = False
 
     def forget(self) -> None:
@@ -103,6 +108,7 @@ class FunctionalUses(ForwardListener):
             handle.remove()
         self._watches.clear()
         self._look_into(set())
+        self.derivatives.know(())
         self._listening, self._blocks, self._candidates = [], {}, set()
         self._in_graphs, self._in_shards = [], []
 
@@ -125,6 +131,31 @@ class FunctionalUses(ForwardListener):
         """Note that a forward of the model runs in the mode, perhaps in a graph."""
         self._looking = True
         self._last.clear()
+        self.derivatives.begin_forward()
+
+    def expect_derivatives(self) -> None:
+        self.derivatives.begin_all()
+
+    def follows_uses(self) -> bool:
+        if in_function_transform() and self._listening:
+            self.expect_derivatives()
+        return self.derivatives.is_on
+
+    def follow(self, product: Product) -> Tensor | None:
+        window = self._window()
+        if window is None or not torch.is_grad_enabled():
+            return None
+        known = _of_optimizer(product, window.shards)
+        block = self._block_of(known)
+        if block is None or not (block.follows_uses and block.takes_statistics()):
+            return None
+        opposed = product.transposed != block.adapter.transposes
+        if opposed and not block.joins_uses:
+            return None  # such a product by itself has factors of its own, see `_opposes`
+        return self.derivatives.product(product, known, block, opposed=opposed)
+
+    def follow_convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        return self.derivatives.convolution(function, args, kwargs) if torch.is_grad_enabled() else None
 
     def is_wanted(self) -> bool:
         """Return whether the next forward of the model has something to show."""
@@ -152,12 +183,19 @@ class FunctionalUses(ForwardListener):
         """Return parameters that a function used as another layer's weight outside their own modules, and its name."""
         return {param: names[-1] for param, names in self._others.items() if names}
 
-    def layer_ran(self, weight: nn.Parameter) -> None:
-        """Note, within the mode, that the module with this weight has run: one of the uses was its own."""
+    def layer_ran(self, weight: nn.Parameter) -> bool:
+        """Note, within the mode, that the module with this weight has run: one of the uses was its own.
+
+        Returns:
+            Whether that use was followed, and so noted.
+        """
+        if not torch.compiler.is_compiling() and self.derivatives.took(weight):
+            return True
         if not torch.compiler.is_compiling():
             self.count_out(weight)
         elif (index := self._index(weight)) >= 0:
             _count_out_in_graph(self.number, index)
+        return False
 
     def count_out(self, weight: nn.Parameter) -> None:
         """Note that the last use of `weight` by a function was that of its own module."""

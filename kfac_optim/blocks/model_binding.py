@@ -185,6 +185,7 @@ class ModelBinding:
         Returns:
             The names of the blocks that are left to SGD.
         """
+        self._functional.derivatives.begin(unaccounted)
         for block in unaccounted:
             block.strikes += 1
             block.restart()

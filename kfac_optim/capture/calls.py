@@ -17,6 +17,7 @@ graphs hand the input over with the gradient and hold no call: the window does, 
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ from kfac_optim.utils.autograd import (
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.sharded_params import Shards
+
+
+class Drawn(NamedTuple):
+    """Says where a gradient comes from that an estimate hands over; the fields are those of `LayerCall`."""
+
+    term: int = 0
+    column: int = 0
+    examples: int | None = None
+    residual: Tensor | None = None
 
 
 class Ledger:
@@ -161,12 +171,12 @@ class ForwardCall:
         root: the forward of the model that it is part of; None outside of any.
         examples: that the layer was handed; None for a single one without a batch dimension.
         layer_input: None in a compiled graph, which hands it over with each gradient.
-        training: as in `LayerCall`, as is `context`.
+        training: as in `LayerCall`, as are `context` and `term`.
     """
 
     __slots__ = (
         *("_committed", "_examples", "_gradient", "_input", "_is_for_check", "_ledger"),
-        *("_root", "_training", "_version", "_watch", "context"),
+        *("_root", "_training", "_version", "_watch", "context", "term"),
     )
 
     def __init__(
@@ -178,6 +188,7 @@ class ForwardCall:
         layer_input: Tensor | None,
         training: bool,
         context: tuple[int, ...],
+        term: int = 0,
     ) -> None:
         self._ledger = weakref.ref(ledger)
         self._watch = weakref.ref(watch)
@@ -189,6 +200,7 @@ class ForwardCall:
         self._committed = self._is_for_check = False
         self._training = training
         self.context = context
+        self.term = term
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor, layer_input: Tensor | None = None) -> None:
@@ -228,7 +240,7 @@ class ForwardCall:
         self._root = ledger.tally.count_layer(self._root, self._examples, gradient.shape, running_backward())
         with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
-            keep = watch.emit(LayerCall(shown, gradient, earlier, self._training, self.context))
+            keep = watch.emit(LayerCall(shown, gradient, earlier, self._training, self.context, term=self.term))
         if (keep or verifies) and kept and not traced:
             # Statistics that did not ask for the input are what they are without the check.
             self._input, self._is_for_check = layer_input, not keep
@@ -261,6 +273,14 @@ class ForwardCall:
         watch = self._watch()
         return watch is not None and watch.sharded is None and watch.weight.grad is None
 
+    def is_of(self, ledger: Ledger) -> bool:
+        """Return whether the call would stand in this ledger."""
+        return self._ledger() is ledger
+
+    def batch(self) -> int | None:
+        """Return the first dimension of the layer's input, as far as it is known still."""
+        return None if self._input is None or self._input.dim() == 0 else self._input.shape[0]
+
     def is_reached(self) -> bool:
         """Return whether the backward that is running accumulates into the layer's weight."""
         watch = self._watch()
@@ -286,14 +306,16 @@ class ForwardCall:
         return True
 
     @torch.no_grad()
-    def take(self, gradient: Tensor, reach: Tensor | None) -> None:
+    def take(self, gradient: Tensor, reach: Tensor | None, drawn: "Drawn") -> None:
         """Take one of the gradients of an opened call, whose outer products add up; `reach` as in `LayerCall`."""
         watch = self._watch()
         if watch is not None:
             with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
                 layer_input, gradient = without_ragged(self._input), without_ragged(gradient.detach())
                 reach = without_ragged(reach)
-                watch.emit(LayerCall(layer_input, gradient, None, self._training, self.context, reach=reach))
+                watch.emit(
+                    LayerCall(layer_input, gradient, None, self._training, self.context, False, reach, *drawn)
+                )
 
     def release(self) -> None:
         """Drop the tensors; further backwards through the call do not count."""

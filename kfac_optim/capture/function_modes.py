@@ -36,6 +36,15 @@ class ProductListener(Protocol):
     def saw_use(self, param: nn.Parameter, function: str) -> None:
         """Note that a function of this name has used a parameter as a layer's weight in another way."""
 
+    def follows_uses(self) -> bool:
+        """Return whether products are to be computed by `follow` and `follow_convolution`."""
+
+    def follow(self, product: Product) -> Tensor | None:
+        """Compute a product so that its derivatives are noted as well; None where that is not wanted."""
+
+    def follow_convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Compute a convolution so that its derivatives are noted as well; None where that is not wanted."""
+
 
 class ProductMode(TorchFunctionMode):
     """Sees what functions do with parameters, whatever module asks for it.
@@ -52,10 +61,24 @@ class ProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not torch.compiler.is_compiling() and func in _WATCHED:
+            followed = self._follow(func, args, kwargs or {})
+            if followed is not None:
+                return followed
         output = traceable(func)(*args, **(kwargs or {}))
         if _is_among(func, _WATCHED):
             output = call_as_it_is(self._look, func, args, kwargs or {}, output)
         return output
+
+    def _follow(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        listener = self._listener()
+        if listener is None or not listener.follows_uses():
+            return None
+        if func in CONVOLUTIONS:
+            return listener.follow_convolution(func, args, kwargs)
+        read = _PRODUCTS.get(func)
+        product = None if read is None else read(*args, **kwargs)
+        return None if product is None else listener.follow(product)
 
     def _look(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         read, listener = _PRODUCTS.get(func), self._listener()
@@ -118,9 +141,14 @@ _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
 }
 
 
+CONVOLUTIONS: frozenset[Function] = frozenset(
+    {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
+)
+
+
 _OTHER_LAYERS: frozenset[Function] = frozenset(
     {
-        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        *CONVOLUTIONS,
         *(F.embedding, F.embedding_bag, F.bilinear, torch.einsum),
     }
 )

@@ -24,6 +24,8 @@ class LossCount(NamedTuple):
     """Terms that are summed instead; 1 for a mean, 0 where nothing was seen."""
     assumed: bool = False
     """Whether `averaged` was read off layers, for want of a forward of the model that shows it."""
+    by_criterion: bool = False
+    """Whether the output gradients behind the statistics are scaled as the criterion was seen to scale its terms."""
 
 
 class RootCall:
@@ -38,12 +40,14 @@ class RootCall:
         counted_in: number of the window that counted it last.
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
+        number: of the forward among those since the last step.
     """
 
-    __slots__ = ("batched", "counted_in", "model", "of_layers", "recomputes", "terms", "unbatched")
+    __slots__ = ("batched", "counted_in", "model", "number", "of_layers", "recomputes", "terms", "unbatched")
 
-    def __init__(self, model: int) -> None:
+    def __init__(self, model: int, number: int = 0) -> None:
         self.model = model
+        self.number = number
         self.terms: int | None = None
         self.of_layers = 0
         self.counted_in = -1
@@ -77,6 +81,9 @@ class LossTally:
 
     Args:
         rule: what the mean in the loss runs over.
+
+    Attributes:
+        by_criterion: whether a backward has come through the criterion itself, which then says what its terms weigh.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -87,6 +94,8 @@ class LossTally:
         self._outside: dict[int, RootCall] = {}
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
+        self.by_criterion = False
+        self._criteria = 0
 
     def name_loss(self, *, mean: bool) -> None:
         """Take note of the loss, and with it of the terms of each call of the model."""
@@ -96,6 +105,11 @@ class LossTally:
     def is_sum(self) -> bool:
         """Return whether the loss is a sum, which has no number of terms."""
         return self._rule is LossTerms.SUM
+
+    def next_term(self) -> int:
+        """Return the number of a call of the criterion, counted since the last step."""
+        self._criteria += 1
+        return self._criteria - 1
 
     def count(self, root: RootCall) -> None:
         """Count the terms of a call of the model that a backward went through."""
@@ -175,15 +189,17 @@ class LossTally:
     def result(self) -> LossCount:
         """Return the terms so far."""
         if self.is_sum:
-            return LossCount(averaged=1, summed=self.summed())
+            return LossCount(averaged=1, summed=self.summed(), by_criterion=self.by_criterion)
         if self._stated is not None:
-            return LossCount(averaged=self._stated, summed=1)
+            return LossCount(averaged=self._stated, summed=1, by_criterion=self.by_criterion)
         read, of_layers = self._read(), self._of_layers()
-        return LossCount(averaged=max(read, of_layers), summed=1, assumed=of_layers > read)
+        averaged = max(read, of_layers, 1 if self.by_criterion else 0)
+        assumed = of_layers > read and not self.by_criterion
+        return LossCount(averaged=averaged, summed=1, assumed=assumed, by_criterion=self.by_criterion)
 
     def counted(self) -> int | None:
         """Return the terms that the loss is taken to be the mean of; None if that was stated, or no backward came."""
-        if self.is_sum or self._stated is not None or not self.has_counted():
+        if self.is_sum or self._stated is not None or self.by_criterion or not self.has_counted():
             return None
         return max(self._read(), self._of_layers())
 
@@ -200,6 +216,8 @@ class LossTally:
     def reset(self) -> None:
         """Begin the next step."""
         self._number += 1
+        self.by_criterion = False
+        self._criteria = 0
         self._stated = None
         self._counted.clear()
         self._unread.clear()

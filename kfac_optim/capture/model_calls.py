@@ -30,6 +30,7 @@ class Roots:
         self._last: RootCall | None = None
         self._recomputed: RootCall | None = None
         self._expected: list[tuple[ForwardCall, GradientEdge]] = []
+        self._entered = 0  # since the last step
 
     def is_under_way(self) -> bool:
         """Return whether a forward of the model is running."""
@@ -37,7 +38,11 @@ class Roots:
 
     def enter(self, model: int) -> None:
         """Note that a forward of the model with this identity begins; if it calls itself only the outermost counts."""
-        self._under_way.append(self._under_way[-1] if self._under_way else RootCall(model))
+        if self._under_way:
+            self._under_way.append(self._under_way[-1])
+        else:
+            self._under_way.append(RootCall(model, self._entered))
+            self._entered += 1
 
     def leave(self) -> RootCall | None:
         """End the forward that was entered last, and return it; None if none was."""
@@ -60,6 +65,7 @@ class Roots:
         """Note that a step was taken: no backward goes on from an earlier forward."""
         self.leave_all()
         self._last = self._recomputed = None
+        self._entered = 0
 
     def layer_without_graph(self) -> None:
         """Note that, in a forward without gradients, a layer ran that may run again. See [Note: recomputed layers]."""
@@ -85,7 +91,7 @@ class Roots:
 
     def of_layer(self, examples: int | None) -> RootCall | None:
         """Return the forward of the model in which a layer is called, with a batch or (None) with a single example."""
-        root = self._current()
+        root = self.current()
         if root is not None:
             root.unbatched |= examples is None
             root.batched |= examples is not None
@@ -95,7 +101,8 @@ class Roots:
         """Return the last forward, for a graph within backward, which computes again what a checkpoint dropped."""
         return self._last if in_backward() else None
 
-    def _current(self) -> RootCall | None:
+    def current(self) -> RootCall | None:
+        """Return the forward of the model that is running, or that a backward computes again; None if there is none."""
         if self._under_way:
             return self._under_way[-1]
         return self._recomputed if in_backward() else None

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.utils.autograd import in_function_transform
 from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on
 
 _NO_MODE = BaseTorchFunctionMode()
@@ -86,7 +88,8 @@ class _LayerHook:
             return None  # torch.func.functional_call runs the module with something else for its weight
         if in_mode:
             if not self._is_product:
-                window.listener.layer_ran(watch.weight)
+                if window.listener.layer_ran(watch.weight):
+                    return None
             elif window.listener.module_ran(watch.weight):
                 return None
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
@@ -94,6 +97,12 @@ class _LayerHook:
             return None
         examples = examples_of(layer_input, self._unbatched_ndim)
         return window.note_output(watch, layer_input, output, examples=examples, training=module.training)
+
+
+def _is_differentiated(inputs: Any) -> bool:
+    """Return whether a derivative with respect to the model's inputs is to be expected: one is a leaf that wants it."""
+    leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return any(leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 class _RootHooks:
@@ -114,6 +123,8 @@ class _RootHooks:
             window.roots.leave_interrupted(model)
             if not window.roots.is_under_way():
                 window.begin_forward()
+                if not window.idle and _is_differentiated((args, kwargs)):
+                    window.listener.expect_derivatives()
                 if window.recorder is not None:
                     window.recorder.begin(model)
             window.roots.enter(id(model))
@@ -138,7 +149,8 @@ class _RootHooks:
                 window.estimate(root, window.roots.take_expected(), output)
                 window.await_sum(root, output)
                 return
-        root.terms = read_terms(window.rule, (args, kwargs), output)
+        if not in_function_transform():  # else the batch is not seen here, but by the layers
+            root.terms = read_terms(window.rule, (args, kwargs), output)
         window.await_sum(root, output)
         if root.recomputes and torch.is_grad_enabled():
             window.roots.await_backward(root, output)

@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.graph_calls import GraphCalls
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import LossCount, RootCall
+from kfac_optim.capture.loss_terms import LossCount, RootCall, examples_of
 from kfac_optim.capture.model_calls import OutputPass, Roots, on_output_gradients, outputs_with_gradient
 from kfac_optim.capture.scale_probe import ScaleProbe
 from kfac_optim.specs import LossTerms
+from kfac_optim.capture.graph_walk import mark
 from kfac_optim.utils.autograd import GradientEdge, edge, in_function_transform, no_view, on_gradient
 from kfac_optim.utils.hooks import Handle, LayerHooks, ModeStack
 
@@ -60,6 +61,9 @@ class ForwardListener:
     def look(self) -> None:
         """Note that a forward of the model runs in the mode, perhaps in a graph."""
 
+    def expect_derivatives(self) -> None:
+        """Note that the forward that has begun will be differentiated with respect to its input."""
+
     def module_ran(self, weight: nn.Parameter) -> bool:
         """Note, within the mode, that a module whose forward is a product with this weight has run.
 
@@ -68,8 +72,13 @@ class ForwardListener:
         """
         return False
 
-    def layer_ran(self, weight: nn.Parameter) -> None:
-        """Note, within the mode, that any other module with this weight has run."""
+    def layer_ran(self, weight: nn.Parameter) -> bool:
+        """Note, within the mode, that any other module with this weight has run.
+
+        Returns:
+            Whether the mode has noted what it did.
+        """
+        return False
 
 
 class CaptureWindow(Ledger):
@@ -177,10 +186,37 @@ class CaptureWindow(Ledger):
         if self.estimate is None:
             on_gradient(output, call)
         else:
-            self.roots.expect(call, edge(output))
+            at = edge(output)
+            self.roots.expect(call, at)
+            mark(at, call)
             if verifies:
                 on_gradient(output, call.verification())
         return call
+
+    def note_use(
+        self, watch: LayerWatch, tensor: Tensor, root: RootCall | None, context: tuple[int, ...]
+    ) -> tuple[ForwardCall | None, Callable[[Tensor], None] | None]:
+        """Note one of several uses of a weight in and behind a forward, as `weight_uses.UseNotes` asks for.
+
+        Args:
+            watch: the weight.
+            tensor: what is multiplied by it, or by its transpose.
+            root: the forward of the model that it is part of, or derived from.
+            context: becomes `LayerCall.context`.
+        """
+        if not watch.weight.requires_grad or not watch.wanted():
+            return None, None
+        examples = examples_of(tensor, 1)
+        if root is not None:
+            root.batched |= examples is not None
+            if root.terms is None and self.rule is LossTerms.EXAMPLES:
+                root.terms = examples  # `torch.vmap` hides the batch from the forward of the model
+        call = ForwardCall(self, watch, root, examples, tensor, True, context, 0 if root is None else root.number)
+        self.probe.listen()
+        verifies = watch.awaits_gradient(self.shards)
+        if self.estimate is None:
+            return call, call
+        return call, call.verification() if verifies else None
 
     def note_output(
         self,

@@ -25,5 +25,13 @@ class LayerCall:
     reach: Tensor | None = None
     """Shaped as the gradient, and not zero in the rows that any of several gradients comes to; None for a lone one."""
     term: int = 0
-    """Which call of the criterion the gradient comes from: the first since the last step is 0, the next 1, …; always 0
-    where no criterion was seen to be called."""
+    """Which term of the loss the gradient comes from. Terms are calls of the criterion, in their order since the last
+    step; or forwards of the model, where no criterion was seen and the model is differentiated by its inputs; else 0.
+    """
+    column: int = 0
+    """Which of several gradients of one term it is."""
+    examples: int | None = None
+    """Examples of the term; the rows of each lie together, in the order of the examples. None where that is unknown."""
+    residual: Tensor | None = None
+    """`s` `[examples]` of this term and column, with the loss's gradient `Σ s J` over examples and columns, where `J`
+    is the derivative that the rows make up; None where it is unknown."""

@@ -18,6 +18,7 @@ autoencoders`) `MonteCarlo` is far ahead.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.loss_terms import LossCount, RootCall, read_terms
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.fisher.criteria import CriterionTerms
 from kfac_optim.fisher.extra_backward import ExtraBackward
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors, likelihood_of
 from kfac_optim.specs import LossTerms
@@ -119,16 +121,21 @@ class NamedLoss(Estimate):
     """Whether `vectors` gives several for one forward, whose statistics add up."""
 
     @abstractmethod
-    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
-        """Return gradients of single terms with respect to `outputs`, one pass of backward for each."""
+    def vectors(self, likelihood: Likelihood, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        """Return gradients of single terms of the loss with respect to `outputs`, one pass of backward for each."""
 
     def arm(self, window: CaptureWindow) -> None:
         window.listening = True
         summed = not self.likelihood.mean if self.loss_terms is None else self.loss_terms is LossTerms.SUM
         window.tally.name_loss(mean=not summed)
-        window.estimate = _Watcher(self, window)
+        window.estimate = watcher = _Watcher(self, window)
+        if isinstance(self.criterion, nn.Module):
+            terms = CriterionTerms(window, self.likelihood, self.vectors, self.several, watcher.seed)
+            terms.watch(self.criterion)
 
     def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
+        if count.by_criterion:  # what the criterion was multiplied by is in them, by its root, and so is their number
+            return (count.averaged * loss_scale) ** 0.5
         # Gradients of single terms have not been divided by their number.
         return count.averaged
 
@@ -172,16 +179,16 @@ class _Watcher:
         ExtraBackward(
             weakref.ref(window),
             self._estimate.likelihood,
-            self._estimate.vectors,
+            partial(self._estimate.vectors, self._estimate.likelihood),
             self._estimate.several,
             root.terms,
             root,
             calls,
             detached,
-            self._seed,
+            self.seed,
         ).await_backward(outputs)
 
-    def _seed(self) -> int:
+    def seed(self) -> int:
         """Return a seed of random numbers: one for each forward that a backward comes to, each step and each worker.
 
         Their examples are others. Forwards without a backward draw nothing, so that an evaluation changes nothing.
@@ -201,8 +208,8 @@ class MonteCarlo(NamedLoss):
     (Martens & Grosse 2015, §5; Kunstner et al. 2019).
     """
 
-    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
-        yield self.likelihood.sample(outputs, generator)
+    def vectors(self, likelihood: Likelihood, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        yield likelihood.sample(outputs, generator)
 
 
 class CurvaturePropagation(NamedLoss):
@@ -212,8 +219,8 @@ class CurvaturePropagation(NamedLoss):
     smaller (Martens, Sutskever & Swersky 2012).
     """
 
-    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
-        yield self.likelihood.propagate(outputs, generator)
+    def vectors(self, likelihood: Likelihood, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        yield likelihood.propagate(outputs, generator)
 
 
 class ExactGGN(NamedLoss):
@@ -224,5 +231,5 @@ class ExactGGN(NamedLoss):
 
     several = True
 
-    def vectors(self, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
-        return self.likelihood.columns(outputs)
+    def vectors(self, likelihood: Likelihood, outputs: Outputs, generator: torch.Generator) -> Iterator[Vectors]:
+        return likelihood.columns(outputs)

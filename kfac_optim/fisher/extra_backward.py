@@ -13,8 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kfac_optim.capture.calls import ForwardCall, Ledger
+from kfac_optim.capture.calls import Drawn, ForwardCall, Ledger
 from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.fisher.criterion_term import CriterionTerm
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors
 from kfac_optim.utils.autograd import GradientEdge, edge, on_gradient, pull_back, running_edge
 from kfac_optim.utils.random_state import normal_like
@@ -34,6 +35,7 @@ class ExtraBackward:
         calls: of layers in it, and where their gradients pass; None is at the only output.
         outputs: of the model, detached.
         seed: of random numbers; asked when the first backward comes.
+        term: what the criterion says of the outputs, where these are what it reads; None at the output of the model.
     """
 
     ledger: "weakref.ref[Ledger]"
@@ -45,6 +47,7 @@ class ExtraBackward:
     calls: Sequence[tuple[ForwardCall, GradientEdge | None]]
     outputs: Outputs
     seed: Callable[[], int]
+    term: CriterionTerm | None = None
     _arrived: set[int] = field(default_factory=set)
     _drawn: int | None = None
 
@@ -67,17 +70,20 @@ class ExtraBackward:
         ledger = self.ledger()
         if ledger is None or not ledger.listening:
             return
+        if self.term is None and ledger.tally.by_criterion:
+            return  # what the criterion reads is behind it
         if place in self._arrived:
             ledger.keep(call for call, _ in self.calls)
             return
         reached = [(call, there) for call, there in self.calls if call.is_reached()]
         if reached:
             self._arrived.add(place)
-            self.root.terms = self.terms
+            if self.term is None:
+                self.root.terms = self.terms
             at = running_edge(output_nr)
             with ledger.shards.passing_within_backward():
                 self._run(place, at, gradient, [(call, there or at) for call, there in reached if call.open()])
-        if len(self._arrived) == len(self.outputs):
+        if self.term is None and len(self._arrived) == len(self.outputs):
             for call, _ in self.calls:
                 call.release()
 
@@ -89,21 +95,28 @@ class ExtraBackward:
         if self._drawn is None:
             self._drawn = self.seed()
         used = self.likelihood.used(gradient)
+        shape = gradient.shape
 
         def at_layers(vectors: Vectors) -> list[Tensor | None]:
             vector = vectors[place]
             if vector is None:
                 return [None] * len(calls)
-            return pull_back([at], [vector * used.to(vector.dtype)], [there for _, there in calls])
+            vector = vector.reshape(shape) * used.to(vector.dtype)
+            weighed = vector if self.term is None else self.term.weighed(vector)
+            return pull_back([at], [weighed], [there for _, there in calls])
 
         generator = torch.Generator(self.outputs[0].device).manual_seed(self._drawn)
         reach: list[Tensor | None] = [None] * len(calls)
         if self.several:  # by numbers that do not cancel, as signs may
             reach = at_layers(tuple(normal_like(output, generator) for output in self.outputs))
-        for vectors in self.vectors(self.outputs, generator):
+        residuals = None
+        if self.term is not None and self.several:
+            residuals = self.term.residuals(self.outputs, place, gradient)
+        for column, vectors in enumerate(self.vectors(self.outputs, generator)):
+            drawn = Drawn() if self.term is None else self.term.drawn(column, residuals)
             for (call, _), of_layer, reached in zip(calls, at_layers(vectors), reach, strict=True):
                 if of_layer is not None:
-                    call.take(of_layer, reached)
+                    call.take(of_layer, reached, drawn)
 
 
 def _is_same(one: GradientEdge | None, other: GradientEdge) -> bool:

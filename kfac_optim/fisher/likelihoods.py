@@ -60,6 +60,13 @@ class Likelihood(ABC):
         """
 
     @abstractmethod
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        """Return `s` with `B s = gradient` at one of the outputs and zero at the others, `[examples, columns]`.
+
+        The columns are those of `columns`, in their order.
+        """
+
+    @abstractmethod
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         """Return `H v` for a vector at every output."""
 
@@ -101,6 +108,11 @@ class Categorical(Likelihood):
         p = self._probabilities(outputs)
         for unit in _units(p):
             yield self._restore(outputs, _apply_root(p, unit))
+
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        p = self._probabilities(outputs)  # B D⁻½ = diag(p) - p pᵀ, to whose range every gradient of a term belongs
+        along = gradient.movedim(self._dim(gradient), -1).to(p.dtype)
+        return _by_example(along / p.sqrt().clamp(min=torch.finfo(p.dtype).tiny))
 
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         p = self._probabilities(outputs)
@@ -151,6 +163,9 @@ class Bernoulli(Likelihood):
         root = self._root(outputs)
         return ((root * unit,) for unit in _units(root))
 
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        return _by_example(gradient / self._root(outputs).clamp(min=torch.finfo(gradient.dtype).tiny))
+
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         return (self._root(outputs).square() * vectors[0],)
 
@@ -174,6 +189,9 @@ class Gaussian(Likelihood):
 
     def columns(self, outputs: Outputs) -> Iterator[Vectors]:
         return ((2**0.5 * unit,) for unit in _units(outputs[0]))
+
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        return _by_example(gradient / 2**0.5)
 
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         return (2 * vectors[0],)
@@ -211,6 +229,12 @@ class GaussianWithVariance(Likelihood):
         for unit in _units(of_mean):
             yield of_mean * unit, None
             yield None, of_variance * unit
+
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        solved = _by_example(gradient / self._roots(outputs)[place])
+        both = torch.zeros_like(solved).unsqueeze(-1).repeat(1, 1, 2)
+        both[..., place] = solved
+        return both.flatten(1)
 
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         of_mean, of_variance = self._roots(outputs)
@@ -284,9 +308,14 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
+def _by_example(tensor: Tensor) -> Tensor:
+    """Return what belongs to each example as a row; a tensor of one dimension is one example."""
+    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+
+
 def _units(like: Tensor) -> Iterator[Tensor]:
     """Give, for each element of an example, 1 there in every example and 0 elsewhere."""
-    flat = like.reshape(like.shape[0], -1) if like.dim() > 1 else like.reshape(1, -1)
+    flat = _by_example(like)
     for i in range(flat.shape[1]):
         unit = torch.zeros_like(flat)
         unit[:, i] = 1

@@ -23,6 +23,9 @@ class Inverse(ABC, Generic[S]):
     follows_damping = False
     """Whether `apply` damps by the λ it is given, so that a λ which moves needs no refresh."""
 
+    takes_rows = False
+    """Whether a state makes do with the rows of calls, and asks for no moments."""
+
     @property
     def squares_examples(self) -> bool:
         """Return whether sums over the positions of an example are squared, which must then all be there."""

@@ -132,8 +132,10 @@ def version(tensor: Tensor) -> int:
 
 
 def accumulator(weight: nn.Parameter) -> Node | None:
-    """Return the node that accumulates into `weight.grad`; operators of compiled graphs cannot have it."""
-    return torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad else None
+    """Return the node that accumulates into `weight.grad`; operators of compiled graphs, and transforms, have none."""
+    if not weight.requires_grad or in_function_transform():
+        return None
+    return torch.autograd.graph.get_gradient_edge(weight).node
 
 
 def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
@@ -147,6 +149,18 @@ def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
     except RuntimeError:  # autograd.grad(loss, weights): nothing is accumulated
         return False
     return reached
+
+
+def is_asked(weight: Tensor) -> bool:
+    """Return whether the backward that is running wants the gradient of `weight`: to accumulate it, or to return it.
+
+    `ctx.needs_input_grad` does not know of the `inputs` of `torch.autograd.grad`, and says yes in all backwards.
+    """
+    try:
+        asked: bool = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # autograd.grad(loss, weights)
+        return True
+    return asked
 
 
 def graph_is_kept() -> bool:

@@ -35,7 +35,7 @@ class ConvStatistics(PatchStatistics):
             zeros = tuple(zip(before, after, strict=True))
             return Patches(features, zeros, module.kernel_size, stride, dilation, self.spec.groups)
         if module.padding_mode == "zeros":
-            zeros = _zeros(module.padding, module.kernel_size, by_axis(module.dilation, self.ndim))
+            zeros = zeros_around(module.padding, module.kernel_size, by_axis(module.dilation, self.ndim))
         else:
             # What such a forward pads by was fixed with the module, in the order of F.pad: last first.
             amounts = module._reversed_padding_repeated_twice
@@ -45,7 +45,7 @@ class ConvStatistics(PatchStatistics):
         return Patches(features, zeros, module.kernel_size, stride, dilation, self.spec.groups)
 
 
-def _zeros(
+def zeros_around(
     padding: str | int | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
     """Return what torch pads by, before and after along each dimension of space."""
@@ -71,7 +71,7 @@ class ConvAdapter(PatchAdapter[_ConvNd]):
             return None
         ndim = len(module.kernel_size)
         dilations = by_axis(dilation, ndim)
-        before, after = zip(*_zeros(padding, module.kernel_size, dilations), strict=True)
+        before, after = zip(*zeros_around(padding, module.kernel_size, dilations), strict=True)
         return (*by_axis(stride, ndim), *dilations, *before, *after)
 
     def groups(self, module: _ConvNd) -> int:

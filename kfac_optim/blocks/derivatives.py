@@ -1,0 +1,280 @@
+"""Following weights through derivatives of the model with respect to its inputs.
+
+Hooks see the forward of a layer, and all that an ordinary loss needs. Where a loss holds derivatives of the model, they
+miss the products with the weight in backward passes that are differentiated themselves, and in `torch.func`. So once
+that shows, products are computed by the functions of `capture.weight_uses` on statistics steps, for good. It shows by:
+a forward within a transform of `torch.func`; an input of the model that is a leaf and requires its gradient; or captured
+calls that do not account for a layer's gradient (`capture.gradient_check`).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_optim.blocks.attachment import Sink
+from kfac_optim.blocks.block import KFACBlock, LayerUse
+from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.function_modes import Function, Product
+from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.capture.weight_maps import ConvolutionMap, MatrixMap, WeightMap
+from kfac_optim.capture.weight_uses import ForwardUse
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.call_rows import CallRows
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.patches import pad
+from kfac_optim.layers.base import watch_of
+from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
+from kfac_optim.layers.convolution.base import by_axis
+from kfac_optim.layers.convolution.conv import zeros_around
+from kfac_optim.layers.product import ProductStatistics
+from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
+from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.hooks import Handle
+
+_CONVOLUTION_ADAPTERS = (ConvAdapter, ConvTransposeAdapter)
+_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+class DerivativeUses:
+    """Computes products so that all their derivatives are noted, once a model is differentiated by its inputs.
+
+    Args:
+        window: takes the statistics.
+        emitted: is called with each block that took statistics.
+
+    Attributes:
+        is_on: whether any products are followed.
+    """
+
+    def __init__(self, window: "weakref.ref[CaptureWindow]", emitted: Callable[[KFACBlock], None]) -> None:
+        self._window = window
+        self._emitted = emitted
+        self.is_on = self._follows_all = False
+        self._blocks: list[KFACBlock] = []
+        self._convolutions: dict[nn.Parameter, tuple[KFACBlock, LayerUse]] = {}
+        self._watches: dict[nn.Parameter, tuple[LayerWatch, Handle]] = {}
+        self._followed: set[nn.Parameter] = set()
+
+    def know(self, blocks: Iterable[KFACBlock]) -> None:
+        """Take these for the blocks from now on."""
+        self._blocks = list(blocks)
+        present = {block.params[0] for block in self._blocks}
+        self._convolutions = {
+            block.params[0]: (block, block.uses[0])
+            for block in self._blocks
+            if len(block.uses) == 1 and type(block.adapter) in _CONVOLUTION_ADAPTERS
+        }
+        for weight in [weight for weight in self._watches if weight not in present]:
+            self._watches.pop(weight)[1].remove()
+        self.is_on = any(block.follows_uses for block in self._blocks)
+        if self._follows_all:
+            self.begin(self._blocks)
+
+    def begin_all(self) -> None:
+        """Follow the products with all weights from now on."""
+        if not self._follows_all:
+            self._follows_all = True
+            self.begin(self._blocks)
+
+    def begin(self, blocks: Iterable[KFACBlock]) -> None:
+        """Follow the products with the weights of some blocks from now on."""
+        for block in blocks:
+            block.follows_uses = self.is_on = True
+
+    def begin_forward(self) -> None:
+        """Note that a forward of the model begins."""
+        self._followed.clear()
+
+    def took(self, weight: nn.Parameter) -> bool:
+        """Return whether a product with this weight was followed in the forward that is running."""
+        return weight in self._followed
+
+    def product(self, product: Product, known: Product, block: KFACBlock, *, opposed: bool) -> Tensor | None:
+        """Compute a product with the matrix of a block, or (`opposed`) with its transpose.
+
+        Args:
+            product: the product.
+            known: the same in terms of the optimizer's parameters.
+            block: whose matrix it is.
+            opposed: whether it is with the transpose.
+        """
+        adds_bias = not opposed and len(block.params) > 1 and known.bias is block.params[1]
+        rows_of = partial(_product_rows, block)
+        output = self._apply(
+            product.input, product.weight, MatrixMap(product.transposed), block, rows_of, opposed, adds_bias
+        )
+        return output if output is None or product.bias is None else output + product.bias
+
+    def convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Compute a convolution with the weight of a block."""
+        read = _read_transposed if function in _TRANSPOSED else _read_convolution
+        call, window = read(*args, **kwargs), self._window()
+        if window is None or not isinstance(call.weight, nn.Parameter):
+            return None
+        weight = window.shards.known(call.weight)
+        block, use = self._convolutions.get(weight, (None, None))
+        if block is None or use is None or not (block.follows_uses and block.takes_statistics()):
+            return None
+        context = use.adapter.context(use.module, **call.numbers())
+        if context is None:
+            return None
+        adds_bias = len(block.params) > 1 and call.bias is block.params[1]
+        rows_of = partial(_convolution_rows, block, use)
+        output = self._apply(call.input, call.weight, call.weight_map(), block, rows_of, False, adds_bias, context)
+        if output is None:
+            return None
+        self._followed.add(weight)
+        return output if call.bias is None else output + call.bias.view(-1, *(1 for _ in call.space))
+
+    def _apply(
+        self,
+        layer_input: Tensor,
+        weight: nn.Parameter,
+        weight_map: WeightMap,
+        block: KFACBlock,
+        rows_of: Callable[[LayerSpec, LayerCall], CallRows],
+        opposed: bool,
+        adds_bias: bool,
+        of_function: tuple[int, ...] = (),
+    ) -> Tensor | None:
+        window = self._window()
+        if window is None:
+            return None
+        watch = weakref.ref(self._watch(window, block, rows_of))
+        held = self._window, watch, weakref.ref(block)
+        notes = _Notes(*held, window.roots.current(), opposed, adds_bias, of_function)
+        output: Tensor = ForwardUse.apply(layer_input, weight, weight_map, notes)  # type: ignore[no-untyped-call]
+        return output
+
+    def _watch(
+        self, window: CaptureWindow, block: KFACBlock, rows_of: Callable[[LayerSpec, LayerCall], CallRows]
+    ) -> LayerWatch:
+        weight = block.params[0]
+        if weight not in self._watches:
+            sink = Sink([(block, block.uses[0])], self._emitted)
+            watch = watch_of(weight, sink, 0, partial(_statistics, block, rows_of))
+            self._watches[weight] = (watch, window.watch_calls(watch))
+        return self._watches[weight][0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """Takes notes of the uses of one weight; nodes of the graph hold it, so it holds the window and the watch weakly.
+
+    Attributes:
+        window: takes the calls.
+        watch: of the weight.
+        block: whose matrix it is.
+        root: the forward of the model.
+        opposed: whether the forward multiplies by the transpose of the block's matrix.
+        adds_bias: whether the block's bias is added to the product.
+        of_function: what the adapter wants to know of the call.
+        is_derived: whether the uses are those that derivatives of the forward make.
+    """
+
+    window: "weakref.ref[CaptureWindow]"
+    watch: "weakref.ref[LayerWatch]"
+    block: "weakref.ref[KFACBlock]"
+    root: RootCall | None
+    opposed: bool
+    adds_bias: bool
+    of_function: tuple[int, ...]
+    is_derived: bool = False
+
+    @property
+    def derived(self) -> "_Notes":
+        return self if self.is_derived else replace(self, adds_bias=False, is_derived=True)
+
+    def note(self, tensor: Tensor, *, transposed: bool) -> tuple[ForwardCall | None, Callable[[Tensor], None] | None]:
+        window, watch, block = self.window(), self.watch(), self.block()
+        if window is None or watch is None or block is None:
+            return None, None
+        if self.is_derived:
+            block.join_uses()
+        context = use_context(transposed != self.opposed, self.adds_bias, *self.of_function)
+        return window.note_use(watch, tensor, self.root, context)
+
+
+@dataclass(frozen=True)
+class _ConvolutionCall:
+    """Holds what a function of torch's was asked to convolve, its numbers by dimension of space."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    transposed: bool
+    groups: int
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        return tuple(self.input.shape[-len(self.stride) :])
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what `PatchAdapter.context` reads."""
+        found = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+        return found | {"output_padding": self.output_padding} if self.transposed else found
+
+    def weight_map(self) -> ConvolutionMap:
+        """Return the function that is linear in input and weight."""
+        numbers = self.space, self.stride, self.padding, self.dilation
+        return ConvolutionMap(*numbers, self.transposed, self.output_padding, self.groups)
+
+
+def _read_convolution(
+    input: Tensor,  # noqa: A002 (torch's name, as those below)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> _ConvolutionCall:
+    ndim = weight.dim() - 2
+    strides, dilations = by_axis(stride, ndim), by_axis(dilation, ndim)
+    zeros = zeros_around(padding, weight.shape[2:], dilations)
+    if any(before != after for before, after in zeros):
+        input, zeros = pad(input, zeros), ((0, 0),) * ndim  # noqa: A001
+    amounts = tuple(before for before, _ in zeros)
+    return _ConvolutionCall(input, weight, bias, strides, amounts, dilations, (0,) * ndim, False, groups)
+
+
+def _read_transposed(
+    input: Tensor,  # noqa: A002 (torch's name, as those below)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> _ConvolutionCall:
+    numbers = [by_axis(each, weight.dim() - 2) for each in (stride, padding, dilation, output_padding)]
+    return _ConvolutionCall(input, weight, bias, *numbers, True, groups)
+
+
+def _statistics(
+    block: KFACBlock, rows_of: Callable[[LayerSpec, LayerCall], CallRows], call: LayerCall
+) -> LayerStatistics:
+    """Return the rows of a use; or moments as of any call of a layer, while the forward is the only use there is."""
+    return UseStatistics(block.spec, call, rows_of) if block.joins_uses else of_forward(block.spec, call, rows_of)
+
+
+def _product_rows(block: KFACBlock, spec: LayerSpec, call: LayerCall) -> CallRows:
+    return ProductStatistics(spec, call, block.dtype)
+
+
+def _convolution_rows(block: KFACBlock, use: LayerUse, spec: LayerSpec, call: LayerCall) -> CallRows:
+    statistics = use.adapter.statistics(use.module, spec, call, block.dtype)
+    assert isinstance(statistics, CallRows)
+    return statistics

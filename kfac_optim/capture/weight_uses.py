@@ -1,0 +1,175 @@
+"""Every product with a weight, at every order of differentiation.
+
+[Note: every use of a weight]
+A loss may hold derivatives of the model with respect to its inputs. Then the weight `W` of a layer stands in the graph
+of the loss several times: in products `y = W z`, of the forward and of forward-mode derivatives, and in products
+`u = Wᵀ v` of backward passes that are themselves differentiated. With `g = ∂L/∂y`, and with `g := v` and `z := ∂L/∂u`
+for the transposed ones, the gradient of the weight is `Σ g zᵀ` over all of them, exactly, and so is that of each
+example. A hook on the layer's output sees the forward alone.
+
+So the two products are a pair of autograd functions whose derivatives are made of the two again: `ForwardUse`, whose
+derivative with respect to its input is `BackwardUse`, and `BackwardUse`, whose derivative is `ForwardUse`. Under
+`torch.func` a use is carried through the transforms; below all of them it meets plain tensors, where it is noted, and
+where the training loop's own backward comes to it. There the batch is the first dimension, as long as the outermost
+`torch.vmap` runs over the examples: what does not depend on the example, such as the unit vectors of `torch.func.jacrev`,
+is first expanded to all of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+
+from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.weight_maps import WeightMap
+from kfac_optim.utils.autograd import in_function_transform, is_asked
+
+
+class UseNotes(Protocol):
+    """Takes notes of the uses of one weight in one forward of the model, and in what is derived from it."""
+
+    @property
+    def derived(self) -> "UseNotes":
+        """Return what takes notes of the uses that derivatives of the product make."""
+
+    def note(self, tensor: Tensor, *, transposed: bool) -> tuple[ForwardCall | None, Callable[[Tensor], None] | None]:
+        """Note a use that multiplies `tensor` by the weight, or by its transpose.
+
+        Returns:
+            The call, and what is called with the gradient of the product in each backward; None where nobody asks.
+        """
+
+
+class _Use(torch.autograd.Function):
+    """Is a product with a weight. `transposed` says whether it is with the transpose."""
+
+    transposed: bool
+    generate_vmap_rule = False
+
+    @staticmethod
+    def setup(cls: "type[_Use]", ctx: Any, inputs: tuple[Any, ...]) -> None:
+        tensor, weight, ctx.map, ctx.notes = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(tensor, weight)
+        ctx.save_for_forward(tensor, weight)
+        ctx.is_plain = not in_function_transform()
+        ctx.kfac_call = ctx.arrive = None
+        if ctx.is_plain:
+            ctx.kfac_call, ctx.arrive = ctx.notes.note(tensor, transposed=cls.transposed)
+
+    @staticmethod
+    def pushed(ctx: Any, tangent: Tensor | None, of_weight: Tensor | None, of: "type[_Use]") -> Tensor | None:
+        """Return the forward-mode derivative, which can itself be differentiated in both modes."""
+        if of_weight is not None:
+            raise NotImplementedError(
+                "kfac_optim: a forward-mode derivative is taken with respect to the weight of a layer that is "
+                "preconditioned. List the layer in skip_layers."
+            )
+        if tangent is None:
+            return None
+        tensor, weight = ctx.saved_tensors
+        with torch.enable_grad(), _set_fwd_grad_enabled(True):
+            result: Tensor = of.apply(_for_each_example(tangent, tensor), weight, ctx.map, ctx.notes.derived)
+        return result
+
+
+    @staticmethod
+    def pulled(ctx: Any, gradient: Tensor, tensor: Tensor, weight: Tensor, of: "type[_Use]") -> Tensor:
+        """Return the gradient of `tensor`, by another use if it may be differentiated itself."""
+        if torch.is_grad_enabled():
+            result: Tensor = of.apply(_for_each_example(gradient, tensor), weight, ctx.map, ctx.notes.derived)
+            return result
+        weight_map: WeightMap = ctx.map
+        return (weight_map.backward if of.transposed else weight_map.forward)(gradient, weight)
+
+
+class ForwardUse(_Use):
+    """Computes `y = W z`, noted. Call `ForwardUse.apply(z, weight, map, notes)`."""
+
+    transposed = False
+
+    @staticmethod
+    def forward(layer_input: Tensor, weight: Tensor, weight_map: WeightMap, notes: UseNotes) -> Tensor:
+        return weight_map.forward(layer_input, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Use.setup(ForwardUse, ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if gradient is None:
+            return None, None, None, None
+        layer_input, weight = ctx.saved_tensors
+        if ctx.arrive is not None:
+            ctx.arrive(gradient)
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = _Use.pulled(ctx, gradient, layer_input, weight, BackwardUse)
+        if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
+            of_weight = ctx.map.weight_gradient(layer_input, gradient, weight)
+        return of_input, of_weight, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, of_weight: Tensor | None, *_: Any) -> Tensor | None:
+        return _Use.pushed(ctx, tangent, of_weight, ForwardUse)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], layer_input: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        return ForwardUse.apply(_with_batch_first(in_dims, layer_input), *rest), 0
+
+
+class BackwardUse(_Use):
+    """Computes `u = Wᵀ v`, noted. Call `BackwardUse.apply(v, weight, map, notes)`."""
+
+    transposed = True
+
+    @staticmethod
+    def forward(gradient: Tensor, weight: Tensor, weight_map: WeightMap, notes: UseNotes) -> Tensor:
+        return weight_map.backward(gradient, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Use.setup(BackwardUse, ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, second: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if second is None:
+            return None, None, None, None
+        gradient, weight = ctx.saved_tensors
+        if ctx.arrive is not None:
+            ctx.arrive(second)
+        of_gradient = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_gradient = _Use.pulled(ctx, second, gradient, weight, ForwardUse)
+        if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
+            of_weight = ctx.map.weight_gradient(second, gradient, weight)
+        return of_gradient, of_weight, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, of_weight: Tensor | None, *_: Any) -> Tensor | None:
+        return _Use.pushed(ctx, tangent, of_weight, BackwardUse)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], gradient: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        return BackwardUse.apply(_with_batch_first(in_dims, gradient), *rest), 0
+
+
+def _for_each_example(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return `tensor` expanded over all dimensions of `torch.vmap` that `other` has."""
+    if not in_function_transform():
+        return tensor
+    return tensor + torch.zeros_like(other).sum()
+
+
+def _with_batch_first(in_dims: tuple[int | None, ...], tensor: Tensor) -> Tensor:
+    """Return the tensor that `torch.vmap` runs over, with that dimension first."""
+    dim, of_weight, *_ = in_dims
+    if dim is None or of_weight is not None:
+        raise NotImplementedError(
+            "kfac_optim: torch.vmap runs over the weight of a layer that is preconditioned, not over its inputs. List "
+            "the layer in skip_layers."
+        )
+    return tensor.movedim(dim, 0)

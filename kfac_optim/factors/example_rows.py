@@ -1,0 +1,159 @@
+"""Rows of every use that some examples make of a matrix, which add up to the derivative of each example.
+
+With rows `z` that the matrix is multiplied by and rows `g` of output gradients, example `n` has the Jacobian
+`J_n = Σ_k g_nk z_nkᵀ` `[groups, out, in]`, summed over its positions and over all uses. What is made of the Jacobians
+does not depend on how they are split into uses, as products of moments of single rows would.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kfac_optim.factors.block_diagonal import cut, level_padding
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.second_moments import gram
+from kfac_optim.specs import LayerSpec, Sketched, Structure
+
+# Elements of Jacobians that are held at a time: 64 MiB of float32.
+_CHUNK = 2**24
+
+
+@dataclass(eq=False)
+class ExampleRows:
+    """Holds the rows of the examples of one term of the loss.
+
+    Attributes:
+        examples: how many there are; None is the fewest rows of any use, as some uses have several for an example.
+        residual: as in `LayerCall`.
+        uses: `z` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]` of each use; the batch is a
+            multiple of the examples, whose rows lie together.
+    """
+
+    examples: int | None = None
+    residual: Tensor | None = None
+    uses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Return the number of examples."""
+        return self.examples or min(max(1, z.shape[1]) for z, _ in self.uses)
+
+    def aligned(self) -> list[tuple[Tensor, Tensor]]:
+        """Return `z` `[groups, examples, rows, in]` and `g` `[groups, examples, rows, out]` of each use.
+
+        Raises:
+            ValueError: a use has rows that cannot be told apart by examples.
+        """
+        count = self.count
+        if any(z.shape[1] % count for z, _ in self.uses):
+            batches = sorted({z.shape[1] for z, _ in self.uses})
+            raise ValueError(f"{count} examples, and calls with {', '.join(map(str, batches))} rows")
+        return [
+            (z.reshape(len(z), count, -1, z.shape[-1]), g.reshape(len(g), count, -1, g.shape[-1])) for z, g in self.uses
+        ]
+
+    def jacobians(self) -> Tensor:
+        """Return `J`, `[groups, examples, out, in]`."""
+        total: Tensor | None = None
+        for z, g in self.aligned():
+            part = g.mT @ z
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+
+class RowsByTerm:
+    """Collects the rows of a step, those of each term and of each gradient of it apart."""
+
+    def __init__(self) -> None:
+        self.terms: dict[tuple[int, int], ExampleRows] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.terms)
+
+    def add(self, stats: LayerStatistics) -> None:
+        """Take in the rows of one call; of a further backward through it, what that adds to its gradient."""
+        call: LayerCall = stats.call  # type: ignore[attr-defined]
+        if call.earlier is not None:
+            stats = copy.copy(stats)
+            stats.call = call = replace(call, gradient=call.gradient - call.earlier, earlier=None)  # type: ignore[attr-defined]
+        rows = self.terms.setdefault((call.term, call.column), ExampleRows(call.examples, call.residual))
+        rows.uses.append(stats.rows())
+
+    def clear(self) -> None:
+        self.terms.clear()
+
+
+class JointStatistics(LayerStatistics):
+    """Computes the factors of a matrix that the loss uses several times, as where it holds derivatives of the model.
+
+    With `L = Σ J_n J_nᵀ` and `R = Σ J_nᵀ J_n` over the examples of all terms, `Σ vec(J_n) vec(J_n)ᵀ` is taken to be
+    `R ⊗ L / tr L`, which has its trace, and is exact for one example of rank one. `A` has the trace 1.
+
+    Args:
+        spec: the block.
+        terms: rows of each term.
+        dtype: of the moments.
+    """
+
+    def __init__(self, spec: LayerSpec, terms: Iterable[ExampleRows], dtype: torch.dtype) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._terms: Sequence[ExampleRows] = list(terms)
+
+    @property
+    def count(self) -> int:
+        return sum(each.count for each in self._terms)
+
+    def input_moment(self, structure: Structure | Sketched) -> Tensor:
+        moment, trace = self._moment(structure, 0)
+        return moment * (self.count / trace.clamp(min=torch.finfo(trace.dtype).tiny))
+
+    def output_moment(self, structure: Structure | Sketched) -> Tensor:
+        return self._moment(structure, 1)[0]
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(
+            f"kfac_optim: layer {self._spec.name!r} is used several times by the loss, as where that holds derivatives "
+            "of the model, and this representation of the inverse needs one row for each position. Choose another by "
+            "inverse={layer name: …}, such as Cholesky()."
+        )
+
+    def squared_gradients(
+        self, a_basis: Tensor | None, g_basis: Tensor | None, *, dtype: torch.dtype, per_example: bool
+    ) -> Tensor:
+        total: Tensor | int = 0
+        for some in self._chunks():
+            turned = some.to(dtype) if g_basis is None else g_basis.mT.unsqueeze(1) @ some.to(dtype)
+            turned = turned if a_basis is None else turned @ a_basis.unsqueeze(1)
+            total = total + turned.square().sum(1)
+        assert isinstance(total, Tensor)
+        return total
+
+    def _moment(self, structure: Structure | Sketched, side: int) -> tuple[Tensor, Tensor]:
+        """Return `R` (side 0) or `L` (side 1) in the structure that is wanted, and its trace `[]`."""
+        moment: Tensor | None = None
+        trace = torch.zeros(())
+        blocks = self._spec.blocks(side)
+        for some in self._chunks():
+            rows = some if side == 0 else some.mT
+            part = gram(cut(rows, -1, blocks), structure)
+            moment = part if moment is None else moment + part
+            trace = trace.to(some) + some.square().sum()
+        assert moment is not None
+        width = (self._spec.in_dim, self._spec.out_dim)[side]
+        return (level_padding(moment, width) if blocks > 1 else moment), trace
+
+    def _chunks(self) -> Iterable[Tensor]:
+        """Yield the Jacobians of some examples at a time, `[groups, examples, out, in]`."""
+        for term in self._terms:
+            uses = [(z.to(self._dtype), g.to(self._dtype)) for z, g in term.aligned()]
+            z, g = uses[0]
+            step = max(1, _CHUNK // max(1, len(g) * g.shape[-1] * z.shape[-1]))
+            for start in range(0, term.count, step):
+                part = [(z[:, start : start + step], g[:, start : start + step]) for z, g in uses]
+                yield ExampleRows(part[0][0].shape[1], None, part).jacobians()

@@ -1,0 +1,172 @@
+"""The criterion that an estimate names, when the training loop calls it: what it reads is where the likelihood sits.
+
+So a residual may hold derivatives of the model, heads and masks may stand outside of it, and a loss may call the
+criterion several times: each call is a term, and backward tells what it weighs. Where a loop calls another object (or a
+function), the estimate goes by the output of the model.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.capture.calls import ForwardCall, Ledger
+from kfac_optim.capture.graph_walk import calls_behind
+from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.fisher.criterion_term import CriterionTerm
+from kfac_optim.fisher.extra_backward import ExtraBackward
+from kfac_optim.fisher.likelihoods import Categorical, Likelihood, Outputs, Vectors
+from kfac_optim.utils.autograd import GradientEdge, in_function_transform, on_gradient
+from kfac_optim.utils.hooks import PicklableHook
+
+Passes = Callable[[Likelihood, Outputs, torch.Generator], Iterator[Vectors]]
+"""Gives the gradients of single terms of a loss."""
+
+
+class CriterionTerms:
+    """Takes the extra passes of an estimate at what the criterion reads.
+
+    Args:
+        window: takes the statistics; held weakly.
+        likelihood: of the loss.
+        vectors: as of `ExtraBackward`, as are `several` and `seed`.
+    """
+
+    def __init__(
+        self,
+        window: CaptureWindow,
+        likelihood: Likelihood,
+        vectors: Passes,
+        several: bool,
+        seed: Callable[[], int],
+    ) -> None:
+        self._window = weakref.ref(window)
+        self._likelihood = likelihood
+        self._vectors = vectors
+        self._several = several
+        self._seed = seed
+
+    def watch(self, criterion: nn.Module) -> None:
+        """Hook the criterion."""
+        handle = criterion.register_forward_hook(PicklableHook(self._called), with_kwargs=True)
+        window = self._window()
+        assert window is not None
+        weakref.finalize(window, handle.remove)
+
+    def _called(self, criterion: nn.Module, args: Any, kwargs: dict[str, Any], loss: Any) -> None:
+        if torch.compiler.is_compiling() or in_function_transform() or not isinstance(loss, Tensor):
+            return
+        if loss.dim() > 0 or not loss.requires_grad:
+            return
+        read = _read(criterion, args, kwargs)
+        if read is None:
+            return
+        outputs, target = read
+        if not all(output.requires_grad and output.grad_fn is not None for output in outputs):
+            return
+        if isinstance(target, Tensor) and target.requires_grad:
+            return
+        divisor: float | Tensor = 1.0
+        if self._likelihood.mean:
+            divisor = _terms(criterion, outputs, target)
+        self.observe(outputs, self._of_criterion(outputs), divisor, loss)
+
+    def _of_criterion(self, outputs: Outputs) -> Likelihood:
+        """Return the likelihood of what the criterion reads, whose classes are where torch has them."""
+        if isinstance(self._likelihood, Categorical):
+            return Categorical(self._likelihood.mean, 1 if outputs[0].dim() > 1 else 0)
+        return self._likelihood
+
+    def observe(
+        self, outputs: Outputs, likelihood: Likelihood, divisor: float | Tensor, loss: Tensor | float
+    ) -> None:
+        """Note a term of the loss.
+
+        Args:
+            outputs: what the loss reads.
+            likelihood: of them.
+            divisor: as of `CriterionTerm`.
+            loss: whose gradient weighs the term; or a number that does.
+        """
+        window = self._window()
+        if window is None or not window.listening:
+            return
+        calls = calls_behind(outputs, window)
+        if not calls:
+            return
+        seen = tuple(_with_batch(output.detach(), calls) for output in outputs)
+        if isinstance(likelihood, Categorical) and seen[0].dim() < 2:
+            seen = tuple(output.detach() for output in outputs)
+        examples = 1 if seen[0].dim() < 2 else len(seen[0])
+        term = CriterionTerm(likelihood, window.tally.next_term(), examples, divisor)
+        if isinstance(loss, Tensor):
+            on_gradient(loss, _Weighed(window, term, [call for call, _ in calls]))
+        else:
+            term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
+            on_gradient(outputs[0], _Weighed(window, term, [call for call, _ in calls]))
+        ExtraBackward(
+            weakref.ref(window),
+            likelihood,
+            partial(self._vectors, likelihood),
+            self._several,
+            0,
+            RootCall(0),
+            calls,
+            seen,
+            self._seed,
+            term,
+        ).await_backward(outputs)
+
+
+class _Weighed:
+    """Is called as a hook on what the criterion returned, and notes what the loss multiplies it by.
+
+    The backward comes here before it comes to what the criterion read, and to the output of the model.
+    """
+
+    def __init__(self, ledger: Ledger, term: CriterionTerm, calls: Sequence[ForwardCall]) -> None:
+        self._ledger = weakref.ref(ledger)
+        self._term = term
+        self._calls = calls
+
+    def __call__(self, gradient: Tensor) -> None:
+        ledger = self._ledger()
+        if ledger is None or not ledger.listening or not any(call.is_reached() for call in self._calls):
+            return
+        ledger.tally.by_criterion = True
+        if self._term.factor is None:
+            self._term.factor = gradient.detach()
+
+
+def _read(criterion: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Outputs, Any] | None:
+    """Return what the criterion reads of the model, and the target; None where they are not tensors."""
+    named = dict(zip(("input", "target", "var"), args, strict=False)) | kwargs
+    outputs = [named.get("input")]
+    if isinstance(criterion, nn.GaussianNLLLoss):
+        outputs.append(named.get("var"))
+    if not all(isinstance(output, Tensor) for output in outputs):
+        return None
+    return tuple(output for output in outputs if isinstance(output, Tensor)), named.get("target")
+
+
+def _terms(criterion: nn.Module, outputs: Outputs, target: Any) -> float | Tensor:
+    """Return what a criterion with the reduction "mean" divides the sum of its terms by."""
+    if not isinstance(criterion, nn.CrossEntropyLoss):
+        return outputs[0].numel()
+    logits = outputs[0]
+    if isinstance(target, Tensor) and not target.is_floating_point():
+        return (target != criterion.ignore_index).sum()
+    return logits.numel() / max(1, logits.shape[1 if logits.dim() > 1 else 0])
+
+
+def _with_batch(output: Tensor, calls: Sequence[tuple[ForwardCall, GradientEdge]]) -> Tensor:
+    """Return `[examples, …]`: a criterion often reads one number for each example, `[examples]`."""
+    if output.dim() > 1:
+        return output
+    if output.numel() == 1 or any(call.batch() == len(output) for call, _ in calls):
+        return output.reshape(-1, 1)
+    return output
