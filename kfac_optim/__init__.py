@@ -28,6 +28,7 @@ from kfac_optim.inverses import (
     InverseState,
     LowRank,
     NewtonSchulz,
+    SampleSpace,
 )
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
@@ -38,6 +39,7 @@ from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.fixed_trust_region import TrustRegion
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
+from kfac_optim.step.line_search import LineSearch
 from kfac_optim.step.quadratic_model import QuadraticModel
 from kfac_optim.step.refresh_schedules import Background, Schedule, Staggered, Together
 from kfac_optim.step.selected_updates import SelectedUpdates
@@ -74,12 +76,14 @@ __all__ = [
     "LayerStatistics",
     "LevenbergMarquardt",
     "Likelihood",
+    "LineSearch",
     "LossTerms",
     "LowRank",
     "MonteCarlo",
     "NewtonSchulz",
     "QuadraticModel",
     "RowStatistics",
+    "SampleSpace",
     "Schedule",
     "SelectedUpdates",
     "Staggered",

@@ -42,11 +42,12 @@ from kfac_optim.step.refresh_schedules import Background, Phases, Refresh, Toget
 from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.skipped_steps import SkippedSteps
 from kfac_optim.step.step_memory import StepMemory
-from kfac_optim.step.step_size import StepSize
+from kfac_optim.step.reevaluation import Reevaluation
+from kfac_optim.step.step_size import ClosureLoss, StepSize
 from kfac_optim.step.trial import Judge, Trial
 from kfac_optim.step.user_warnings import UserWarnings
 from kfac_optim.utils.precision import without_autocast
-from kfac_optim.utils.random_state import random_state
+from kfac_optim.utils.random_state import RandomState, random_state
 from kfac_optim.utils.sharded_params import any_sharded, is_sharded
 from kfac_optim.utils.tensor_storage import keep_while_spawning
 from kfac_optim.utils.validation import check_group, check_kind, check_number, given_model, plain_number
@@ -255,6 +256,7 @@ class KFACOptimizer(Optimizer):
             self._executor = executor_of(self, config, step_size, arguments, self._window, estimate)
         executor = self._executor
         self._record: engine.StepRecord | None = None
+        self._closure_loss: ClosureLoss | None = None
         self._warnings = UserWarnings(finds_model=given is None, plain=step_size.plain)
         self._memory = StepMemory(step_size, self._warnings)
         self._binding = ModelBinding(
@@ -338,7 +340,14 @@ class KFACOptimizer(Optimizer):
         self._window.take_step()
         if judge is not None:
             judge.check_call(closure, self.param_groups)
-        random = random_state(self._params()) if judge is not None and judge.rule.tries(number) else None
+        searches = self._choices.step_size.needs_closure
+        if searches and closure is None:
+            raise RuntimeError(
+                f"kfac_optim: {self._choices.step_size!r} evaluates the loss at other parameters: pass step() a "
+                "closure that evaluates the model, calls backward() and returns the loss."
+            )
+        tries = searches or (judge is not None and judge.rule.tries(number))
+        random = random_state(self._params()) if tries else None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -346,7 +355,10 @@ class KFACOptimizer(Optimizer):
         if judge is not None:
             judge.check_loss(loss)
         trial = None
-        if random is not None and loss is not None and any(param.grad is not None for param in self._params()):
+        self._closure_loss = None
+        if searches and closure is not None and random is not None:
+            self._closure_loss = self._loss_of(closure, loss, random)
+        if judge is not None and random is not None and loss is not None and any(param.grad is not None for param in self._params()):
             trial = Trial(self.param_groups, self.state, loss)
         devices = {device.type for device in {param.device for param in self._params()}}
         try:
@@ -364,6 +376,7 @@ class KFACOptimizer(Optimizer):
                 self.__dict__.pop(name, None)
             raise
         finally:
+            self._closure_loss = None
             if self._recorder is not None:
                 self._recorder.drop()
         return loss
@@ -658,7 +671,9 @@ class KFACOptimizer(Optimizer):
         agreement, blocks = admission.agreement, self._binding.coverage.blocks
         self._phases.lay_out(blocks)
         memory = self._memory.get(blocks, self._params())
-        self._record = record = self._engine.step(self.param_groups, self.state, blocks, admission, memory)
+        self._record = record = self._engine.step(
+            self.param_groups, self.state, blocks, admission, memory, self._closure_loss
+        )
         self._memory.put(record.memory)
         suspects = {block.name for block in agreement.unaccounted}
         self._warnings.unaccounted_layers(self._binding.end_check(agreement.unaccounted))
@@ -673,6 +688,23 @@ class KFACOptimizer(Optimizer):
         self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
         self._warnings.assumed_terms(record.count, self._window.rule)
         return admission
+
+    def _loss_of(self, closure: Callable[[], Any], loss: Any, random: RandomState) -> ClosureLoss:
+        """Return what a step size is to know of the loss, for it to look at other parameters."""
+        if loss is None:
+            raise RuntimeError(
+                f"kfac_optim: the closure returned None, and {self._choices.step_size!r} has to know the loss: return "
+                "it from the closure."
+            )
+        if self._executor.several:
+            raise NotImplementedError(
+                f"kfac_optim: {self._choices.step_size!r} evaluates the loss by itself, which wrappers of several "
+                "processes do not allow. Use step_size=AdaptiveTrustRegion()."
+            )
+        model = self._binding.model
+        assert model is not None
+        params = tuple(self._params())
+        return ClosureLoss(float(loss), Reevaluation(closure, random, self._window, model, params, backward=False))
 
     def _params(self) -> list[nn.Parameter]:
         return params_of(self.param_groups)

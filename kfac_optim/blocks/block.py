@@ -155,7 +155,7 @@ class KFACBlock:
 
         A layer that the loss does not use is not looked at in each step for ever.
         """
-        if not self.is_ready and self.silent < SILENT_STEPS:
+        if self.inverse.takes_rows or (not self.is_ready and self.silent < SILENT_STEPS):
             return True
         return self.clock.step % period_of(self.group, "factor_update_period") == 0
 
@@ -193,6 +193,9 @@ class KFACBlock:
         self.follow()
         if self.joint is not None:
             self.joint.add(stats)
+            return
+        if self.inverse.takes_rows:
+            self.state.accumulate(stats)
             return
         if not self.subsample.takes_all:
             stats.subsample(Draw(self.subsample, self.clock.step, self.name))

@@ -36,6 +36,7 @@ from kfac_optim.layers.convolution.conv import zeros_around
 from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.autograd import edge
 from kfac_optim.utils.hooks import Handle
 
 _CONVOLUTION_ADAPTERS = (ConvAdapter, ConvTransposeAdapter)
@@ -107,10 +108,11 @@ class DerivativeUses:
         """
         adds_bias = not opposed and len(block.params) > 1 and known.bias is block.params[1]
         rows_of = partial(_product_rows, block)
+        bias = product.bias if adds_bias else None
         output = self._apply(
-            product.input, product.weight, MatrixMap(product.transposed), block, rows_of, opposed, adds_bias
+            product.input, product.weight, bias, MatrixMap(product.transposed), block, rows_of, opposed
         )
-        return output if output is None or product.bias is None else output + product.bias
+        return output if output is None or product.bias is bias else output + product.bias
 
     def convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Compute a convolution with the weight of a block."""
@@ -127,21 +129,22 @@ class DerivativeUses:
             return None
         adds_bias = len(block.params) > 1 and call.bias is block.params[1]
         rows_of = partial(_convolution_rows, block, use)
-        output = self._apply(call.input, call.weight, call.weight_map(), block, rows_of, False, adds_bias, context)
+        bias, weight_map = call.bias if adds_bias else None, call.weight_map()
+        output = self._apply(call.input, call.weight, bias, weight_map, block, rows_of, False, context)
         if output is None:
             return None
         self._followed.add(weight)
-        return output if call.bias is None else output + call.bias.view(-1, *(1 for _ in call.space))
+        return output if call.bias is None or bias is not None else weight_map.with_bias(output, call.bias)
 
     def _apply(
         self,
         layer_input: Tensor,
         weight: nn.Parameter,
+        bias: Tensor | None,
         weight_map: WeightMap,
         block: KFACBlock,
         rows_of: Callable[[LayerSpec, LayerCall], CallRows],
         opposed: bool,
-        adds_bias: bool,
         of_function: tuple[int, ...] = (),
     ) -> Tensor | None:
         window = self._window()
@@ -149,8 +152,11 @@ class DerivativeUses:
             return None
         watch = weakref.ref(self._watch(window, block, rows_of))
         held = self._window, watch, weakref.ref(block)
-        notes = _Notes(*held, window.roots.current(), opposed, adds_bias, of_function)
-        output: Tensor = ForwardUse.apply(layer_input, weight, weight_map, notes)  # type: ignore[no-untyped-call]
+        notes = _Notes(*held, window.roots.current(), opposed, bias is not None, of_function)
+        output: Tensor = ForwardUse.apply(layer_input, weight, bias, weight_map, notes)  # type: ignore[no-untyped-call]
+        call = getattr(output.grad_fn, "kfac_call", None)  # None within torch.func
+        if call is not None and window.estimate is not None:
+            window.roots.expect(call, edge(output))
         return output
 
     def _watch(

@@ -29,7 +29,7 @@ from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
-from kfac_optim.utils.autograd import in_function_transform
+from kfac_optim.utils.autograd import in_function_transform, saved_tensors_are_hooked
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 
@@ -143,7 +143,7 @@ class FunctionalUses(ForwardListener):
 
     def follow(self, product: Product) -> Tensor | None:
         window = self._window()
-        if window is None or not torch.is_grad_enabled():
+        if window is None or not _may_follow():
             return None
         known = _of_optimizer(product, window.shards)
         block = self._block_of(known)
@@ -155,7 +155,7 @@ class FunctionalUses(ForwardListener):
         return self.derivatives.product(product, known, block, opposed=opposed)
 
     def follow_convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        return self.derivatives.convolution(function, args, kwargs) if torch.is_grad_enabled() else None
+        return self.derivatives.convolution(function, args, kwargs) if _may_follow() else None
 
     def is_wanted(self) -> bool:
         """Return whether the next forward of the model has something to show."""
@@ -334,6 +334,15 @@ def _is_noted_in_graph(uses: int, index: int) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
     return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)
+
+
+def _may_follow() -> bool:
+    """Return whether a product may be computed by another function than the user's.
+
+    Checkpointing without reentrance runs a forward again, outside of all modes, and wants the graph to save as many
+    tensors as before.
+    """
+    return torch.is_grad_enabled() and not saved_tensors_are_hooked()
 
 
 def _statistics(block: KFACBlock, opposed: bool, call: LayerCall) -> ProductStatistics:

@@ -68,6 +68,14 @@ def precondition(block: KFACBlock, grads: Sequence[Tensor]) -> Tensor:
     return block.inverse.apply(block.state, matrix, block.damping)
 
 
+def precondition_jointly(blocks: Sequence[KFACBlock], grads: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """Return the preconditioned gradients of blocks whose inverse looks at all of them at once, in their shapes."""
+    matrices = [to_matrix(block, of_block) for block, of_block in zip(blocks, grads, strict=True)]
+    states, dampings = [block.state for block in blocks], [block.damping for block in blocks]
+    found = blocks[0].inverse.apply_jointly(states, matrices, dampings)
+    return [to_params(*each) for each in zip(blocks, found, grads, strict=True)]
+
+
 class Stacks:
     """Preconditions small blocks of equal shapes in one batch of products, since a launch takes longer than these.
 

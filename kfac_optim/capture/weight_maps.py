@@ -19,6 +19,14 @@ class WeightMap(ABC):
         """Return the product, as the layer computes it, without a bias."""
 
     @abstractmethod
+    def with_bias(self, output: Tensor, bias: Tensor) -> Tensor:
+        """Return the product with a bias added to it."""
+
+    @abstractmethod
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of that bias."""
+
+    @abstractmethod
     def backward(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the input."""
 
@@ -39,6 +47,12 @@ class MatrixMap(WeightMap):
 
     def forward(self, layer_input: Tensor, weight: Tensor) -> Tensor:
         return layer_input @ weight if self.transposes else F.linear(layer_input, weight)
+
+    def with_bias(self, output: Tensor, bias: Tensor) -> Tensor:
+        return output + bias
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient.reshape(-1, gradient.shape[-1]).sum(0)
 
     def backward(self, gradient: Tensor, weight: Tensor) -> Tensor:
         return F.linear(gradient, weight) if self.transposes else gradient @ weight
@@ -74,6 +88,12 @@ class ConvolutionMap(WeightMap):
         flat, lead = self._flat(layer_input)
         output = torch.ops.aten.convolution(flat, weight, None, *self._numbers())
         return output.reshape(*lead, *output.shape[1:])
+
+    def with_bias(self, output: Tensor, bias: Tensor) -> Tensor:
+        return output + bias.view(-1, *(1 for _ in self.space))
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        return self._flat(gradient)[0].flatten(2).sum((0, 2))
 
     def backward(self, gradient: Tensor, weight: Tensor) -> Tensor:
         flat, lead = self._flat(gradient)

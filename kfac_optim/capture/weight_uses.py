@@ -50,7 +50,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def setup(cls: "type[_Use]", ctx: Any, inputs: tuple[Any, ...]) -> None:
-        tensor, weight, ctx.map, ctx.notes = inputs
+        tensor, weight, _, ctx.map, ctx.notes = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensor, weight)
         ctx.save_for_forward(tensor, weight)
@@ -60,9 +60,10 @@ class _Use(torch.autograd.Function):
             ctx.kfac_call, ctx.arrive = ctx.notes.note(tensor, transposed=cls.transposed)
 
     @staticmethod
-    def pushed(ctx: Any, tangent: Tensor | None, of_weight: Tensor | None, of: "type[_Use]") -> Tensor | None:
+    def pushed(ctx: Any, tangents: tuple[Tensor | None, ...], of: "type[_Use]") -> Tensor | None:
         """Return the forward-mode derivative, which can itself be differentiated in both modes."""
-        if of_weight is not None:
+        tangent, of_weight, of_bias, *_ = tangents
+        if of_weight is not None or of_bias is not None:
             raise NotImplementedError(
                 "kfac_optim: a forward-mode derivative is taken with respect to the weight of a layer that is "
                 "preconditioned. List the layer in skip_layers."
@@ -71,7 +72,7 @@ class _Use(torch.autograd.Function):
             return None
         tensor, weight = ctx.saved_tensors
         with torch.enable_grad(), _set_fwd_grad_enabled(True):
-            result: Tensor = of.apply(_for_each_example(tangent, tensor), weight, ctx.map, ctx.notes.derived)
+            result: Tensor = of.apply(_for_each_example(tangent, tensor), weight, None, ctx.map, ctx.notes.derived)
         return result
 
 
@@ -79,42 +80,48 @@ class _Use(torch.autograd.Function):
     def pulled(ctx: Any, gradient: Tensor, tensor: Tensor, weight: Tensor, of: "type[_Use]") -> Tensor:
         """Return the gradient of `tensor`, by another use if it may be differentiated itself."""
         if torch.is_grad_enabled():
-            result: Tensor = of.apply(_for_each_example(gradient, tensor), weight, ctx.map, ctx.notes.derived)
+            result: Tensor = of.apply(_for_each_example(gradient, tensor), weight, None, ctx.map, ctx.notes.derived)
             return result
         weight_map: WeightMap = ctx.map
         return (weight_map.backward if of.transposed else weight_map.forward)(gradient, weight)
 
 
 class ForwardUse(_Use):
-    """Computes `y = W z`, noted. Call `ForwardUse.apply(z, weight, map, notes)`."""
+    """Computes `y = W z + b`, noted. Call `ForwardUse.apply(z, weight, bias, map, notes)`, where the bias may be None."""
 
     transposed = False
 
     @staticmethod
-    def forward(layer_input: Tensor, weight: Tensor, weight_map: WeightMap, notes: UseNotes) -> Tensor:
-        return weight_map.forward(layer_input, weight)
+    def forward(
+        layer_input: Tensor, weight: Tensor, bias: Tensor | None, weight_map: WeightMap, notes: UseNotes
+    ) -> Tensor:
+        output = weight_map.forward(layer_input, weight)
+        return output if bias is None else weight_map.with_bias(output, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _Use.setup(ForwardUse, ctx, inputs)
+        ctx.bias = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return None, None, None, None
+            return None, None, None, None, None
         layer_input, weight = ctx.saved_tensors
         if ctx.arrive is not None:
             ctx.arrive(gradient)
-        of_input = of_weight = None
+        of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_input = _Use.pulled(ctx, gradient, layer_input, weight, BackwardUse)
         if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
             of_weight = ctx.map.weight_gradient(layer_input, gradient, weight)
-        return of_input, of_weight, None, None
+        if ctx.needs_input_grad[2] and (not ctx.is_plain or is_asked(ctx.bias)):
+            of_bias = ctx.map.bias_gradient(gradient)
+        return of_input, of_weight, of_bias, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor | None, of_weight: Tensor | None, *_: Any) -> Tensor | None:
-        return _Use.pushed(ctx, tangent, of_weight, ForwardUse)
+    def jvp(ctx: Any, *tangents: Any) -> Tensor | None:
+        return _Use.pushed(ctx, tangents, ForwardUse)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], layer_input: Tensor, *rest: Any) -> tuple[Tensor, int]:
@@ -122,12 +129,12 @@ class ForwardUse(_Use):
 
 
 class BackwardUse(_Use):
-    """Computes `u = Wᵀ v`, noted. Call `BackwardUse.apply(v, weight, map, notes)`."""
+    """Computes `u = Wᵀ v`, noted. Call `BackwardUse.apply(v, weight, None, map, notes)`."""
 
     transposed = True
 
     @staticmethod
-    def forward(gradient: Tensor, weight: Tensor, weight_map: WeightMap, notes: UseNotes) -> Tensor:
+    def forward(gradient: Tensor, weight: Tensor, _: None, weight_map: WeightMap, notes: UseNotes) -> Tensor:
         return weight_map.backward(gradient, weight)
 
     @staticmethod
@@ -135,9 +142,9 @@ class BackwardUse(_Use):
         _Use.setup(BackwardUse, ctx, inputs)
 
     @staticmethod
-    def backward(ctx: Any, second: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, second: Tensor | None) -> tuple[Tensor | None, ...]:
         if second is None:
-            return None, None, None, None
+            return None, None, None, None, None
         gradient, weight = ctx.saved_tensors
         if ctx.arrive is not None:
             ctx.arrive(second)
@@ -146,11 +153,11 @@ class BackwardUse(_Use):
             of_gradient = _Use.pulled(ctx, second, gradient, weight, ForwardUse)
         if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
             of_weight = ctx.map.weight_gradient(second, gradient, weight)
-        return of_gradient, of_weight, None, None
+        return of_gradient, of_weight, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor | None, of_weight: Tensor | None, *_: Any) -> Tensor | None:
-        return _Use.pushed(ctx, tangent, of_weight, BackwardUse)
+    def jvp(ctx: Any, *tangents: Any) -> Tensor | None:
+        return _Use.pushed(ctx, tangents, BackwardUse)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], gradient: Tensor, *rest: Any) -> tuple[Tensor, int]:
@@ -166,8 +173,8 @@ def _for_each_example(tensor: Tensor, other: Tensor) -> Tensor:
 
 def _with_batch_first(in_dims: tuple[int | None, ...], tensor: Tensor) -> Tensor:
     """Return the tensor that `torch.vmap` runs over, with that dimension first."""
-    dim, of_weight, *_ = in_dims
-    if dim is None or of_weight is not None:
+    dim, of_weight, of_bias, *_ = in_dims
+    if dim is None or of_weight is not None or of_bias is not None:
         raise NotImplementedError(
             "kfac_optim: torch.vmap runs over the weight of a layer that is preconditioned, not over its inputs. List "
             "the layer in skip_layers."

@@ -12,6 +12,7 @@ products with each dense factor, at every step.
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
 | `InverseAndRoot` | damped `A` and `G`, or the root of `A` | 27 d³ | 1 | with `SelectedUpdates` |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
+| `SampleSpace` | `ρᵀρ + λI`, exactly, of one step's residuals | – | residuals² | for losses of residuals (PINNs) |
 
 `AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
 `(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.
@@ -21,6 +22,7 @@ from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped import Cholesky, InverseAndRoot, LowRank, NewtonSchulz
 from kfac_optim.inverses.doubly_factored import DoublyFactored
 from kfac_optim.inverses.eigenbasis import EKFAC, Eigen
+from kfac_optim.inverses.sample_space import SampleSpace
 from kfac_optim.inverses.state import InverseState
 
 __all__ = [
@@ -34,4 +36,5 @@ __all__ = [
     "InverseState",
     "LowRank",
     "NewtonSchulz",
+    "SampleSpace",
 ]

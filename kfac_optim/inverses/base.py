@@ -74,6 +74,10 @@ class Inverse(ABC, Generic[S]):
         The result is a new tensor, in at least float32; but in `applied_dtype` where `grad` is.
         """
 
+    def apply_jointly(self, states: Sequence[S], grads: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
+        """Return what `apply` does, of all blocks that share this representation; asked where `takes_rows`."""
+        return [self.apply(*each) for each in zip(states, grads, dampings, strict=True)]
+
     def applied_dtype(self, state: S) -> torch.dtype | None:
         """Return the dtype in which `apply` computes; None is that of the factors, but at least float32.
 

@@ -10,7 +10,7 @@ import torch
 from kfac_optim.blocks.options import BlockOptions, block_options
 from kfac_optim.blocks.selection import Pattern
 from kfac_optim.factors.subsampling import Subsample
-from kfac_optim.fisher.estimates import Estimate, NamedLoss
+from kfac_optim.fisher.estimates import Estimate, ExactGGN, NamedLoss
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers.base import Adapters
 from kfac_optim.specs import Kept, LossTerms, WeightSharing
@@ -86,6 +86,7 @@ class Choices:
             factor_dtype=self.factor_dtype,
         )
         self.step_size.check_layers(options)
+        _check_rows(self.inverse, self.estimate)
         object.__setattr__(self, "options", options)
 
     @cached_property
@@ -108,3 +109,14 @@ class Choices:
     def arguments(self) -> dict[str, Any]:
         """Give the arguments of `KFACOptimizer` by name, as it was given them."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+
+
+def _check_rows(inverse: Any, estimate: Estimate) -> None:
+    """Refuse an estimate without residuals, where a representation of the inverse is made of them."""
+    named = inverse.values() if isinstance(inverse, Mapping) else (inverse,)
+    for each in named:
+        if isinstance(each, Inverse) and each.takes_rows and not isinstance(estimate, ExactGGN):
+            raise TypeError(
+                f"kfac_optim: {each!r} is made of the residuals of the loss, and estimate={estimate!r} does not give "
+                "them. Pass estimate=ExactGGN(criterion), with the criterion that the training loop calls."
+            )

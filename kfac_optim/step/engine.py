@@ -21,7 +21,7 @@ from kfac_optim.step.execution import Admission, Agreement, Executor, Parts
 from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.scalars import Scalar, scalars, total
 from kfac_optim.step.scaling import by_group
-from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
+from kfac_optim.step.step_size import ClosureLoss, Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import inner_product, square_sum
 from kfac_optim.utils.autograd import profiled
 from kfac_optim.utils.joined_tensors import Joins, joined
@@ -71,7 +71,15 @@ class Engine:
     refresher: Refresher
     objective: Objective | None
 
-    def step(self, groups: Groups, state: State, blocks: Blocks, admission: Admission, memory: Tensor) -> StepRecord:
+    def step(
+        self,
+        groups: Groups,
+        state: State,
+        blocks: Blocks,
+        admission: Admission,
+        memory: Tensor,
+        closure: ClosureLoss | None = None,
+    ) -> StepRecord:
         """Fold statistics, refresh what is due, precondition, bound the step and update all parameters.
 
         Args:
@@ -82,6 +90,7 @@ class Engine:
                 block has taken statistics, every momentum is there, and `fused` is on: then parameters and momentum
                 stay as they are if a gradient is not.
             memory: what the step size remembers of earlier steps, `[4]`.
+            closure: the loss of the step, where the step size needs it.
 
         Raises:
             RuntimeError: what cannot be stepped (see `KFACOptimizer.step`), and nothing is changed then; or too many
@@ -91,6 +100,8 @@ class Engine:
         step_size, executor, objective = self.choices.step_size, self.executor, self.objective
         agreement, finite = admission.agreement, admission.finite
         kl_clip = check(groups, blocks, step_size)
+        if any(block.inverse.takes_rows for block in blocks):
+            kl_clip = None  # the curvature is exact, and its damping bounds the step
         trained = [param for group in groups for param in group["params"] if param.grad is not None]
         _follow_model(state, blocks)
         count = self.window.close()._replace(summed=agreement.summed)
@@ -115,10 +126,10 @@ class Engine:
         products, measures = _measure(covered, active, grads, parts, executor, joins) if measured else ([], {})
         proposal = Proposal(
             *(groups, state, graded, covered, active, parts, products, kl_clip, count),
-            *(executor, objective, memory, joins, finite),
+            *(executor, objective, memory, joins, finite, closure),
         )
         sized = _AS_IT_IS
-        if covered or (trained and (step_size.needs_objective or step_size.directs_all)):
+        if covered or (trained and (step_size.needs_objective or step_size.needs_closure or step_size.directs_all)):
             with profiled("kfac.step_size"):
                 sized = step_size.size(proposal)
             if sized.memory is not None:

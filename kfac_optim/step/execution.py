@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
-from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out
+from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out, precondition_jointly
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.utils.sharded_params import Shards, is_part
 
@@ -121,7 +121,17 @@ class Gradients:
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         """Return the preconditioned `grads`: new tensors of the same shapes and layouts, in float32 at least."""
-        return self.stacks.precondition(blocks, grads)
+        if not any(block.inverse.takes_rows for block in blocks):
+            return self.stacks.precondition(blocks, grads)
+        apart = [i for i, block in enumerate(blocks) if not block.inverse.takes_rows]
+        found = dict(zip(apart, self.stacks.precondition(*_chosen(apart, blocks, grads)), strict=True))
+        together = defaultdict[Inverse[Any], list[int]](list)
+        for i, block in enumerate(blocks):
+            if block.inverse.takes_rows:
+                together[block.inverse].append(i)
+        for members in together.values():
+            found |= zip(members, precondition_jointly(*_chosen(members, blocks, grads)), strict=True)
+        return [found[i] for i in range(len(blocks))]
 
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         """Return the direction of each parameter that is updated here.
@@ -148,6 +158,12 @@ class Gradients:
     def sum_over_updaters(self, values: Tensor) -> Tensor:
         """Sum `values` `[n]` over the ranks that update different parameters."""
         return values
+
+
+def _chosen(
+    members: Sequence[int], blocks: Sequence[KFACBlock], grads: Sequence[Parts]
+) -> tuple[list[KFACBlock], list[Parts]]:
+    return [blocks[i] for i in members], [grads[i] for i in members]
 
 
 class WholeStates:

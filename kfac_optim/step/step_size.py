@@ -23,11 +23,21 @@ from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.step.execution import Executor, Parts
+from kfac_optim.step.reevaluation import Reevaluation
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.utils.joined_tensors import Joins
 
 Group = Mapping[str, Any]
 Direction = dict[nn.Parameter, Tensor]
+
+
+class ClosureLoss(NamedTuple):
+    """Knows the loss of a step's examples."""
+
+    before: float
+    """The loss where the step begins."""
+    reevaluation: Reevaluation
+    """Evaluates it at other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,7 @@ class Proposal:
         objective: the loss of this step, where it is known.
         memory: what the step size remembers of earlier steps, `[4]` (see `StepSize`), not to be changed.
         joins: joins gradients, some of which the products have joined already.
+        closure: the loss before the step, and what it is at other parameters; where a step size needs it.
         finite: `[]` bool, whether the step will be taken, where only the device knows: if not, nothing may change that
             outlives the step. None is yes.
     """
@@ -66,6 +77,7 @@ class Proposal:
     memory: Tensor
     joins: Joins
     finite: Tensor | None = None
+    closure: ClosureLoss | None = None
 
     def direction(self) -> Direction:
         """Return the preconditioned gradient of each parameter that is updated here."""
@@ -123,6 +135,9 @@ class StepSize(ABC):
 
     needs_objective = False
     """Whether it asks for the curvature of the loss, so that the loss must be named and forwards be kept."""
+
+    needs_closure = False
+    """Whether it evaluates the loss of the step's examples at other parameters, by the closure of the step."""
 
     directs_all = False
     """Whether it gives a direction to all parameters, and not to those of covered blocks alone."""

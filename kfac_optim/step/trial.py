@@ -17,6 +17,7 @@ from kfac_optim.step.engine import StepRecord
 from kfac_optim.step.execution import Executor
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.quadratic import reduction_ratio
+from kfac_optim.step.reevaluation import Reevaluation
 from kfac_optim.step.trust_region import inner_product
 from kfac_optim.utils.random_state import RandomState
 
@@ -150,19 +151,12 @@ class Judge:
         """
         assert model is not None
         before, self.recorder.kept = self.recorder.kept, []
-        params = (param for group in trial.groups for param in group["params"])
-        held = {param: param.grad for param in {**dict.fromkeys(params), **dict.fromkeys(model.parameters())}}
-        if self.executor.several:  # the second backward may write to what a wrapper made gradients views of
-            held = {param: None if grad is None else grad.clone() for param, grad in held.items()}
-        buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-        values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        params = tuple(param for group in trial.groups for param in group["params"])
+        again = Reevaluation(closure, random, self.window, model, params, several=self.executor.several)
         try:
-            for param in held:
-                param.grad = None
-            with random.replayed(), self.window.muted(), torch.enable_grad():
-                loss = closure()
+            loss = again.loss()
             differ = float(not _same_inputs(before, self.recorder.kept))
-            if float(self.executor.mean_over_examples(torch.tensor(differ, device=next(iter(held)).device))) > 0:
+            if float(self.executor.mean_over_examples(torch.tensor(differ, device=params[0].device))) > 0:
                 raise RuntimeError(
                     "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
                     "the loss, and the model was called with other inputs than the first time. Draw the batch before "
@@ -174,13 +168,6 @@ class Judge:
             raise
         finally:
             self.recorder.kept = before
-            for param, grad in held.items():
-                param.grad = grad
-            for registered, old in buffers:  # a forward may change a buffer in place, or put another in its place
-                registered.update(old)
-            with torch.no_grad():
-                for buffer, value in values:
-                    buffer.copy_(value)
 
     def decide(
         self, trial: Trial, loss: float, step: int, record: StepRecord | None, blocks: Sequence[KFACBlock]

@@ -185,3 +185,8 @@ def in_backward() -> bool:
 def in_function_transform() -> bool:
     """Return whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Return whether hooks stand between the graph and what it saves, as under checkpointing without reentrance."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # private, as torch's compiler asks

@@ -1,0 +1,110 @@
+"""The length of a step by a search for the lowest loss of the step's own examples."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kfac_optim.blocks.preconditioning import regularised
+from kfac_optim.step.scaling import scale_all
+from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize, refuse_sparse
+from kfac_optim.utils.validation import check_integer, check_number
+
+
+@dataclass(frozen=True)
+class LineSearch(StepSize):
+    """Takes steps of the length that lowers the loss most, of the lengths `longest · 2⁻ᵏ`.
+
+    The search begins at the length of the last step and goes to twice or half of it as long as the loss falls: about
+    three evaluations of `step(closure)`, of which none runs its backward. A step that lowers the loss at no length is
+    not taken. It is for deterministic batches, where the loss of the step's examples says what a step does: with
+    `SampleSpace`, or other inverses on full batches. On small batches it fits the batch.
+
+    `lr` of the param groups multiplies the direction, so that a common one only moves the grid. Momentum, and weight
+    decay that is not `l2_in_curvature`, must be 0; `kl_clip` is not looked at. Parameters that no layer covers go along
+    their gradient.
+
+    Attributes:
+        longest: the longest step, as a multiple of the direction.
+        halvings: how often the longest may be halved.
+
+    Raises:
+        TypeError: an attribute is no number.
+        ValueError: an attribute is out of range.
+    """
+
+    longest: float = 1.0
+    halvings: int = 30
+
+    needs_closure = True
+
+    takes_shards = False
+
+    def __post_init__(self) -> None:
+        check_number("longest of LineSearch", self.longest, above=0)
+        check_integer("halvings of LineSearch", self.halvings)
+
+    def check(self, groups: Sequence[Group]) -> None:
+        for i, group in enumerate(groups):
+            for name, wanted in (("momentum", 0), ("dampening", 0), ("nesterov", False), ("maximize", False)):
+                if group[name] != wanted:
+                    raise ValueError(
+                        f"kfac_optim: LineSearch looks along one direction and descends: {name} of param group {i} "
+                        f"must be {wanted}, got {group[name]!r}. SampleSpace(momentum=...) has a momentum of its own."
+                    )
+            refuse_sparse(group, i, "LineSearch")
+            if bool(group["weight_decay"] != 0) and not group["l2_in_curvature"]:
+                raise ValueError(
+                    f"kfac_optim: weight_decay={group['weight_decay']!r} of param group {i} is no part of the loss "
+                    "that LineSearch lowers; put it into the loss, or pass weight_decay=0."
+                )
+
+    def size(self, proposal: Proposal) -> Sized:
+        loss = proposal.closure
+        assert loss is not None, "LineSearch.needs_closure has the optimizer ask for one"
+        direction = {
+            param: regularised(param, group).clone()
+            for group in proposal.groups
+            for param in group["params"]
+            if param.grad is not None
+        } | proposal.direction()
+        for group in proposal.groups:
+            scale_all([direction[param] for param in group["params"] if param in direction], group["lr"])
+
+        def loss_of(halvings: int) -> float:
+            length = self.longest * 2.0**-halvings
+            values = {param: param.detach() - length * step for param, step in direction.items()}
+            found = loss.reevaluation.loss_at(values)
+            return found if math.isfinite(found) else math.inf
+
+        start = min(max(int(proposal.memory[0]), 0), self.halvings)
+        halvings, lowest = self._search(loss_of, start)
+        falls = lowest < loss.before
+        length = self.longest * 2.0**-halvings if falls else 0.0
+        memory = proposal.memory.clone()
+        memory[0] = halvings if falls else 0
+        like = next(iter(direction.values()))
+        return Sized(
+            direction,
+            lambda _: {"lr": length, "momentum": 0.0, "weight_decay": 0.0},
+            {"step_length": torch.tensor(length, dtype=torch.float64, device=like.device)},
+            memory,
+        )
+
+    def _search(self, loss_of: Callable[[int], float], start: int) -> tuple[int, float]:
+        """Return how often the longest step is halved for the lowest loss, and that loss."""
+        here, lowest = start, loss_of(start)
+        for turn in (-1, 1):
+            moved = False
+            while 0 <= here + turn <= self.halvings:
+                found = loss_of(here + turn)
+                if not found < lowest:
+                    if math.isinf(lowest) and turn == 1:  # too long to be a number still
+                        here += turn
+                        continue
+                    break
+                here, lowest, moved = here + turn, found, True
+            if moved:
+                break
+        return here, lowest
