@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,8 +16,10 @@ from kfac_optim.blocks.building import Assembly, Coverage, Use, build, cover, me
 from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.selection import ModuleNames, matches
 from kfac_optim.capture.function_modes import Product
+from kfac_optim.capture.tensor_products import TensorProduct
 from kfac_optim.layers.base import LayerAdapter, find_adapter
 from kfac_optim.layers.product import ProductAdapter
+from kfac_optim.layers.tensors import TensorAdapter, added_structure
 from kfac_optim.specs import LayerSpec
 
 # Modules that use their children's parameters without calling the children, whose hooks then never fire.
@@ -128,6 +131,34 @@ def claim(
     return block
 
 
+def claim_tensor(
+    model: nn.Module,
+    product: TensorProduct,
+    group_of: Mapping[nn.Parameter, dict[str, Any]],
+    options: BlockOptions,
+    coverage: Coverage,
+) -> KFACBlock | None:
+    """Make a block of a candidate in which a function found matrices, or which it added to rows."""
+    weight = product.weight
+    if weight not in coverage.candidates or not weight.requires_grad or not weight.is_floating_point():
+        return None
+    names = ModuleNames(model)
+    path, module = _owner(names, weight)
+    local = _local_name(names, module, weight)
+    if local is None:
+        return None  # taken out of the model since
+    adapter = TensorAdapter(product.shape, product.sides)
+    groups, out_dim, in_dim = adapter.sizes
+    spec = LayerSpec(_product_name(names.shown[path], local), (local,), in_dim, out_dim, groups)
+    if not product.sides[2]:  # what is added has the one input 1
+        spec = replace(spec, structure=added_structure(spec))
+    use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), {local})
+    block = build(Assembly(names, group_of, options), [use], [spec], [False])
+    if block is not None:
+        cover(coverage, block)
+    return block
+
+
 def _owner(names: ModuleNames, weight: nn.Parameter) -> tuple[str, nn.Module]:
     """Return path and first module that has `weight` for its own; the model itself where none has."""
     modules = names.model.named_modules()
@@ -198,7 +229,7 @@ def _adapter_for(
     if adapter is None:
         # torch's own modules use their parameters in ways of their own.
         foreign = not type(module).__module__.startswith("torch.nn") or isinstance(module, _CONTAINERS)
-        multiplied = foreign and any(not is_lazy(param) and param.dim() == 2 for param in owned.values())
+        multiplied = foreign and any(not is_lazy(param) and param.dim() >= 2 for param in owned.values())
         return None, f"no adapter for {type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
     for local, param in owned.items():
         if is_lazy(param):

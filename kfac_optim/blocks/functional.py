@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.tensor_uses import Claim as ClaimTensor
+from kfac_optim.blocks.tensor_uses import TensorUses
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.function_modes import Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
+from kfac_optim.capture.tensor_products import TensorProduct
 from kfac_optim.capture.window import CaptureWindow, ForwardListener
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.base import watch_of
@@ -42,6 +45,7 @@ class FunctionalUses(ForwardListener):
         claim: asked at the first product with a candidate; a bound method, held weakly.
         emitted: is called with each block that took statistics.
         before_forward: is called as a forward of the model begins; a bound method, held weakly.
+        claim_tensor: as `claim`, for products that `TensorUses` notes.
 
     Attributes:
         expected: parameters that a checkpoint has statistics of; these candidates are looked for until they are found.
@@ -53,7 +57,9 @@ class FunctionalUses(ForwardListener):
         claim: Claim,
         emitted: Callable[[KFACBlock], None],
         before_forward: Callable[[], None],
+        claim_tensor: ClaimTensor,
     ) -> None:
+        self._tensors = TensorUses(window, claim_tensor, emitted)
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
         self._emitted = emitted
@@ -91,6 +97,7 @@ class FunctionalUses(ForwardListener):
             if self._blocks.get(weight) is not before[weight]:
                 self._watches.pop((weight, opposed))[1].remove()
         self._candidates = set(candidates)
+        self._tensors.know(self._listening, self._candidates)
         self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
         window = self._window()
         self._in_shards = [None if window is None else window.shards.of(param) for param in self._in_graphs]
@@ -104,6 +111,7 @@ class FunctionalUses(ForwardListener):
         self._watches.clear()
         self._look_into(set())
         self._listening, self._blocks, self._candidates = [], {}, set()
+        self._tensors.know([], self._candidates)
         self._in_graphs, self._in_shards = [], []
 
     def begin_forward(self) -> bool:
@@ -218,6 +226,15 @@ class FunctionalUses(ForwardListener):
         )
         if call is not None and not opposed:
             self._last[weight] = call
+        return output
+
+    def hears_of(self, param: nn.Parameter) -> bool:
+        return self._tensors.knows(param)
+
+    def saw_tensor(self, product: TensorProduct, output: Tensor, *, in_place: bool) -> Tensor:
+        output, claimed = self._tensors.saw(product, output, in_place=in_place)
+        if claimed is not None:
+            self._listening.append(claimed)
         return output
 
     def _block_of(self, product: Product) -> KFACBlock | None:
