@@ -15,8 +15,8 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Assembly, Coverage, Use, build, cover, merge, rename
 from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.selection import ModuleNames, matches
+from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
-from kfac_optim.capture.tensor_products import TensorProduct
 from kfac_optim.layers.base import LayerAdapter, find_adapter
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.layers.tensors import TensorAdapter, added_structure
@@ -99,12 +99,14 @@ def build_blocks(
 
 def claim(
     model: nn.Module,
-    product: Product,
+    product: Product | TensorProduct,
     group_of: Mapping[nn.Parameter, dict[str, Any]],
     options: BlockOptions,
     coverage: Coverage,
 ) -> KFACBlock | None:
     """Make a block of a candidate that a function multiplies by; its bias joins where the module owns that too."""
+    if isinstance(product, TensorProduct):
+        return _claim_tensor(model, product, group_of, options, coverage)
     weight = product.weight
     usable = weight.requires_grad and weight.is_floating_point() and weight.numel() > 0
     if weight not in coverage.candidates or not usable:
@@ -131,7 +133,7 @@ def claim(
     return block
 
 
-def claim_tensor(
+def _claim_tensor(
     model: nn.Module,
     product: TensorProduct,
     group_of: Mapping[nn.Parameter, dict[str, Any]],

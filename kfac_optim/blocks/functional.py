@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.tensor_uses import Claim as ClaimTensor
 from kfac_optim.blocks.tensor_uses import TensorUses
 from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
-from kfac_optim.capture.tensor_products import TensorProduct
 from kfac_optim.capture.window import CaptureWindow, ForwardListener
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.base import watch_of
@@ -33,7 +32,7 @@ from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatisti
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 
-Claim = Callable[[Product], KFACBlock | None]
+Claim = Callable[[Product | TensorProduct], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
 
 
@@ -45,7 +44,6 @@ class FunctionalUses(ForwardListener):
         claim: asked at the first product with a candidate; a bound method, held weakly.
         emitted: is called with each block that took statistics.
         before_forward: is called as a forward of the model begins; a bound method, held weakly.
-        claim_tensor: as `claim`, for products that `TensorUses` notes.
 
     Attributes:
         expected: parameters that a checkpoint has statistics of; these candidates are looked for until they are found.
@@ -57,9 +55,8 @@ class FunctionalUses(ForwardListener):
         claim: Claim,
         emitted: Callable[[KFACBlock], None],
         before_forward: Callable[[], None],
-        claim_tensor: ClaimTensor,
     ) -> None:
-        self._tensors = TensorUses(window, claim_tensor, emitted)
+        self._tensors = TensorUses(window, claim, emitted)
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
         self._emitted = emitted

@@ -9,7 +9,7 @@ from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Coverage
 from kfac_optim.blocks.checkpoint_check import check_layers
-from kfac_optim.blocks.discovery import build_blocks, claim, claim_tensor
+from kfac_optim.blocks.discovery import build_blocks, claim
 from kfac_optim.blocks.functional import FunctionalUses
 from kfac_optim.blocks.model_finder import ModelFinder
 from kfac_optim.blocks.module_hooks import ModuleHooks
@@ -17,9 +17,9 @@ from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.pending_states import PendingStates, members
 from kfac_optim.blocks.replaced_params import refuse_stand_ins
 from kfac_optim.blocks.selection import ModuleNames
+from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
 from kfac_optim.capture.model_hooks import watch_root
-from kfac_optim.capture.tensor_products import TensorProduct
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.hooks import Handle, Handles
 from kfac_optim.utils.sharded_params import local, refuse_flat
@@ -77,7 +77,7 @@ class ModelBinding:
         self._steps = 0  # of this object; clocks of blocks, which are in checkpoints, count all
         self._roots: dict[nn.Module, Handle] = {}
         self._hooks = ModuleHooks(window, emitted, self._grow_within)
-        self._functional = FunctionalUses(window, self._claim, emitted, self._before_forward, self._claim_tensor)
+        self._functional = FunctionalUses(window, self._claim, emitted, self._before_forward)
         window.listener = self._functional
 
     # -- the model ---------------------------------------------------------------------------------------------
@@ -310,17 +310,10 @@ class ModelBinding:
         for block in coverage.blocks:
             self._restore_waiting(block)
 
-    def _claim(self, product: Product) -> KFACBlock | None:
+    def _claim(self, product: Product | TensorProduct) -> KFACBlock | None:
         """Make a block of a parameter that a function was seen to multiply by."""
         assert self.model is not None
         if (block := claim(self.model, product, self._groups, self._options, self.coverage)) is not None:
-            self._restore_waiting(block)
-        return block
-
-    def _claim_tensor(self, product: TensorProduct) -> KFACBlock | None:
-        """Make a block of a parameter in which functions were seen to find matrices."""
-        assert self.model is not None
-        if (block := claim_tensor(self.model, product, self._groups, self._options, self.coverage)) is not None:
             self._restore_waiting(block)
         return block
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.tensor_products import TensorProduct
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from kfac_optim.capture.tensor_products import IN_PLACE, TensorProduct, products_of, reads
+from kfac_optim.capture.contractions import TensorProduct
+from kfac_optim.capture.tensor_products import IN_PLACE, products_of, reads
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.autograd import no_view
 from kfac_optim.utils.dynamo import as_one_node, call_as_it_is, inline_only
