@@ -17,8 +17,9 @@ from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.selection import ModuleNames, matches
 from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
-from kfac_optim.layers.base import LayerAdapter, find_adapter
+from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.layers.product import ProductAdapter
+from kfac_optim.layers.scale import adapter_of
 from kfac_optim.layers.tensors import TensorAdapter, added_structure
 from kfac_optim.specs import LayerSpec
 
@@ -55,7 +56,7 @@ def build_blocks(
     for path, module in model.named_modules():
         if any(path.startswith(owner) for owner in owners):
             continue
-        adapter = find_adapter(module, options.adapters)
+        adapter = adapter_of(module, options.adapters)
         if adapter is not None and adapter.owns_children:
             owners.append(f"{path}." if path else "")
         owned = _owned(names, path, module, adapter, group_of, options, coverage)

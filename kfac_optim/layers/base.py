@@ -180,7 +180,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
     def _watch(self, module: M, specs: Sequence[LayerSpec], sink: StatisticsSink) -> LayerWatch:
         """Return what is asked of the layer, whoever notes its calls."""
         (spec,) = specs
-        weight = module.get_parameter("weight")
+        weight = module.get_parameter(spec.params[0])
         return watch_of(weight, sink, 0, lambda call: self.statistics(module, spec, call, sink.dtype))
 
 
