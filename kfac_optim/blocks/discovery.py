@@ -19,7 +19,7 @@ from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.layers.product import ProductAdapter
-from kfac_optim.layers.scale import adapter_of
+from kfac_optim.layers.recognition import adapter_of
 from kfac_optim.layers.tensors import TensorAdapter, added_structure
 from kfac_optim.specs import LayerSpec
 
@@ -227,7 +227,7 @@ def _adapter_for(
         if isinstance(parent, _BYPASSES_CHILDREN):
             inside = f"{type(parent).__name__} {ancestor!r}"
             return None, f"inside {inside}, which does not call its children"
-    if is_parametrized(module):
+    if is_parametrized(module) and (adapter is None or not adapter.expects_parametrized):
         return None, f"{type(module).__name__} is parametrized: the trained tensor is not the one used"
     if adapter is None:
         # torch's own modules use their parameters in ways of their own.

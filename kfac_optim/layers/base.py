@@ -95,6 +95,9 @@ class LayerAdapter(ABC, Generic[M]):
     owns_children = False
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
 
+    expects_parametrized = False
+    """Whether the module's parametrizations are known to the adapter; others have the module refused."""
+
     def adds_bias_itself(self, module: M) -> bool:
         """Return whether the module, if its product with the weight is seen, adds its bias apart from that."""
         return False

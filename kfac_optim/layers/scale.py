@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from kfac_optim.factors.second_moments import channel_rows
-from kfac_optim.layers.base import Adapters, LayerAdapter, find_adapter, own_forward
+from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.layers.norm import NormAdapter
 from kfac_optim.specs import LayerSpec, Structure
 
@@ -70,17 +70,6 @@ class ScaleAdapter(NormAdapter[nn.Module]):
         above = _stand_in(module, values)
         below = _stand_in(module, {**values, self.scale: ones - ones})
         return lambda some: _forward(above, some.to(dtype)) - _forward(below, some.to(dtype))
-
-
-def adapter_of(module: nn.Module, adapters: Adapters) -> LayerAdapter[Any] | None:
-    """Return the adapter of a module's class, or what the module shows itself to be, if that says more."""
-    adapter = find_adapter(module, adapters)
-    of_torch = type(module).__module__.startswith("torch.")
-    if adapter is None:
-        return None if of_torch else scale_adapter(module)
-    if isinstance(adapter, NormAdapter) and not of_torch and own_forward(module, adapter.family) is not None:
-        return scale_adapter(module) or adapter
-    return adapter
 
 
 def scale_adapter(module: nn.Module) -> LayerAdapter[Any] | None:
