@@ -74,6 +74,7 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
         stand_in = family.__new__(family)  # torch lets nobody copy a parametrized module
         held = {"weight": module.get_parameter(names[0]), "bias": module._parameters.get("bias")}
         stand_in.__dict__.update(vars(module), _parameters=held)
+        stand_in.__dict__.pop("weight", None)  # the old ways leave what they compute there
         bias = ("bias",) if "bias" in trained else ()
         used = self._layer.spec(stand_in, name, ("weight", *bias))
         same = {field.name: getattr(used, field.name) for field in fields(LayerSpec)}
