@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.tensor_uses import TensorUses
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.contractions import TensorProduct
-from kfac_optim.capture.function_modes import Product, ProductMode, run_in
+from kfac_optim.capture.function_modes import Function, Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow, ForwardListener
@@ -130,6 +131,7 @@ class FunctionalUses(ForwardListener):
         """Note that a forward of the model runs in the mode, perhaps in a graph."""
         self._looking = True
         self._last.clear()
+        self._tensors.look()
 
     def is_wanted(self) -> bool:
         """Return whether the next forward of the model has something to show."""
@@ -166,6 +168,7 @@ class FunctionalUses(ForwardListener):
 
     def count_out(self, weight: nn.Parameter) -> None:
         """Note that the last use of `weight` by a function was that of its own module."""
+        self._tensors.withdraw(weight)
         if names := self._others.get(weight):
             names.pop()
 
@@ -233,6 +236,9 @@ class FunctionalUses(ForwardListener):
         if claimed is not None:
             self._listening.append(claimed)
         return output
+
+    def saw_layer(self, function: Function, args: Any, kwargs: Any, output: Any) -> Any:
+        return self._tensors.saw_layer(function, args, kwargs, output)
 
     def _block_of(self, product: Product) -> KFACBlock | None:
         """Return the block of the product's weight, made now if the weight was a candidate."""

@@ -152,6 +152,10 @@ class Ledger:
         self._stale = False
 
 
+def _no_ledger() -> None:
+    return None
+
+
 class ForwardCall:
     """Is called as a hook on one output of a layer, and commits the call when a backward reaches the weight.
 
@@ -179,7 +183,7 @@ class ForwardCall:
         training: bool,
         context: tuple[int, ...],
     ) -> None:
-        self._ledger = weakref.ref(ledger)
+        self._ledger: Callable[[], Ledger | None] = weakref.ref(ledger)
         self._watch = weakref.ref(watch)
         self._root = root
         self._examples = examples
@@ -294,6 +298,11 @@ class ForwardCall:
                 layer_input, gradient = without_ragged(self._input), without_ragged(gradient.detach())
                 reach = without_ragged(reach)
                 watch.emit(LayerCall(layer_input, gradient, None, self._training, self.context, reach=reach))
+
+    def withdraw(self) -> None:
+        """Take the call back before any backward has come to it, as somebody else notes it."""
+        self._ledger = _no_ledger
+        self._input = None
 
     def release(self) -> None:
         """Drop the tensors; further backwards through the call do not count."""

@@ -126,6 +126,16 @@ def _gathered(matrix: Tensor, gathered: Tensor) -> Source | None:
     return Source(weight, shape, tuple(map(places.get, range(matrix.dim()))), partial=True, ids=ids)
 
 
+def whole_parameter(tensor: Any) -> nn.Parameter | None:
+    """Return the parameter that a tensor is, or shows whole and in its order, but for dimensions of size one."""
+    source = source_of(tensor)
+    if source is None or source.partial:
+        return None
+    sizes = tuple(size for size in source.weight.shape if size != 1)
+    kept = tuple(place for place in source.dims if place is not None)
+    return source.weight if source.shape == sizes and kept == tuple(range(len(sizes))) else None
+
+
 def _is_packed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether dimensions in this order fill their memory."""
     expected = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]

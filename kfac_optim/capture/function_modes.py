@@ -41,6 +41,9 @@ class ProductListener(Protocol):
     def hears_of(self, param: nn.Parameter) -> bool:
         """Return whether `saw_tensor` takes products with a parameter."""
 
+    def saw_layer(self, function: Function, args: Any, kwargs: Any, output: Any) -> Any:
+        """Note a call of a layer's function by somebody else; return what stands for its output from now on."""
+
     def saw_use(self, param: nn.Parameter, function: str) -> None:
         """Note that a function of this name has used a parameter as a layer's weight in another way."""
 
@@ -78,6 +81,7 @@ class ProductMode(TorchFunctionMode):
                 output = listener.saw_tensor(each, output, in_place=func in IN_PLACE)
             if products:
                 return output
+            output = listener.saw_layer(func, args, kwargs, output)
         if read is None and (torch.compiler.is_compiling() or func in _OTHER_LAYERS) and output.requires_grad:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
