@@ -1,5 +1,6 @@
 """Experts in one parameter, weights of `torch.einsum`, and parameters that are added: against layers of their own."""
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -191,6 +192,20 @@ def test_two_backwards_through_one_forward_count_as_one_of_their_sum() -> None:
         optimizer.step()
         results.append(optimizer.factors()[""])
     assert_same(results[0], results[1])
+
+
+def test_a_run_with_experts_goes_on_from_a_checkpoint_bit_for_bit() -> None:
+    model, _, x, ids, _, _ = pair("[experts, out, in], F.linear of a slice")
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1)
+    step(model, optimizer, x, ids)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    step(model, optimizer, x, ids)
+    other, _, _, _, _, _ = pair("[experts, out, in], F.linear of a slice")
+    other.load_state_dict(weights)
+    resumed = KFACOptimizer(other, lr=0.1, momentum=0.9, factor_update_period=1)
+    resumed.load_state_dict(saved)
+    step(other, resumed, x, ids)
+    assert torch.equal(model.weight, other.weight)
 
 
 # -- torch.einsum --------------------------------------------------------------------------------------------------
