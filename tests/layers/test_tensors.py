@@ -47,6 +47,9 @@ BY_OUTPUT: dict[str, Way] = {
 BY_INPUT: dict[str, Way] = {
     "matmul with a slice": one_by_one(lambda x, weight: x @ weight),
     "bmm of gathered ones": lambda w, x, ids: torch.bmm(x.unsqueeze(1), w[ids]).squeeze(1),
+    "einsum of gathered ones behind another dimension": lambda w, x, ids: torch.einsum("mni,nio->mno", x[None], w[ids])[
+        0
+    ],
     "einsum of gathered ones": lambda w, x, ids: torch.einsum("ni,nio->no", x, w.index_select(0, ids)),
     "grouped product": lambda w, x, ids: torch._grouped_mm(x, w, offs=offsets(ids)),
 }
@@ -223,6 +226,7 @@ class Einsum(nn.Module):
 # equation → shape of the weight; its letters, those of outputs and those of inputs; shape of the input
 EQUATIONS: dict[str, tuple[tuple[int, ...], tuple[str, str, str], tuple[int, ...]]] = {
     "bi,oi->bo": ((2, 3), ("oi", "o", "i"), (5, 3)),
+    "xi,oi->xo": ((1, 3), ("oi", "o", "i"), (5, 3)),
     "bi,io->bo": ((3, 2), ("io", "o", "i"), (5, 3)),
     "ibh,hnd->ibnd": ((3, 2, 2), ("hnd", "nd", "h"), (4, 5, 3)),
     "ibnd,hnd->ibh": ((3, 2, 2), ("hnd", "h", "nd"), (4, 5, 2, 2)),

@@ -115,6 +115,15 @@ def test_the_undamped_step_of_a_normed_weight_is_the_natural_gradient_of_its_par
     assert_same(fisher @ step, gradient, rtol=1e-5)
 
 
+def test_the_step_of_a_direction_is_across_it() -> None:
+    """Along it nothing would change but its length."""
+    model, _, x = pair("linear", "weight_norm")
+    direction = model.parametrizations.weight.original1
+    before = direction.detach().clone()
+    measured(model, x, lr=1.0)
+    assert_same(before + ((direction - before) * before).sum(1, keepdim=True), before)
+
+
 def test_other_parametrizations_are_left_to_sgd_by_name() -> None:
     model = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 3))
     assert "is parametrized" in str(KFACOptimizer(model).summary())
