@@ -82,6 +82,8 @@ class TensorUses:
         block = self._blocks.get(weight)
         if block is None or not block.takes_statistics() or not _is_of(block, product):
             return output, claimed
+        if product.ids is not None and product.ids.is_meta:  # which tell nothing
+            return output, claimed
         watch, rows, examples = self._watch(window, block), product.rows(), product.input_shape[1]
         if in_place:
             window.note(watch, rows, output, examples=examples, context=product.context())
