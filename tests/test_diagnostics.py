@@ -43,7 +43,7 @@ class Zoo(nn.Module):
         self.weight_frozen = nn.Linear(4, 4)
         self.weight_frozen.weight.requires_grad_(False)
         self.slope = nn.PReLU()
-        self.normed = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.normed = parametrizations.orthogonal(nn.Linear(4, 4))
         self.skipped = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 3))
         self.lazy = nn.LazyLinear(4)
         self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
@@ -67,8 +67,7 @@ REASONS = {
     "weight_frozen.bias": "weight it belongs to is not trained",
     "slope.weight": "no adapter for PReLU",
     "normed.bias": "parametrized",
-    "normed.parametrizations.weight.original0": "no adapter for ParametrizationList",
-    "normed.parametrizations.weight.original1": "no adapter for ParametrizationList",
+    "normed.parametrizations.weight.original": "no adapter for ParametrizationList",
     "skipped.0.weight": "skip_layers entry 'skipped'",
     "skipped.0.bias": "skip_layers entry 'skipped'",
     "skipped.1.weight": "skip_layers entry 'skipped'",

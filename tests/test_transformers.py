@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, LossTerms, Summary
+from kfac_optim import KFACOptimizer, LossTerms, Structure, Summary
 
 transformers = pytest.importorskip("transformers")
 
@@ -305,8 +305,9 @@ def test_factors_are_those_of_their_definition(name: str) -> None:
         for side, ours, theirs in zip("AG", factors[block_of[param_name]], expected, strict=True):
             at = f"{side} of {param_name!r}"
             torch.testing.assert_close(ours[0], theirs, rtol=1e-9, atol=1e-15, msg=lambda text, at=at: f"{at}: {text}")
-    # All but norms, whose A is the identity, and the convolution that makes patches.
-    others = {block.name for block in summary.blocks if "norm" not in block.layer.lower() and block.layer != "Conv2d"}
+    # All but norms and what is added, whose A is the identity, and the convolution that makes patches.
+    kept = [block for block in summary.blocks if block.structure[0] is not Structure.IDENTITY]
+    others = {block.name for block in kept if block.layer != "Conv2d"}
     assert seen == others
 
 

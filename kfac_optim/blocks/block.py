@@ -55,8 +55,8 @@ class LayerUse:
 
     def is_refused(self) -> bool:
         """Return whether the module was parametrized or pruned since, and so no longer uses the trained tensor."""
-        parametrized = "parametrizations" in self.module._modules and is_parametrized(self.module)
-        return parametrized or self.adapter.refusal(self.module) is not None
+        unexpected = "parametrizations" in self.module._modules and not self.adapter.expects_parametrized
+        return (unexpected and is_parametrized(self.module)) or self.adapter.refusal(self.module) is not None
 
 
 class RefreshUnderWay(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,9 +15,12 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Assembly, Coverage, Use, build, cover, merge, rename
 from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.selection import ModuleNames, matches
+from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
-from kfac_optim.layers.base import LayerAdapter, find_adapter
+from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.layers.product import ProductAdapter
+from kfac_optim.layers.recognition import adapter_of
+from kfac_optim.layers.tensors import TensorAdapter, added_structure
 from kfac_optim.specs import LayerSpec
 
 # Modules that use their children's parameters without calling the children, whose hooks then never fire.
@@ -52,7 +56,7 @@ def build_blocks(
     for path, module in model.named_modules():
         if any(path.startswith(owner) for owner in owners):
             continue
-        adapter = find_adapter(module, options.adapters)
+        adapter = adapter_of(module, options.adapters)
         if adapter is not None and adapter.owns_children:
             owners.append(f"{path}." if path else "")
         owned = _owned(names, path, module, adapter, group_of, options, coverage)
@@ -96,12 +100,14 @@ def build_blocks(
 
 def claim(
     model: nn.Module,
-    product: Product,
+    product: Product | TensorProduct,
     group_of: Mapping[nn.Parameter, dict[str, Any]],
     options: BlockOptions,
     coverage: Coverage,
 ) -> KFACBlock | None:
     """Make a block of a candidate that a function multiplies by; its bias joins where the module owns that too."""
+    if isinstance(product, TensorProduct):
+        return _claim_tensor(model, product, group_of, options, coverage)
     weight = product.weight
     usable = weight.requires_grad and weight.is_floating_point() and weight.numel() > 0
     if weight not in coverage.candidates or not usable:
@@ -122,6 +128,34 @@ def claim(
         params = (local, bias)
     spec = LayerSpec(_product_name(names.shown[path], local), params, in_dim + len(params) - 1, out_dim)
     use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), set(params))
+    block = build(Assembly(names, group_of, options), [use], [spec], [False])
+    if block is not None:
+        cover(coverage, block)
+    return block
+
+
+def _claim_tensor(
+    model: nn.Module,
+    product: TensorProduct,
+    group_of: Mapping[nn.Parameter, dict[str, Any]],
+    options: BlockOptions,
+    coverage: Coverage,
+) -> KFACBlock | None:
+    """Make a block of a candidate in which a function found matrices, or which it added to rows."""
+    weight = product.weight
+    if weight not in coverage.candidates or not weight.requires_grad or not weight.is_floating_point():
+        return None
+    names = ModuleNames(model)
+    path, module = _owner(names, weight)
+    local = _local_name(names, module, weight)
+    if local is None:
+        return None  # taken out of the model since
+    adapter = TensorAdapter(product.shape, product.sides)
+    groups, out_dim, in_dim = adapter.sizes
+    spec = LayerSpec(_product_name(names.shown[path], local), (local,), in_dim, out_dim, groups)
+    if not product.sides[2]:  # what is added has the one input 1
+        spec = replace(spec, structure=added_structure(spec))
+    use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), {local})
     block = build(Assembly(names, group_of, options), [use], [spec], [False])
     if block is not None:
         cover(coverage, block)
@@ -193,12 +227,12 @@ def _adapter_for(
         if isinstance(parent, _BYPASSES_CHILDREN):
             inside = f"{type(parent).__name__} {ancestor!r}"
             return None, f"inside {inside}, which does not call its children"
-    if is_parametrized(module):
+    if is_parametrized(module) and (adapter is None or not adapter.expects_parametrized):
         return None, f"{type(module).__name__} is parametrized: the trained tensor is not the one used"
     if adapter is None:
         # torch's own modules use their parameters in ways of their own.
         foreign = not type(module).__module__.startswith("torch.nn") or isinstance(module, _CONTAINERS)
-        multiplied = foreign and any(not is_lazy(param) and param.dim() == 2 for param in owned.values())
+        multiplied = foreign and any(not is_lazy(param) and param.dim() >= 2 for param in owned.values())
         return None, f"no adapter for {type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
     for local, param in owned.items():
         if is_lazy(param):

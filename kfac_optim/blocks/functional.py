@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.derivatives import DerivativeUses
+from kfac_optim.blocks.tensor_uses import TensorUses
 from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Function, Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
@@ -33,7 +35,7 @@ from kfac_optim.utils.autograd import in_function_transform, saved_tensors_are_h
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 
-Claim = Callable[[Product], KFACBlock | None]
+Claim = Callable[[Product | TensorProduct], KFACBlock | None]
 """Makes a block of a parameter that has none yet; None where there shall be none."""
 
 
@@ -57,6 +59,7 @@ class FunctionalUses(ForwardListener):
         emitted: Callable[[KFACBlock], None],
         before_forward: Callable[[], None],
     ) -> None:
+        self._tensors = TensorUses(window, claim, emitted)
         self._window = weakref.ref(window)
         self._claim = weakref.WeakMethod(claim)
         self._emitted = emitted
@@ -95,6 +98,7 @@ class FunctionalUses(ForwardListener):
             if self._blocks.get(weight) is not before[weight]:
                 self._watches.pop((weight, opposed))[1].remove()
         self._candidates = set(candidates)
+        self._tensors.know(self._listening, self._candidates)
         self._in_graphs = [param for block in self._listening for param in block.params] + list(self._candidates)
         window = self._window()
         self._in_shards = [None if window is None else window.shards.of(param) for param in self._in_graphs]
@@ -110,6 +114,7 @@ class FunctionalUses(ForwardListener):
         self._look_into(set())
         self.derivatives.know(())
         self._listening, self._blocks, self._candidates = [], {}, set()
+        self._tensors.know([], self._candidates)
         self._in_graphs, self._in_shards = [], []
 
     def begin_forward(self) -> bool:
@@ -131,6 +136,7 @@ class FunctionalUses(ForwardListener):
         """Note that a forward of the model runs in the mode, perhaps in a graph."""
         self._looking = True
         self._last.clear()
+        self._tensors.look()
         self.derivatives.begin_forward()
 
     def expect_derivatives(self) -> None:
@@ -199,6 +205,7 @@ class FunctionalUses(ForwardListener):
 
     def count_out(self, weight: nn.Parameter) -> None:
         """Note that the last use of `weight` by a function was that of its own module."""
+        self._tensors.withdraw(weight)
         if names := self._others.get(weight):
             names.pop()
 
@@ -257,6 +264,18 @@ class FunctionalUses(ForwardListener):
         if call is not None and not opposed:
             self._last[weight] = call
         return output
+
+    def hears_of(self, param: nn.Parameter) -> bool:
+        return self._tensors.knows(param)
+
+    def saw_tensor(self, product: TensorProduct, output: Tensor, *, in_place: bool) -> Tensor:
+        output, claimed = self._tensors.saw(product, output, in_place=in_place)
+        if claimed is not None:
+            self._listening.append(claimed)
+        return output
+
+    def saw_layer(self, function: Function, args: Any, kwargs: Any, output: Any) -> Any:
+        return self._tensors.saw_layer(function, args, kwargs, output)
 
     def _block_of(self, product: Product) -> KFACBlock | None:
         """Return the block of the product's weight, made now if the weight was a candidate."""

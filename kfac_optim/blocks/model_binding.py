@@ -17,6 +17,7 @@ from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.pending_states import PendingStates, members
 from kfac_optim.blocks.replaced_params import refuse_stand_ins
 from kfac_optim.blocks.selection import ModuleNames
+from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
 from kfac_optim.capture.model_hooks import watch_root
 from kfac_optim.capture.window import CaptureWindow
@@ -310,7 +311,7 @@ class ModelBinding:
         for block in coverage.blocks:
             self._restore_waiting(block)
 
-    def _claim(self, product: Product) -> KFACBlock | None:
+    def _claim(self, product: Product | TensorProduct) -> KFACBlock | None:
         """Make a block of a parameter that a function was seen to multiply by."""
         assert self.model is not None
         if (block := claim(self.model, product, self._groups, self._options, self.coverage)) is not None:

@@ -162,6 +162,10 @@ class Ledger:
         self._stale = False
 
 
+def _no_ledger() -> None:
+    return None
+
+
 class ForwardCall:
     """Is called as a hook on one output of a layer, and commits the call when a backward reaches the weight.
 
@@ -190,7 +194,7 @@ class ForwardCall:
         context: tuple[int, ...],
         term: int = 0,
     ) -> None:
-        self._ledger = weakref.ref(ledger)
+        self._ledger: Callable[[], Ledger | None] = weakref.ref(ledger)
         self._watch = weakref.ref(watch)
         self._root = root
         self._examples = examples
@@ -316,6 +320,11 @@ class ForwardCall:
                 watch.emit(
                     LayerCall(layer_input, gradient, None, self._training, self.context, False, reach, *drawn)
                 )
+
+    def withdraw(self) -> None:
+        """Take the call back before any backward has come to it, as somebody else notes it."""
+        self._ledger = _no_ledger
+        self._input = None
 
     def release(self) -> None:
         """Drop the tensors; further backwards through the call do not count."""

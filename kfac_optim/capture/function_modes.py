@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from kfac_optim.capture.contractions import TensorProduct
+from kfac_optim.capture.tensor_products import IN_PLACE, products_of, reads
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.autograd import no_view
 from kfac_optim.utils.dynamo import as_one_node, call_as_it_is, inline_only
@@ -32,6 +34,15 @@ class ProductListener(Protocol):
 
     def saw_product(self, product: Product, output: Tensor) -> Tensor:
         """Note a function's product with a parameter; return what stands for its output from now on."""
+
+    def saw_tensor(self, product: TensorProduct, output: Tensor, *, in_place: bool) -> Tensor:
+        """Note a product with matrices that lie in a parameter; return what stands for its output from now on."""
+
+    def hears_of(self, param: nn.Parameter) -> bool:
+        """Return whether `saw_tensor` takes products with a parameter."""
+
+    def saw_layer(self, function: Function, args: Any, kwargs: Any, output: Any) -> Any:
+        """Note a call of a layer's function by somebody else; return what stands for its output from now on."""
 
     def saw_use(self, param: nn.Parameter, function: str) -> None:
         """Note that a function of this name has used a parameter as a layer's weight in another way."""
@@ -66,7 +77,7 @@ class ProductMode(TorchFunctionMode):
             if followed is not None:
                 return followed
         output = traceable(func)(*args, **(kwargs or {}))
-        if _is_among(func, _WATCHED):
+        if _is_among(func, _WATCHED) or (not torch.compiler.is_compiling() and reads(func)):
             output = call_as_it_is(self._look, func, args, kwargs or {}, output)
         return output
 
@@ -84,11 +95,17 @@ class ProductMode(TorchFunctionMode):
         read, listener = _PRODUCTS.get(func), self._listener()
         if listener is None:
             return output
-        if read is not None:
-            product = read(*args, **kwargs)
-            if product is not None:
-                output = listener.saw_product(product, no_view(output))
-        elif output.requires_grad:
+        product = None if read is None else read(*args, **kwargs)
+        if product is not None:
+            return listener.saw_product(product, no_view(output))
+        if not torch.compiler.is_compiling():
+            products = [each for each in products_of(func, args, kwargs) if listener.hears_of(each.weight)]
+            for each in products:
+                output = listener.saw_tensor(each, output, in_place=func in IN_PLACE)
+            if products:
+                return output
+            output = listener.saw_layer(func, args, kwargs, output)
+        if read is None and (torch.compiler.is_compiling() or func in _OTHER_LAYERS) and output.requires_grad:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, nn.Parameter):
                     listener.saw_use(leaf, func.__name__)

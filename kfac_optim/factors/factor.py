@@ -99,9 +99,18 @@ class Factor:
         assert not isinstance(self.structure, Sketched)
         return torch.cat(packed_diagonal(self.packed, self.dim), -1) if self._is_dense else self.packed
 
-    def add(self, moment: Tensor) -> None:
-        """Add raw second moments to the sum of this step, shaped like `pending` or one for all groups."""
-        if self.pending is None:
+    def add(self, moment: Tensor, groups: slice | None = None) -> None:
+        """Add raw second moments to the sum of this step, shaped like `pending` or one for all groups.
+
+        Args:
+            moment: the moments.
+            groups: which groups they are of, where not of all.
+        """
+        if groups is not None:
+            if self.pending is None:
+                self.pending = moment.new_zeros(self.groups, *moment.shape[1:])
+            self.pending[groups] += moment
+        elif self.pending is None:
             self.pending = moment
         elif self.pending.shape == moment.shape:
             self.pending += moment
@@ -145,7 +154,9 @@ class Factor:
         # Nothing held and nothing gained is 0/0: such a step leaves the average as it is.
         gain = torch.where(self.mass > 0, weight / self.mass, 0.0)
         if sampled is not None:
-            gain = torch.where(sampled.unsqueeze(-1), gain, 0.0)
+            # The groups share one mass: a group without a sample so far takes its first one whole all the same.
+            empty = ~self.packed.any(-1, keepdim=True) & (weight > 0)
+            gain = torch.where(sampled.unsqueeze(-1), torch.where(empty, 1.0, gain), 0.0)
         self.packed.lerp_(sample, gain.to(self.dtype))
         self.pending = None
 

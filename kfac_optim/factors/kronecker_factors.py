@@ -40,9 +40,9 @@ class FactorPair:
 
     def accumulate(self, stats: LayerStatistics) -> None:
         if self.a is not None and stats.has_input:
-            self.a.add(stats.input_moment(self.a.structure))
+            self.a.add(stats.input_moment(self.a.structure), stats.groups)
         if self.g is not None:
-            self.g.add(stats.output_moment(self.g.structure))
+            self.g.add(stats.output_moment(self.g.structure), stats.groups)
         self.rows = self.rows + stats.count
 
     def has_pending(self) -> bool:
@@ -50,7 +50,10 @@ class FactorPair:
         return _counts(self.rows)
 
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
-        """Fold `A = Σ a aᵀ / rows` of mass `rows`, and `G = M Σ g gᵀ` of mass `M`; the loss scale is taken off."""
+        """Fold `A = Σ a aᵀ / rows` of mass `rows`, and `G = M Σ g gᵀ` of mass `M`; the loss scale is taken off.
+
+        Where groups have rows of their own, those without any (experts that got no token) keep both averages.
+        """
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
@@ -63,7 +66,9 @@ class FactorPair:
         if self.g is not None:
             # Where the device found no row the loss did not use the layer, and the zeros are no sample.
             used = (self.rows > 0).any().to(self.g.mass.dtype) if isinstance(self.rows, Tensor) else 1
-            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
+            sampled = self.rows > 0 if isinstance(self.rows, Tensor) and self.rows.dim() > 0 else None
+            scale, mass = loss_terms / loss_scale**2, loss_terms * used
+            self.g.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)
         self.refused += ~accept
         self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
         self.rows = 0

@@ -38,6 +38,11 @@ class LayerStatistics(ABC):
         """Return whether there is an input moment to add."""
         return True
 
+    @property
+    def groups(self) -> slice | None:
+        """Return which groups of the block the moments are of, as a slice of them; None is all."""
+        return None
+
     @abstractmethod
     def input_moment(self, structure: Structure | Sketched) -> Tensor:
         """Return `Σ a aᵀ`, `[groups, in, in]`, less what earlier backwards counted; or its diagonal `[groups, in]`.

@@ -8,8 +8,10 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.attention import MultiheadAttentionAdapter
 from kfac_optim.layers.base import Adapters, LayerAdapter, WeightBiasAdapter, find_adapter
+from kfac_optim.layers.bilinear import BilinearAdapter
 from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
 from kfac_optim.layers.embedding import EmbeddingAdapter
+from kfac_optim.layers.embedding_bag import EmbeddingBagAdapter
 from kfac_optim.layers.linear import LinearAdapter
 from kfac_optim.layers.norm import (
     BatchNormAdapter,
@@ -29,7 +31,9 @@ DEFAULT_ADAPTERS: Adapters = MappingProxyType(
         nn.ConvTranspose1d: ConvTransposeAdapter(),
         nn.ConvTranspose2d: ConvTransposeAdapter(),
         nn.ConvTranspose3d: ConvTransposeAdapter(),
+        nn.Bilinear: BilinearAdapter(),
         nn.Embedding: EmbeddingAdapter(),
+        nn.EmbeddingBag: EmbeddingBagAdapter(),
         nn.MultiheadAttention: MultiheadAttentionAdapter(),
         **dict.fromkeys((nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell), RecurrentAdapter()),
         nn.LayerNorm: LayerNormAdapter(),

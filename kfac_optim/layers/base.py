@@ -95,6 +95,9 @@ class LayerAdapter(ABC, Generic[M]):
     owns_children = False
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
 
+    expects_parametrized = False
+    """Whether the module's parametrizations are known to the adapter; others have the module refused."""
+
     def adds_bias_itself(self, module: M) -> bool:
         """Return whether the module, if its product with the weight is seen, adds its bias apart from that."""
         return False
@@ -180,7 +183,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
     def _watch(self, module: M, specs: Sequence[LayerSpec], sink: StatisticsSink) -> LayerWatch:
         """Return what is asked of the layer, whoever notes its calls."""
         (spec,) = specs
-        weight = module.get_parameter("weight")
+        weight = module.get_parameter(spec.params[0])
         return watch_of(weight, sink, 0, lambda call: self.statistics(module, spec, call, sink.dtype))
 
 

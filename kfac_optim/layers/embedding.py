@@ -6,17 +6,23 @@ diagonal, exactly so for weight sharing `expand` (as in kfac-jax and tensorflow/
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_optim.capture.loss_terms import examples_of
+from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import product_along, turned
 from kfac_optim.factors.subsampling import Draw
-from kfac_optim.layers.base import WeightBiasAdapter, own_forward
+from kfac_optim.layers.base import StatisticsSink, WeightBiasAdapter, own_forward
+from kfac_optim.layers.noted_function import Noted, note_function
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
+from kfac_optim.utils.hooks import Handle
 
 
 class EmbeddingStatistics(RowStatistics):
@@ -113,6 +119,22 @@ class EmbeddingStatistics(RowStatistics):
         return counts.unsqueeze(0).to(self.dtype)
 
 
+def _lookup(
+    module: nn.Embedding,
+    input: Tensor,  # noqa: A002 (torch's name)
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,  # noqa: ARG001 (torch's names)
+    norm_type: float = 2.0,  # noqa: ARG001
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Noted | None:
+    """Read a call of `F.embedding`; None where it is not that of the module, as far as gradients see it."""
+    if padding_idx != module.padding_idx or scale_grad_by_freq or sparse:
+        return None
+    return Noted(weight, input, examples_of(input, 0))
+
+
 class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):
     """Its weight is `[in, out]`."""
 
@@ -124,7 +146,16 @@ class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):
             return "the gradient is sparse: Embedding(sparse=True)"
         if module.scale_grad_by_freq:
             return "scale_grad_by_freq divides the gradient by token counts: it is no longer the loss's"
-        return own_forward(module, nn.Embedding) or super().refusal(module)
+        return super().refusal(module)
+
+    def capture(
+        self, module: nn.Embedding, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink
+    ) -> Handle:
+        if own_forward(module, nn.Embedding) is None:
+            return super().capture(module, specs, window, sink)
+        # It may scale what it looks up, or look up other ids than it is handed.
+        watch = self._watch(module, specs, sink)
+        return note_function(window, module, watch, F.embedding, partial(_lookup, module))
 
     def unbatched_ndim(self, module: nn.Embedding) -> int:
         return 0

@@ -126,6 +126,21 @@ def is_cast_of(tensor: Tensor, param: Tensor | None) -> bool:
     return leaf is not None and getattr(leaf, "variable", None) is param
 
 
+def gathered_from(tensor: Tensor) -> tuple[nn.Parameter, Tensor] | None:
+    """Return the parameter of which the tensor is `param[ids]`, with these ids `[rows]`; None for any other tensor."""
+    node = tensor.grad_fn
+    if node is None or node.name() not in ("IndexBackward0", "IndexSelectBackward0"):
+        return None
+    param = getattr(node.next_functions[0][0], "variable", None)
+    if node.name() == "IndexBackward0":
+        ids = node._saved_indices[0] if len(node._saved_indices) == 1 else None  # type: ignore[attr-defined]
+    else:
+        ids = node._saved_index if node._saved_dim == 0 else None  # type: ignore[attr-defined]
+    if not isinstance(param, nn.Parameter) or not isinstance(ids, Tensor):
+        return None
+    return (param, ids) if ids.dim() == 1 and ids.dtype in (torch.int64, torch.int32) else None
+
+
 def version(tensor: Tensor) -> int:
     """Return the count of changes in place; inference tensors allow none and have no counter."""
     return 0 if tensor.is_inference() else tensor._version

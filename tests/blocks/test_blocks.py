@@ -232,14 +232,6 @@ def test_without_an_adapter_attention_trains_under_sgd() -> None:
     assert_identical(clones(model.self_attn.parameters()), clones(attended))
 
 
-def weight_norm(layer: nn.Linear) -> nn.Module:
-    return parametrizations.weight_norm(layer)
-
-
-def spectral_norm(layer: nn.Linear) -> nn.Module:
-    return parametrizations.spectral_norm(layer)
-
-
 def orthogonal(layer: nn.Linear) -> nn.Module:
     return parametrizations.orthogonal(layer)
 
@@ -248,16 +240,7 @@ def pruned(layer: nn.Linear) -> nn.Module:
     return prune.random_unstructured(layer, "weight", amount=0.3)
 
 
-def old_weight_norm(layer: nn.Linear) -> nn.Module:
-    return nn.utils.weight_norm(layer)
-
-
-def old_spectral_norm(layer: nn.Linear) -> nn.Module:
-    return nn.utils.spectral_norm(layer)
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("change", [weight_norm, spectral_norm, orthogonal, pruned, old_weight_norm, old_spectral_norm])
+@pytest.mark.parametrize("change", [orthogonal, pruned])
 def test_a_layer_whose_weight_is_computed_from_other_parameters_takes_the_steps_of_sgd(
     change: Callable[[nn.Linear], nn.Module],
 ) -> None:

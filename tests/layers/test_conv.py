@@ -508,3 +508,37 @@ def test_channels_last_weights_take_the_same_steps_as_contiguous_ones(ndim: int,
     assert_same(list(snapshot(permuted).values()), list(snapshot(plain).values()))
     buffer = optimizers[1].state[permuted.weight]["momentum_buffer"]
     assert buffer.stride() == permuted.weight.stride()
+
+
+class _ByFunction(nn.Module):
+    """As in Mamba: the weight of a layer is given to its function, which the layer itself does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 2, groups=3)
+        self.calls_layer = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls_layer:
+            return self.conv(nn.functional.pad(x, (1, 1)))[..., : x.shape[-1]]
+        weight = self.conv.weight.squeeze(1).unsqueeze(1)
+        return nn.functional.conv1d(x, weight, self.conv.bias, padding=1, groups=3)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("calls_layer_later", [False, True])
+def test_a_grouped_convolution_called_by_function_is_measured_once(
+    calls_layer_later: bool,
+) -> None:
+    results = []
+    for by_layer in (True, False):
+        torch.manual_seed(0)
+        model = _ByFunction()
+        optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1, factor_decay=1e-12)
+        for step in range(3):
+            model.calls_layer = by_layer or (calls_layer_later and step == 2)
+            optimizer.zero_grad()
+            any_loss(model(torch.randn(4, 3, 5))).backward()
+            optimizer.step()
+        results.append(optimizer.factors()["conv"])
+        assert optimizer.metrics()["measured_parameters"] == 1.0
+    assert_same(results[0], results[1])

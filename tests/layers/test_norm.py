@@ -419,11 +419,11 @@ def test_a_network_of_norms_trains() -> None:
 # -- what is left to SGD -----------------------------------------------------------------------------------------
 
 
-class _ChannelsFirst(nn.LayerNorm):
-    """As in ConvNeXt: normalises another dimension than its base does."""
+class _Squared(nn.LayerNorm):
+    """Does more with what it scales, unlike norms of channels, see `test_scale.py`."""
 
     def forward(self, features: Tensor) -> Tensor:
-        return super().forward(features.movedim(1, -1)).movedim(-1, 1)
+        return super().forward(features).square()
 
 
 def _weight_frozen() -> nn.Module:
@@ -442,11 +442,9 @@ def _weight_frozen() -> nn.Module:
             dict.fromkeys(("weight", "bias"), "structure keeps neither of its factors"),
         ),
         (
-            lambda: _ChannelsFirst(4),
+            lambda: _Squared(4),
             {},
-            dict.fromkeys(
-                ("weight", "bias"), "_ChannelsFirst has a forward of its own, which may not be that of LayerNorm"
-            ),
+            dict.fromkeys(("weight", "bias"), "_Squared has a forward of its own, which may not be that of LayerNorm"),
         ),
         (lambda: nn.SyncBatchNorm(4), {}, dict.fromkeys(("weight", "bias"), "no adapter for SyncBatchNorm")),
     ],

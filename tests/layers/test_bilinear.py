@@ -1,0 +1,36 @@
+"""`nn.Bilinear`, by per-example gradients."""
+
+import pytest
+import torch
+from helpers import oracles
+from helpers.oracles import assert_same
+from torch import nn
+
+from kfac_optim import KFACOptimizer
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@pytest.mark.parametrize("shape", [(), (4,)], ids=["rows", "positions"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_factors_are_those_of_a_linear_layer_over_products(bias: bool, shape: tuple[int, ...]) -> None:
+    model, x, y = nn.Bilinear(3, 2, 4, bias=bias), torch.randn(5, *shape, 3), torch.randn(5, *shape, 2)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(5)
+    output = model(x, y)
+    output.retain_grad()
+    output.square().sum().backward()
+    optimizer.step()
+    a = oracles.linear_rows(torch.einsum("...i,...j->...ij", x, y).flatten(-2))
+    expected = oracles.factors(a, oracles.linear_rows(output.grad), terms=5, bias=bias)
+    assert_same(optimizer.factors()[""], expected)
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
+def test_with_one_example_the_kronecker_product_is_its_gradient_times_itself() -> None:
+    model = nn.Bilinear(3, 2, 4)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    model(torch.randn(1, 3), torch.randn(1, 2)).square().sum().backward()
+    optimizer.step()
+    gradient = torch.cat([model.weight.grad.flatten(1), model.bias.grad[:, None]], dim=1).flatten()[None]
+    assert_same(oracles.kronecker(*optimizer.factors()[""]), gradient.unsqueeze(2) * gradient.unsqueeze(1))

@@ -1,0 +1,307 @@
+"""Experts in one parameter, weights of `torch.einsum`, and parameters that are added: against layers of their own."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import oracles
+from helpers.oracles import assert_same
+from torch import Tensor, nn
+
+from kfac_optim import EKFAC, KFACOptimizer
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+EXPERTS, IN, OUT = 4, 8, 4  # grouped products want rows of 16 bytes
+ROWS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+UNEVEN = torch.tensor([0, 0, 0, 1, 3, 3])  # nothing for the third
+
+Way = Callable[[nn.Parameter, Tensor, Tensor], Tensor]
+
+
+def one_by_one(product: Callable[[Tensor, Tensor], Tensor]) -> Way:
+    def compute(weight: nn.Parameter, x: Tensor, ids: Tensor) -> Tensor:
+        return torch.cat([product(x[ids == expert], weight[expert]) for expert in ids.unique()])
+
+    return compute
+
+
+def offsets(ids: Tensor) -> Tensor:
+    return torch.bincount(ids, minlength=EXPERTS).cumsum(0).to(torch.int32)
+
+
+def blocks(x: Tensor) -> Tensor:
+    return x.view(EXPERTS, -1, IN)
+
+
+BY_OUTPUT: dict[str, Way] = {
+    "F.linear of a slice": one_by_one(F.linear),
+    "matmul with a transposed slice": one_by_one(lambda x, weight: x @ weight.T),
+    "a slice on the left": one_by_one(lambda x, weight: (weight @ x.T).T),
+    "bmm of gathered ones on the left": lambda w, x, ids: torch.bmm(w[ids], x.unsqueeze(-1)).squeeze(-1),
+    "grouped product": lambda w, x, ids: torch._grouped_mm(x, w.mT, offs=offsets(ids)),
+}
+BY_INPUT: dict[str, Way] = {
+    "matmul with a slice": one_by_one(lambda x, weight: x @ weight),
+    "bmm of gathered ones": lambda w, x, ids: torch.bmm(x.unsqueeze(1), w[ids]).squeeze(1),
+    "einsum of gathered ones behind another dimension": lambda w, x, ids: torch.einsum("mni,nio->mno", x[None], w[ids])[
+        0
+    ],
+    "einsum of gathered ones": lambda w, x, ids: torch.einsum("ni,nio->no", x, w.index_select(0, ids)),
+    "grouped product": lambda w, x, ids: torch._grouped_mm(x, w, offs=offsets(ids)),
+}
+OF_ALL: dict[str, Way] = {
+    "bmm": lambda w, x, _: torch.bmm(blocks(x), w).flatten(0, 1),
+    "baddbmm": lambda w, x, _: torch.baddbmm(torch.zeros(EXPERTS, 2, OUT), blocks(x), w).flatten(0, 1),
+    "matmul": lambda w, x, _: (blocks(x) @ w).flatten(0, 1),
+    "einsum": lambda w, x, _: torch.einsum("eni,eio->neo", blocks(x), w).transpose(0, 1).flatten(0, 1),
+    "einsum with the batch first": lambda w, x, _: torch.einsum("nei,eio->eno", blocks(x).transpose(0, 1), w).flatten(
+        0, 1
+    ),
+    "two halves": lambda w, x, _: torch.cat([blocks(x)[:2].bmm(w[:2]), blocks(x)[2:].bmm(w[2:])]).flatten(0, 1),
+}
+WAYS = {
+    **{f"[experts, out, in], {name}": (way, UNEVEN, True) for name, way in BY_OUTPUT.items()},
+    **{f"[experts, in, out], {name}": (way, UNEVEN, False) for name, way in BY_INPUT.items()},
+    **{f"[experts, in, out], {name}": (way, ROWS, False) for name, way in OF_ALL.items()},
+}
+
+
+class Experts(nn.Module):
+    def __init__(self, way: Way, by_output: bool) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.randn(EXPERTS, OUT, IN) if by_output else torch.randn(EXPERTS, IN, OUT))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.way(self.weight, x, ids)
+
+
+class Routed(nn.Module):
+    """A layer for each expert."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(IN, OUT, bias=False) for _ in weights])
+        for expert, weight in zip(self.experts, weights, strict=True):
+            expert.weight.data.copy_(weight)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return torch.cat([self.experts[expert](x[ids == expert]) for expert in ids.unique()])
+
+
+def pair(name: str) -> tuple[Experts, Routed, Tensor, Tensor, bool, float]:
+    """A model and its twin, what they are given, how the weight lies, and how equal they are to be."""
+    way, ids, by_output = WAYS[name]
+    torch.manual_seed(0)
+    model = Experts(way, by_output)
+    twin, x = Routed(model.weight if by_output else model.weight.mT), torch.randn(len(ids), IN)
+    if "grouped" not in name:
+        return model, twin, x, ids, by_output, 1e-9
+    return model.float(), twin.float(), x.float(), ids, by_output, 1e-3  # the CPU has no such product in float64
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output.square() / 2 + output * torch.arange(1.0, output.numel() + 1).view(output.shape)).sum()
+
+
+def step(model: nn.Module, optimizer: KFACOptimizer, x: Tensor, ids: Tensor) -> None:
+    optimizer.zero_grad()
+    optimizer.set_loss_terms(5)
+    loss_of(model(x, ids)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_factors_of_each_expert_are_those_of_a_layer_of_its_own(name: str) -> None:
+    model, twin, x, ids, _, rtol = pair(name)
+    ours, theirs = (KFACOptimizer(each, lr=0.0) for each in (model, twin))
+    step(model, ours, x, ids)
+    step(twin, theirs, x, ids)
+    assert ours.metrics()["measured_parameters"] == 1.0
+    a, g = ours.factors()[""]
+    for expert in ids.unique().tolist():
+        of_layer = tuple(each[0] for each in theirs.factors()[f"experts.{expert}"])
+        assert_same((a[expert], g[expert]), of_layer, rtol=rtol)
+
+
+@pytest.mark.parametrize("inverse", [None, EKFAC()], ids=["default", "EKFAC"])
+@pytest.mark.parametrize("name", ["[experts, out, in], F.linear of a slice", "[experts, in, out], grouped product"])
+def test_experts_train_as_layers_of_their_own(name: str, inverse: EKFAC | None) -> None:
+    model, twin, x, ids, by_output, rtol = pair(name)
+    options = {} if inverse is None else {"inverse": inverse}
+    ours, theirs = (KFACOptimizer(each, lr=0.1, factor_update_period=1, **options) for each in (model, twin))
+    for _ in range(3):
+        step(model, ours, x, ids)
+        step(twin, theirs, x, ids)
+    for expert in ids.unique().tolist():
+        weight = model.weight[expert] if by_output else model.weight[expert].T
+        assert_same(weight, twin.experts[expert].weight, rtol=rtol)
+
+
+def test_with_one_row_the_kronecker_product_is_the_gradient_of_the_expert_times_itself() -> None:
+    model = Experts(BY_INPUT["matmul with a slice"], False)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(1)
+    loss_of(model(torch.randn(EXPERTS, IN), torch.arange(EXPERTS))).backward()
+    optimizer.step()
+    gradient = model.weight.grad.mT.flatten(1)
+    assert_same(oracles.kronecker(*optimizer.factors()[""]), gradient.unsqueeze(2) * gradient.unsqueeze(1))
+
+
+def two_steps(first: Tensor, second: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Factors after each of two steps with these rows for the experts."""
+    torch.manual_seed(0)
+    model = Experts(BY_INPUT["matmul with a slice"], False)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
+    results = []
+    for ids in (first, second):
+        step(model, optimizer, torch.randn(len(ids), IN), ids)
+        results.append(tuple(each.clone() for each in optimizer.factors()[""]))
+    return results[0], results[1]
+
+
+def test_an_expert_without_rows_keeps_its_averages() -> None:
+    before, after = two_steps(ROWS, UNEVEN)
+    for then, now in zip(before, after, strict=True):
+        assert torch.equal(then[2], now[2])
+        assert not torch.equal(then[0], now[0])
+
+
+def test_an_expert_takes_its_first_rows_whole_however_late_they_come() -> None:
+    (_, _), (a, g) = two_steps(UNEVEN, torch.tensor([2]))
+    torch.manual_seed(0)
+    model = Experts(BY_INPUT["matmul with a slice"], False)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    torch.randn(len(UNEVEN), IN)
+    step(model, optimizer, torch.randn(1, IN), torch.tensor([2]))
+    assert_same((a[2], g[2]), tuple(each[2] for each in optimizer.factors()[""]))
+
+
+def test_two_backwards_through_one_forward_count_as_one_of_their_sum() -> None:
+    results = []
+    for split in (True, False):
+        torch.manual_seed(0)
+        model = Experts(BY_INPUT["bmm of gathered ones"], False)
+        optimizer = KFACOptimizer(model, lr=0.0)
+        optimizer.set_loss_terms(1)
+        output = model(torch.randn(len(UNEVEN), IN), UNEVEN)
+        parts = [loss_of(output[:4]), loss_of(output[4:])]
+        for part in parts if split else [parts[0] + parts[1]]:
+            part.backward(retain_graph=True)
+        optimizer.step()
+        results.append(optimizer.factors()[""])
+    assert_same(results[0], results[1])
+
+
+def test_a_run_with_experts_goes_on_from_a_checkpoint_bit_for_bit() -> None:
+    model, _, x, ids, _, _ = pair("[experts, out, in], F.linear of a slice")
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, factor_update_period=1)
+    step(model, optimizer, x, ids)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    step(model, optimizer, x, ids)
+    other, _, _, _, _, _ = pair("[experts, out, in], F.linear of a slice")
+    other.load_state_dict(weights)
+    resumed = KFACOptimizer(other, lr=0.1, momentum=0.9, factor_update_period=1)
+    resumed.load_state_dict(saved)
+    step(other, resumed, x, ids)
+    assert torch.equal(model.weight, other.weight)
+
+
+# -- torch.einsum --------------------------------------------------------------------------------------------------
+
+
+class Einsum(nn.Module):
+    def __init__(self, equation: str, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.equation, self.weight = equation, nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum(self.equation, x, self.weight)
+
+
+# equation → shape of the weight; its letters, those of outputs and those of inputs; shape of the input
+EQUATIONS: dict[str, tuple[tuple[int, ...], tuple[str, str, str], tuple[int, ...]]] = {
+    "bi,oi->bo": ((2, 3), ("oi", "o", "i"), (5, 3)),
+    "xi,oi->xo": ((1, 3), ("oi", "o", "i"), (5, 3)),
+    "bi,io->bo": ((3, 2), ("io", "o", "i"), (5, 3)),
+    "ibh,hnd->ibnd": ((3, 2, 2), ("hnd", "nd", "h"), (4, 5, 3)),
+    "ibnd,hnd->ibh": ((3, 2, 2), ("hnd", "h", "nd"), (4, 5, 2, 2)),
+    "...i,oi": ((2, 3), ("oi", "o", "i"), (5, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_factors_of_einsum_are_those_of_a_linear_layer(equation: str) -> None:
+    shape, sides, of_input = EQUATIONS[equation]
+    model, x = Einsum(equation, shape), torch.randn(of_input)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(5)
+    output = model(x)
+    output.retain_grad()
+    loss_of(output).backward()
+    optimizer.step()
+    letters, outputs, inputs = sides
+    order = [letters.index(letter) for letter in outputs + inputs]
+    width = math.prod(shape[letters.index(letter)] for letter in outputs)
+    a, g = x.reshape(-1, model.weight.numel() // width), output.grad.reshape(-1, width)
+    rows = [each.view(1, -1, 1, each.shape[-1]) for each in (a, g)]
+    assert_same(optimizer.factors()[""], oracles.factors(*rows, terms=5, bias=False))
+    assert_same(g.T @ a, model.weight.grad.permute(order).reshape(width, -1))
+
+
+# -- what is added -------------------------------------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    def __init__(self, add: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+        super().__init__()
+        self.add = add
+        self.shift = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x.clone(), self.shift)
+
+
+@pytest.mark.parametrize(
+    "add", [lambda x, shift: x + shift, lambda x, shift: shift + x, lambda x, shift: x.add_(shift)],
+    ids=["+", "on the left", "in place"],
+)  # fmt: skip
+def test_what_is_added_has_for_g_the_moments_of_its_gradients(add: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+    model, x = Shifted(add), torch.randn(5, 2, 3, requires_grad=True)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(5)
+    loss_of(model(x)).backward()
+    optimizer.step()
+    a, g = optimizer.factors()["shift"]
+    assert a is None
+    assert_same(g, 5 * torch.einsum("bni,bnj->nij", x.grad, x.grad))
+
+
+def test_biases_of_experts_that_are_gathered_and_added_in_place_are_groups() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(4, 3, 2)), nn.Parameter(torch.randn(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = torch.bmm(x.unsqueeze(1), self.weight[UNEVEN]).squeeze(1)
+            output.add_(self.bias[UNEVEN])
+            self.output = output.mul(1)
+            self.output.retain_grad()
+            return self.output
+
+    model = Biased()
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(1)
+    loss_of(model(torch.randn(len(UNEVEN), 3))).backward()
+    optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+    gradient = model.output.grad
+    for name in ("", "bias"):
+        for expert in range(4):
+            mine = gradient[expert == UNEVEN]
+            assert_same(optimizer.factors()[name][1][expert], mine.T @ mine)
