@@ -26,7 +26,7 @@ from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
-from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
+from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics, adds_bias_to_first
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 
@@ -193,8 +193,9 @@ class FunctionalUses(ForwardListener):
         if torch.compiler.is_compiling():
             index = self._index(weight)
             return index >= 0 and bool(_is_noted_in_graph(self.number, index))
-        if weight in self._last:
-            self._last.pop(weight).context = ADDS_BIAS
+        call = self._last.pop(weight, None)
+        if call is not None and not call.context:
+            call.context = ADDS_BIAS
         return weight in self._blocks
 
     def saw_product(self, product: Product, output: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ class FunctionalUses(ForwardListener):
             product.input,
             output,
             examples=examples_of(product.input, 1),
-            context=ADDS_BIAS if adds_bias else (),
+            context=_context(adds_bias, product.with_bias),
         )
         if call is not None and not opposed:
             self._last[weight] = call
@@ -296,6 +297,13 @@ def _is_noted_in_graph(uses: int, index: int) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
     return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)
+
+
+def _context(adds_bias: bool, with_bias: int) -> tuple[int, ...]:
+    """Return the context of a product; the bias is added to the first `with_bias` positions, 0 being all."""
+    if not adds_bias:
+        return ()
+    return adds_bias_to_first(with_bias) if with_bias else ADDS_BIAS
 
 
 def _statistics(block: KFACBlock, opposed: bool, call: LayerCall) -> ProductStatistics:

@@ -1,8 +1,9 @@
 """Torch functions seen or replaced while a module's forward runs, for layers that module hooks cannot see into."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.taylor.stacked_linear import stacked_linear
 from kfac_optim.utils.autograd import no_view
 from kfac_optim.utils.dynamo import as_one_node, call_as_it_is, inline_only
 from kfac_optim.utils.hooks import Handle, is_any_on, is_on
@@ -25,6 +27,8 @@ class Product(NamedTuple):
     input: Tensor
     bias: Tensor | None
     transposed: bool
+    with_bias: int = 0
+    """How many shared positions of an example the bias is added to, the first ones; 0 is all of them."""
 
 
 class ProductListener(Protocol):
@@ -52,6 +56,10 @@ class ProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for kind in types:
+            if getattr(kind, "taken_apart", False):  # the functions that it calls in this one's place are to be seen
+                with self:
+                    return cast(Any, kind).__torch_function__(func, types, args, kwargs or {})
         output = traceable(func)(*args, **(kwargs or {}))
         if _is_among(func, _WATCHED):
             output = call_as_it_is(self._look, func, args, kwargs or {}, output)
@@ -106,8 +114,14 @@ def _of_addmm(
     return _product(mat1, mat2, input if beta == 1 else None, transposed=True)
 
 
+def _of_stacked_linear(rows: Tensor, weight: Tensor, bias: Tensor, with_bias: int = 1) -> Product | None:
+    product = _product(rows, weight, bias, transposed=False)
+    return product and product._replace(with_bias=with_bias * math.prod(rows.shape[2:-1]))
+
+
 _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
     F.linear: _of_linear,
+    stacked_linear: _of_stacked_linear,
     torch.addmm: _of_addmm,
     torch.Tensor.addmm: _of_addmm,
     torch.matmul: _of_matmul,
