@@ -29,6 +29,7 @@ from kfac_optim.inverses import (
     InverseState,
     LowRank,
     NewtonSchulz,
+    SumOfTerms,
 )
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
@@ -86,6 +87,7 @@ __all__ = [
     "Staggered",
     "Structure",
     "Subsample",
+    "SumOfTerms",
     "Summary",
     "Together",
     "TrustRegion",

@@ -52,6 +52,10 @@ class CallRows(LayerStatistics):
         return self.input_rows(layer_input) @ directions
 
     @property
+    def term(self) -> int:
+        return self.call.term
+
+    @property
     def bias_input(self) -> int:
         """Return what the bias is multiplied by: 1, or 0 if this call did not add it."""
         return 1
