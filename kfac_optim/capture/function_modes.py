@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.taylor.stacked_linear import stacked_linear
+from kfac_optim.taylor.stacked_product import stacked_product
 from kfac_optim.utils.autograd import no_view
 from kfac_optim.utils.dynamo import as_one_node, call_as_it_is, inline_only
 from kfac_optim.utils.hooks import Handle, is_any_on, is_on
@@ -114,14 +114,14 @@ def _of_addmm(
     return _product(mat1, mat2, input if beta == 1 else None, transposed=True)
 
 
-def _of_stacked_linear(rows: Tensor, weight: Tensor, bias: Tensor, with_bias: int = 1) -> Product | None:
+def _of_stacked_product(rows: Tensor, weight: Tensor, bias: Tensor, with_bias: int = 1) -> Product | None:
     product = _product(rows, weight, bias, transposed=False)
     return product and product._replace(with_bias=with_bias * math.prod(rows.shape[2:-1]))
 
 
 _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
     F.linear: _of_linear,
-    stacked_linear: _of_stacked_linear,
+    stacked_product: _of_stacked_product,
     torch.addmm: _of_addmm,
     torch.Tensor.addmm: _of_addmm,
     torch.matmul: _of_matmul,

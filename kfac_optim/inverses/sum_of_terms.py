@@ -129,7 +129,7 @@ class _PencilJob(FactorJob):
 def _jobs(state: SumOfTermsState, damping: float) -> list[_PencilJob]:
     """Return a job for each side that is not the identity."""
     pairs = state.pair.of_terms
-    held = [pair.held() for pair in pairs]
+    held = [_was_seen(pair) for pair in pairs]
     sides = [side for side, factor in enumerate((pairs[0].a, pairs[0].g)) if factor is not None]
     by_term = [_shares(pair, damping, state.condition.dtype) for pair in pairs]
     jobs = []
@@ -139,6 +139,15 @@ def _jobs(state: SumOfTermsState, damping: float) -> list[_PencilJob]:
         second = torch.where(held[0] & held[1], other_share.of(two), 0)
         jobs.append(_PencilJob(state, side, factor, first, shift, second))
     return jobs
+
+
+def _was_seen(pair: FactorPair) -> Tensor:
+    """Return whether the term had any gradient, `[]` bool.
+
+    Where `A` is the identity nothing else tells: ranks add zeros to `G` for what the others see (`FactorPair.age`).
+    """
+    held = pair.held()
+    return held & (pair.g.trace() > 0).any() if pair.a is None and pair.g is not None else held
 
 
 def _shares(pair: FactorPair, damping: float, dtype: torch.dtype) -> list[tuple[Factor, Tensor, Damped]]:

@@ -22,7 +22,7 @@ from kfac_optim.taylor.channels import (
     through_sum,
     works_in_place,
 )
-from kfac_optim.taylor.stacked_linear import stacked_linear
+from kfac_optim.taylor.stacked_product import stacked_product
 from kfac_optim.utils.autograd import is_of_custom_function
 
 Function = Callable[..., Any]
@@ -211,8 +211,10 @@ def _through_weight(z: Channels, weight: Tensor, bias: Tensor | None = None) -> 
             else through_sum(through_linear(F.linear, (z, weight), {}), bias)
         )
     rows = _stacked(z)
-    product = F.linear(rows, weight) if bias is None else stacked_linear(rows, weight, bias)
-    return _unstacked(product, z)
+    if bias is None:
+        return _unstacked(F.linear(rows, weight), z)
+    product = _unstacked(stacked_product(rows, weight, bias), z)
+    return product._replace(value=product.value + bias)
 
 
 def _stacked(z: Channels) -> Tensor:
