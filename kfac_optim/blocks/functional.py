@@ -22,11 +22,11 @@ from kfac_optim.capture.function_modes import Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow, ForwardListener
-from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_call import ADDS_BIAS, LayerCall, adds_bias_to_first
 from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
-from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics, adds_bias_to_first
+from kfac_optim.layers.product import ProductAdapter, ProductStatistics
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
 

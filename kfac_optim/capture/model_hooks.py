@@ -11,6 +11,8 @@ from torch.overrides import BaseTorchFunctionMode
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import adds_bias_to_first
+from kfac_optim.taylor.carried import Carried, StackedProduct
 from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on
 
 _NO_MODE = BaseTorchFunctionMode()
@@ -89,11 +91,21 @@ class _LayerHook:
                 window.listener.layer_ran(watch.weight)
             elif window.listener.module_ran(watch.weight):
                 return None
+        if isinstance(output, Carried):
+            if self._is_product and output.product is not None:
+                _note_stacked(window, watch, output.product, module.training)
+            return None  # what else has derivatives with it is not measured, which the gradient check finds
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
         if layer_input is None:
             return None
         examples = examples_of(layer_input, self._unbatched_ndim)
         return window.note_output(watch, layer_input, output, examples=examples, training=module.training)
+
+
+def _note_stacked(window: CaptureWindow, watch: LayerWatch, product: StackedProduct, training: bool) -> None:
+    """Note the one product of value and derivatives that a layer has made (`taylor.laplacian`)."""
+    context = adds_bias_to_first(product.with_bias) if product.with_bias else ()
+    window.note(watch, product.rows, product.output, examples=len(product.rows), training=training, context=context)
 
 
 class _RootHooks:

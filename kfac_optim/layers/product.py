@@ -7,23 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import ADDS_BIAS
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import linear_rows
 from kfac_optim.layers.base import LayerAdapter, StatisticsSink
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.hooks import Handle, Handles
-
-ADDS_BIAS = (1,)
-"""Context of a product to which the block's bias was added; without it there is none."""
-
-
-def adds_bias_to_first(positions: int) -> tuple[int, ...]:
-    """Return the context of a product to which the block's bias was added at the first positions of an example alone.
-
-    Args:
-        positions: how many, of the shared positions in their order.
-    """
-    return (*ADDS_BIAS, positions)
 
 
 class ProductStatistics(RowStatistics):

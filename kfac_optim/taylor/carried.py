@@ -1,8 +1,9 @@
 """A tensor that carries its derivatives through whatever a model's forward does with it."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,17 @@ class NotCarriedError(NotImplementedError):
     """Says what the derivatives cannot be carried through, and what to do."""
 
 
+class StackedProduct(NamedTuple):
+    """Describes the product with a weight that a carried tensor was split from."""
+
+    rows: Tensor
+    """`[batch, positions, *shared, in]`."""
+    output: Tensor
+    """`[batch, positions, *shared, out]`, without the bias."""
+    with_bias: int
+    """How many shared positions are given the bias, the first ones; 0 is none."""
+
+
 class Carried(Tensor):
     """Stands for a value in a model's forward, and has its derivatives with it.
 
@@ -83,6 +95,9 @@ class Carried(Tensor):
     """
 
     channels: Channels
+
+    product: StackedProduct | None = None
+    """The product with a weight that this is the result of, and nothing else; None for other tensors."""
 
     taken_apart = True
     """Says to modes which look at torch functions that this class calls other functions in their place, to be shown."""
@@ -105,6 +120,8 @@ class Carried(Tensor):
         args, kwargs = (tree_map(channels_of, each) for each in (args, kwargs))
         if works_in_place(func, args, kwargs):
             raise _refusal(func, "it changes its input in place")
+        if func is F.linear and isinstance(args[0], Channels) and not _holds_channels((args[1:], kwargs)):
+            return _through_weight(*args, **kwargs)
         made = _carry(func, args, kwargs)
         return map_channels(cls.of, made)
 
@@ -152,8 +169,6 @@ def _carry(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     name = func.__name__
     if name in _CONSTANT:
         return _on_values(func, args, kwargs)
-    if func is F.linear and isinstance(args[0], Channels) and not _holds_channels((args[1:], kwargs)):
-        return _through_weight(*args, **kwargs)
     if name in _ELEMENTWISE and _is_lone(args):
         return through_elementwise(func if not (args[1:] or kwargs) else _with(func, args[1:], kwargs), args[0])
     if name in ("pow", "__pow__") and _is_lone(args) and not kwargs:
@@ -202,19 +217,17 @@ def _through_matrices(left: Any, right: Any) -> Channels | None:
     return through_bilinear(torch.matmul, left, right)
 
 
-def _through_weight(z: Channels, weight: Tensor, bias: Tensor | None = None) -> Channels:
+def _through_weight(z: Channels, weight: Tensor, bias: Tensor | None = None) -> Carried:
     """Multiply value and derivatives by a weight in one call, of which the value alone gets the bias."""
-    if z.value.dim() == 1:
-        return (
-            through_linear(F.linear, (z, weight), {})
-            if bias is None
-            else through_sum(through_linear(F.linear, (z, weight), {}), bias)
-        )
+    if z.value.dim() == 1:  # one feature vector, without a batch
+        result = through_linear(F.linear, (z, weight), {})
+        return Carried.of(result if bias is None else through_sum(result, bias))
     rows = _stacked(z)
-    if bias is None:
-        return _unstacked(F.linear(rows, weight), z)
-    product = _unstacked(stacked_product(rows, weight, bias), z)
-    return product._replace(value=product.value + bias)
+    output = F.linear(rows, weight) if bias is None else stacked_product(rows, weight, bias)
+    split = _unstacked(output, z)
+    result = Carried.of(split if bias is None else split._replace(value=split.value + bias))
+    result.product = StackedProduct(rows.detach(), output, 0 if bias is None else math.prod(rows.shape[2:-1]))
+    return result
 
 
 def _stacked(z: Channels) -> Tensor:

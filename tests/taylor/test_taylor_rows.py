@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from kfac_optim import KFACOptimizer, LayerSpec, LayerStatistics, LossTerms, Structure, Subsample, WeightSharing
-from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_call import LayerCall, adds_bias_to_first
 from kfac_optim.inverses.pair_inverse import PairState
-from kfac_optim.layers.product import ProductStatistics, adds_bias_to_first
+from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.taylor import laplacian
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -89,6 +89,37 @@ def test_all_layers_are_preconditioned_and_none_is_left_to_sgd() -> None:
     assert "100%" in str(optimizer.summary())
     assert "SGD" not in str(optimizer.summary())
     assert losses[-1] < losses[0]
+
+
+def test_layers_called_by_themselves_have_the_factors_of_the_model() -> None:
+    model, x, factors = plain(2), torch.rand(20, 2), []
+    for called in (model, lambda x: model[4](model[3](model[2](model[1](model[0](x)))))):
+        optimizer = KFACOptimizer(model, lr=0.0)
+        optimizer.set_loss_terms(1)
+        found = laplacian(called, x)
+        (found.laplacian.sin() + found.value).sum().backward()
+        optimizer.step()
+        factors.append(optimizer.factors())
+        optimizer.remove_hooks()
+    assert factors[0].keys() == factors[1].keys() == {"0", "2", "4"}
+    for name, pair in factors[0].items():
+        assert_same(pair, factors[1][name])
+
+
+def test_layers_of_other_kinds_take_the_sgd_step_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Tanh(), nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 4))
+    optimizer, x = KFACOptimizer(model, lr=0.01, factor_update_period=1), torch.rand(20, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            # The value alone goes through them as well, which must not be taken for all.
+            (laplacian(model, x).laplacian.square().mean() + model(x).square().mean()).backward()
+            optimizer.step()
+    said = " ".join(str(each.message) for each in caught)
+    assert "a part was captured and takes the plain SGD step ('1')" in said
+    assert "'4.weight' is used by conv1d in a way that is not measured" in said
+    assert optimizer.factors().keys() == {"0"}
 
 
 @given(
