@@ -69,6 +69,9 @@ _RANDOM = frozenset(
 
 _BILINEAR = {"matmul": torch.matmul, "__matmul__": torch.matmul, "mm": torch.matmul, "bmm": torch.matmul}
 
+# The classes of what TorchScript makes of functions and methods.
+_SCRIPTED = ("ScriptMethod", "ScriptFunction")
+
 _VIEWS = ("T", "mT", "H", "mH")
 
 
@@ -91,7 +94,8 @@ class Carried(Tensor):
     """Stands for a value in a model's forward, and has its derivatives with it.
 
     It has the shape, dtype and device of the value, and every torch function that it is handed to gives such a tensor
-    again.
+    again. Its own numbers are NaN: code that takes no notice of the class, as scripted functions do not, would lose the
+    derivatives in silence.
     """
 
     channels: Channels
@@ -104,7 +108,9 @@ class Carried(Tensor):
 
     @classmethod
     def of(cls, channels: Channels) -> "Carried":
-        carried = channels.value.as_subclass(cls)
+        # It requires a gradient so that custom autograd functions show (`channels_of`).
+        numbers = channels.value.new_full((), math.nan).requires_grad_().expand(channels.value.shape)
+        carried = numbers.as_subclass(cls)
         carried.channels = channels
         return carried
 
@@ -113,6 +119,8 @@ class Carried(Tensor):
         cls, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if type(func).__name__ in _SCRIPTED:
+            raise _refusal(func, "it is scripted, and cannot be looked into; pass what it was scripted from")
         if (rewritten := _REWRITTEN.get(func.__name__)) is not None:
             return rewritten(*args, **kwargs)
         if func.__name__ == "__get__":

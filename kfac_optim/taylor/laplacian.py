@@ -37,10 +37,11 @@ def laplacian(
     `KFACOptimizer(model, …)` makes the layer's factors of all of them (Dangel, Müller & Zeinhofer 2024, arXiv
     2405.15603). Nested `autograd.grad` computes the same numbers in reverse passes.
 
-    The forward may hold whatever torch can differentiate twice in forward mode: modules, activations, sums, products,
-    features such as `torch.sin(2 * x)`, `cat`, indexing, layer norms, attention. Each example has to be treated by
-    itself. Refused are functions that change a tensor in place, draw random numbers (dropout in training) or mix the
-    examples of a batch (batch norm in training), custom autograd functions, and models that are scripted or compiled.
+    The forward may hold whatever torch can differentiate often enough: modules, activations, sums, products, features
+    such as `torch.sin(2 * x)`, `cat`, indexing, layer norms. Each example has to be treated by itself. Refused are
+    functions that change a tensor in place, draw random numbers (dropout in training) or mix the examples of a batch
+    (batch norm in training), custom autograd functions, and scripted modules; a scripted function makes all
+    derivatives NaN.
     A forward of several arguments is called by a function: `laplacian(lambda z: model(z[:, :1], z[:, 1:]), z)`.
 
     Args:
@@ -80,10 +81,12 @@ def laplacian(
     if not isinstance(output, Carried):
         raise NotCarriedError(
             f"kfac_optim: the output of the model of taylor.laplacian does not depend on x in a way that was seen: it "
-            f"is a constant, or passed through detach(), .data, NumPy or scripted or compiled code. {REMEDY}"
+            f"is a constant, or passed through detach(), .data, or NumPy. {REMEDY}"
         )
     value, first, second, _ = channels_of(output)
     single = not isinstance(weights, Tensor | Sequence) or operators is None or torch.as_tensor(weights).dim() == 1
+    lost = 0 * value.detach()  # NaN where derivatives were lost on the way to the value, see `Carried`
+    first, second = first + lost, second + lost
     return Derivatives(value, first.movedim(0, -1), second[0] if single else second.movedim(0, -1))
 
 

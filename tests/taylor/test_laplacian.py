@@ -172,6 +172,21 @@ def test_what_cannot_be_carried_is_named_with_the_remedy(case: str) -> None:
         laplacian(make(), torch.randn(3, 2))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(3, 2))])
+def test_scripted_code_is_refused(make: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+    with pytest.raises(NotImplementedError, match=r"taylor\.laplacian .*it is scripted.*nested autograd\.grad"):
+        laplacian(make(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))), torch.randn(3, 2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor:UserWarning")
+def test_what_a_scripted_function_loses_makes_all_derivatives_nan() -> None:
+    scripted, x = torch.jit.trace(lambda x: x * x.sin(), torch.randn(3, 2)), torch.randn(3, 2)
+    found = laplacian(lambda x: x.exp() + scripted(x), x)
+    assert all(bool(each.isnan().all()) for each in found)
+
+
 def test_a_layer_norm_is_the_group_norm_of_one_group() -> None:
     # Not compared with nested differentiation of it, whose third derivatives torch 2.13 gets wrong.
     gradients = []
