@@ -12,7 +12,7 @@ products with each dense factor, at every step.
 | `EKFAC` | `U diag(S) Uᵀ + λI` | 27 d³, and samples | 2 | where refreshes are rare |
 | `InverseAndRoot` | damped `A` and `G`, or the root of `A` | 27 d³ | 1 | with `SelectedUpdates` |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
-| `SumOfTerms` | damped `A₁ ⊗ G₁ + A₂ ⊗ G₂` | 33 d³ | 2 | for a loss of two terms, inside and on a boundary |
+| `SumOfTerms` | damped `A₁ ⊗ G₁ + A₂ ⊗ G₂` | 50 d³ | 2 | for a loss of two terms, inside and on a boundary |
 
 `AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
 `(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.

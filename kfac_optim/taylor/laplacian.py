@@ -29,8 +29,8 @@ def laplacian(
 ) -> Derivatives:
     """Return `model(x)`, its gradient and its Laplacian in `x`, carried through the model's own forward in one pass.
 
-    For losses of differential equations (physics-informed networks): `laplacian(model, x).laplacian + f(x)` is the
-    residual of Poisson's equation. Beside each value `z` of the forward go its derivatives `∂ᵢz` and its Laplacian
+    It is for losses of differential equations (physics-informed networks): `laplacian(model, x).laplacian + f(x)` is
+    the residual of Poisson's equation. Beside each value `z` of the forward go its derivatives `∂ᵢz` and its Laplacian
     `Δz`: through a linear layer as `W∂ᵢz` and `WΔz`, through an elementwise function σ as `σ'∂ᵢz` and
     `σ'Δz + σ''Σᵢ(∂ᵢz)²` (forward Laplacian, Li et al. 2023, arXiv 2307.08214). All 2 + d of an example go through each
     linear layer as one product of stacked rows `[N, 2 + d, in]`, the bias added to the first, so that

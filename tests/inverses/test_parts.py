@@ -50,13 +50,18 @@ def numbers(nested: dict[str, Any]) -> Iterator[Tensor]:
 def held_in_state(inverse: Inverse[Any], layer: LayerSpec) -> int:
     state = inverse.init(layer.by_blocks(), dtype=torch.float32, device=torch.device("meta"))
     # What opposed uses mix their averages to is held, and made anew from these when a checkpoint is loaded.
-    mixed = [factor.packed for pair in mixed_pairs(state.pair) for factor in (pair.a, pair.g) if factor is not None]
+    mixed = [
+        factor.packed
+        for pair in mixed_pairs(getattr(state, "pair", None))
+        for factor in (pair.a, pair.g)
+        if factor is not None
+    ]
     # So is the S that is applied among several processes, which checkpoints hold on one as well.
     kept = {name: tensor for name, tensor in state.tensors().items() if not name.startswith("S_applied")}
     return sum(tensor.numel() for tensor in [*numbers(kept), *mixed])
 
 
-def mixed_pairs(pair: FactorPair) -> Iterator[FactorPair]:
+def mixed_pairs(pair: FactorPair | None) -> Iterator[FactorPair]:
     if isinstance(pair, SeveralPairs):
         yield pair
         for member in pair.members().values():
