@@ -4,7 +4,8 @@ The package is laid out in rooms, from the ground up. A room imports only from t
 one row do not import each other; `tests/test_architecture.py` holds them to it.
 
     utils, linalg, specs                  tools around torch; matrix functions; what a layer is, and what is kept of it
-    factors                               second moments of a layer's inputs and output gradients, averaged
+    factors, taylor                       second moments of a layer's inputs and output gradients, averaged; derivatives
+                                          of a model by its inputs, carried through its forward
     inverses, capture                     inverses of the factors, one kind per file; what hooks record in a step
     layers, fisher                        how each kind of layer becomes second moments; which output gradients make G
     blocks                                which layers of a model are preconditioned, their state, and checkpoints of it
@@ -29,6 +30,7 @@ from kfac_optim.inverses import (
     LowRank,
     NewtonSchulz,
     SampleSpace,
+    SumOfTerms,
 )
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.layers import DEFAULT_ADAPTERS, LayerAdapter, LayerStatistics, RowStatistics, WeightBiasAdapter
@@ -89,6 +91,7 @@ __all__ = [
     "Staggered",
     "Structure",
     "Subsample",
+    "SumOfTerms",
     "Summary",
     "Together",
     "TrustRegion",

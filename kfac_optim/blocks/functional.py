@@ -26,11 +26,11 @@ from kfac_optim.capture.function_modes import Function, Product, ProductMode, ru
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow, ForwardListener
-from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_call import ADDS_BIAS, LayerCall, adds_bias_to_first
 from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
 from kfac_optim.layers.linear import LinearAdapter
-from kfac_optim.layers.product import ADDS_BIAS, ProductAdapter, ProductStatistics
+from kfac_optim.layers.product import ProductAdapter, ProductStatistics
 from kfac_optim.utils.autograd import in_function_transform, saved_tensors_are_hooked
 from kfac_optim.utils.hooks import Handle
 from kfac_optim.utils.sharded_params import ShardedParameter, Shards
@@ -149,7 +149,7 @@ class FunctionalUses(ForwardListener):
 
     def follow(self, product: Product) -> Tensor | None:
         window = self._window()
-        if window is None or not _may_follow():
+        if window is None or product.with_bias or not _may_follow():
             return None
         known = _of_optimizer(product, window.shards)
         block = self._block_of(known)
@@ -238,8 +238,9 @@ class FunctionalUses(ForwardListener):
         if torch.compiler.is_compiling():
             index = self._index(weight)
             return index >= 0 and bool(_is_noted_in_graph(self.number, index))
-        if weight in self._last:
-            self._last.pop(weight).context = ADDS_BIAS
+        call = self._last.pop(weight, None)
+        if call is not None and not call.context:
+            call.context = ADDS_BIAS
         return weight in self._blocks
 
     def saw_product(self, product: Product, output: Tensor) -> Tensor:
@@ -259,7 +260,7 @@ class FunctionalUses(ForwardListener):
             product.input,
             output,
             examples=examples_of(product.input, 1),
-            context=ADDS_BIAS if adds_bias else (),
+            context=_context(adds_bias, product.with_bias),
         )
         if call is not None and not opposed:
             self._last[weight] = call
@@ -362,6 +363,13 @@ def _may_follow() -> bool:
     tensors as before.
     """
     return torch.is_grad_enabled() and not saved_tensors_are_hooked()
+
+
+def _context(adds_bias: bool, with_bias: int) -> tuple[int, ...]:
+    """Return the context of a product; the bias is added to the first `with_bias` positions, 0 being all."""
+    if not adds_bias:
+        return ()
+    return adds_bias_to_first(with_bias) if with_bias else ADDS_BIAS
 
 
 def _statistics(block: KFACBlock, opposed: bool, call: LayerCall) -> ProductStatistics:

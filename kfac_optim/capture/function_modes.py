@@ -1,8 +1,9 @@
 """Torch functions seen or replaced while a module's forward runs, for layers that module hooks cannot see into."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.tensor_products import IN_PLACE, products_of, reads
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.taylor.stacked_product import stacked_product
 from kfac_optim.utils.autograd import no_view
 from kfac_optim.utils.dynamo import as_one_node, call_as_it_is, inline_only
 from kfac_optim.utils.hooks import Handle, is_any_on, is_on
@@ -27,6 +29,8 @@ class Product(NamedTuple):
     input: Tensor
     bias: Tensor | None
     transposed: bool
+    with_bias: int = 0
+    """How many shared positions of an example the bias is added to, the first ones; 0 is all of them."""
 
 
 class ProductListener(Protocol):
@@ -72,6 +76,10 @@ class ProductMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for kind in types:
+            if getattr(kind, "taken_apart", False):  # the functions that it calls in this one's place are to be seen
+                with self:
+                    return cast(Any, kind).__torch_function__(func, types, args, kwargs or {})
         if not torch.compiler.is_compiling() and func in _WATCHED:
             followed = self._follow(func, args, kwargs or {})
             if followed is not None:
@@ -146,8 +154,14 @@ def _of_addmm(
     return _product(mat1, mat2, input if beta == 1 else None, transposed=True)
 
 
+def _of_stacked_product(rows: Tensor, weight: Tensor, bias: Tensor, with_bias: int = 1) -> Product | None:
+    product = _product(rows, weight, bias, transposed=False)
+    return product and product._replace(with_bias=with_bias * math.prod(rows.shape[2:-1]))
+
+
 _PRODUCTS: Mapping[Function, Callable[..., Product | None]] = {
     F.linear: _of_linear,
+    stacked_product: _of_stacked_product,
     torch.addmm: _of_addmm,
     torch.Tensor.addmm: _of_addmm,
     torch.matmul: _of_matmul,

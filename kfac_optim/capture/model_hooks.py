@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import adds_bias_to_first
+from kfac_optim.taylor.carried import Carried, StackedProduct
 from kfac_optim.utils.autograd import in_function_transform
 from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on
 
@@ -92,6 +94,10 @@ class _LayerHook:
                     return None
             elif window.listener.module_ran(watch.weight):
                 return None
+        if isinstance(output, Carried):
+            if self._is_product and output.product is not None:
+                _note_stacked(window, watch, output.product, module.training)
+            return None  # what else has derivatives with it is not measured, which the gradient check finds
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
         if layer_input is None:
             return None
@@ -103,6 +109,12 @@ def _is_differentiated(inputs: Any) -> bool:
     """Return whether a derivative with respect to the model's inputs is to be expected: one is a leaf that wants it."""
     leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     return any(leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, nn.Parameter) for leaf in leaves)
+
+
+def _note_stacked(window: CaptureWindow, watch: LayerWatch, product: StackedProduct, training: bool) -> None:
+    """Note the one product of value and derivatives that a layer has made (`taylor.laplacian`)."""
+    context = adds_bias_to_first(product.with_bias) if product.with_bias else ()
+    window.note(watch, product.rows, product.output, examples=len(product.rows), training=training, context=context)
 
 
 class _RootHooks:

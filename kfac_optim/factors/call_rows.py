@@ -33,7 +33,7 @@ class CallRows(LayerStatistics):
 
     @abstractmethod
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        """Return canonical `a` without the bias column, `[groups, batch, shared, in]`."""
+        """Return canonical `a` `[groups, batch, shared, in]`, without the bias column unless `bias_in_rows`."""
 
     @abstractmethod
     def gradient_rows(self, gradient: Tensor) -> Tensor:
@@ -52,9 +52,18 @@ class CallRows(LayerStatistics):
         return self.input_rows(layer_input) @ directions
 
     @property
+    def term(self) -> int:
+        return self.call.term
+
+    @property
     def bias_input(self) -> int:
         """Return what the bias is multiplied by: 1, or 0 if this call did not add it."""
         return 1
+
+    @property
+    def bias_in_rows(self) -> bool:
+        """Return whether `input_rows` have the bias column, as they must where only some positions have the bias."""
+        return False
 
     def subsample(self, draw: Draw) -> None:
         rows = self.gradient_rows(self.call.gradient)
@@ -120,9 +129,9 @@ class CallRows(LayerStatistics):
 
     def _homogeneous(self, a: Tensor) -> Tensor:
         """Return `a` `[..., in]` with its last column, where there is a bias."""
-        return F.pad(a, (0, 1), value=self.bias_input) if self.spec.has_bias else a
+        return a if self._constant is None else F.pad(a, (0, 1), value=self._constant)
 
     @property
     def _constant(self) -> int | None:
-        """Return the last column of `a`; None without a bias."""
-        return self.bias_input if self.spec.has_bias else None
+        """Return what stands in the last column behind `input_rows`; None where they are whole."""
+        return self.bias_input if self.spec.has_bias and not self.bias_in_rows else None

@@ -1,6 +1,7 @@
 """The two Kronecker factors of a block, as its layer's calls make them."""
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -121,13 +122,86 @@ class FactorPair:
                 factor.load(tensors[name])
 
 
-class OpposedPair(FactorPair):
+class SeveralPairs(FactorPair):
+    """Keeps a pair of factors for each kind of call, and as the block's own `A` and `G` one pair that stands for all.
+
+    With `n` the mean eigenvalue, the calls of kind i give the sides `P_i`, `Q_i` and the weight `s_i = n(P_i) n(Q_i)`;
+    the block's factors are `Σ s_i P̂_i / Σ s_i` and `Σ s_i Q̂_i`, where `F̂ = F / n(F)`. Their product has the trace of
+    `Σ P_i ⊗ Q_i`, and equals it where the `P̂_i` or the `Q̂_i` are all equal.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def members(self) -> Mapping[str, FactorPair]:
+        """Return the pairs by their names in checkpoints."""
+
+    @abstractmethod
+    def sides(self) -> Sequence[tuple[Factor | None, Factor | None]]:
+        """Return `P_i` and `Q_i`, None for the identity."""
+
+    def has_pending(self) -> bool:
+        return any(pair.has_pending() for pair in self.members().values())
+
+    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
+        for pair in self.members().values():
+            if pair.has_pending():
+                pair.fold(loss_terms, decay, loss_scale)
+            else:
+                pair.age(decay)
+        self._count_refusals()
+        self.combine()
+
+    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        for pair in self.members().values():
+            pair.age(decay, loss_terms)
+        self.combine()
+
+    def averages(self, part: str) -> tuple[Factor, ...]:
+        return tuple(factor for pair in self.members().values() for factor in pair.averages(part))
+
+    def discard(self) -> None:
+        for pair in self.members().values():
+            pair.discard()
+
+    def held(self) -> Tensor:
+        return torch.stack([pair.held() for pair in self.members().values()]).any()
+
+    def tensors(self) -> dict[str, Any]:
+        return {name: pair.tensors() for name, pair in self.members().items()}
+
+    def ranges(self) -> dict[str, Any]:
+        return {name: pair.ranges() for name, pair in self.members().items()}
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        for name, pair in self.members().items():
+            pair.load(tensors[name])
+        self._count_refusals()
+        self.combine()
+
+    def _count_refusals(self) -> None:
+        pairs = self.members().values()
+        self.refused.copy_(torch.stack([pair.refused for pair in pairs]).sum())
+        self.refused_in_a_row.copy_(torch.stack([pair.refused_in_a_row for pair in pairs]).amax())
+
+    def combine(self) -> None:
+        for pair in self.members().values():
+            pair.combine()
+        a_sides, g_sides = zip(*self.sides(), strict=True)
+        a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
+        weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # []
+        total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
+        if self.a is not None:
+            self.a.packed.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
+        if self.g is not None:
+            self.g.packed.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
+
+
+class OpposedPair(SeveralPairs):
     """Keeps `A` and `G` of a matrix that some calls multiply by and others by its transpose, as with tied embeddings.
 
     Each kind of call has a pair of its own: on one side of the matrix inputs meet output gradients, which have other
-    units. With `n` the mean eigenvalue, the calls of kind i give the sides `P_i`, `Q_i` and the weight
-    `s_i = n(P_i) n(Q_i)`; the block's factors are `Σ s_i P̂_i / Σ s_i` and `Σ s_i Q̂_i`, where `F̂ = F / n(F)`. Their
-    product has the trace of `Σ P_i ⊗ Q_i`, and equals it where the `P̂_i` or the `Q̂_i` are all equal.
+    units.
 
     Attributes:
         own: of the calls that multiply by the matrix.
@@ -144,59 +218,47 @@ class OpposedPair(FactorPair):
     def accumulate(self, stats: LayerStatistics) -> None:
         (self.opposed if stats.opposed else self.own).accumulate(stats)
 
-    def has_pending(self) -> bool:
-        return self.own.has_pending() or self.opposed.has_pending()
+    def members(self) -> Mapping[str, FactorPair]:
+        return {"own": self.own, "opposed": self.opposed}
 
-    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
-        for pair in (self.own, self.opposed):
-            if pair.has_pending():
-                pair.fold(loss_terms, decay, loss_scale)
-            else:
-                pair.age(decay)
-        self._count_refusals()
-        self.combine()
+    def sides(self) -> Sequence[tuple[Factor | None, Factor | None]]:
+        return (self.own.a, self.own.g), (self.opposed.g, self.opposed.a)
 
-    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
-        self.own.age(decay, loss_terms)
-        self.opposed.age(decay, loss_terms)
-        self.combine()
 
-    def averages(self, part: str) -> tuple[Factor, ...]:
-        return self.own.averages(part) + self.opposed.averages(part)
+class PairPerTerm(SeveralPairs):
+    """Keeps `A` and `G` of each term of a loss, whose curvature is the sum `A₁ ⊗ G₁ + A₂ ⊗ G₂ + …`.
 
-    def discard(self) -> None:
-        self.own.discard()
-        self.opposed.discard()
+    Attributes:
+        of_terms: the pairs, by the number of the term (`LayerStatistics.term`).
+    """
 
-    def held(self) -> Tensor:
-        return self.own.held() | self.opposed.held()
+    __slots__ = ("_layer", "of_terms")
 
-    def tensors(self) -> dict[str, Any]:
-        return {"own": self.own.tensors(), "opposed": self.opposed.tensors()}
+    def __init__(self, spec: LayerSpec, terms: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, dtype=dtype, device=device)
+        self.of_terms = [make_pair(spec, dtype=dtype, device=device) for _ in range(terms)]
+        self._layer = spec.name
 
-    def ranges(self) -> dict[str, Any]:
-        return {"own": self.own.ranges(), "opposed": self.opposed.ranges()}
+    def accumulate(self, stats: LayerStatistics) -> None:
+        """Add one call's moments to those of its term.
 
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        self.own.load(tensors["own"])
-        self.opposed.load(tensors["opposed"])
-        self._count_refusals()
-        self.combine()
+        Raises:
+            ValueError: the loss has more terms than there are pairs.
+        """
+        if stats.term >= len(self.of_terms):
+            raise ValueError(
+                f"kfac_optim: a gradient of layer {self._layer!r} comes from call {stats.term + 1} of a criterion "
+                f"since the last step, and SumOfTerms keeps factors of {len(self.of_terms)} terms. Join terms in one "
+                "call (cat their residuals, each times the root of its weight), take one backward for each step, or "
+                "choose inverse=Cholesky(), which keeps one pair of factors for all."
+            )
+        self.of_terms[stats.term].accumulate(stats)
 
-    def _count_refusals(self) -> None:
-        self.refused.copy_(self.own.refused + self.opposed.refused)
-        self.refused_in_a_row.copy_(torch.maximum(self.own.refused_in_a_row, self.opposed.refused_in_a_row))
+    def members(self) -> Mapping[str, FactorPair]:
+        return {f"term{number}": pair for number, pair in enumerate(self.of_terms)}
 
-    def combine(self) -> None:
-        a_sides = (self.own.a, self.opposed.g)
-        g_sides = (self.own.g, self.opposed.a)
-        a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
-        weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # []
-        total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
-        if self.a is not None:
-            self.a.packed.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
-        if self.g is not None:
-            self.g.packed.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
+    def sides(self) -> Sequence[tuple[Factor | None, Factor | None]]:
+        return [(pair.a, pair.g) for pair in self.of_terms]
 
 
 def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
@@ -221,8 +283,8 @@ def _divide(left: Tensor, right: Tensor) -> Tensor:
     return torch.where(right > 0, left / right, 0.0)
 
 
-def _mix(factors: tuple[Factor | None, Factor | None], weights: list[Tensor]) -> Tensor:
-    """Return `Σ weight · average`, packed; both factors are there."""
+def _mix(factors: Sequence[Factor | None], weights: Sequence[Tensor]) -> Tensor:
+    """Return `Σ weight · average`, packed; all factors are there."""
     mixed: Tensor | None = None
     for factor, weight in zip(factors, weights, strict=True):
         assert factor is not None

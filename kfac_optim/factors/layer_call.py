@@ -4,6 +4,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+ADDS_BIAS = (1,)
+"""The context of a product to which the block's bias was added; without it there is none."""
+
+
+def adds_bias_to_first(positions: int) -> tuple[int, ...]:
+    """Return the context of a product to which the block's bias was added at the first positions of an example alone.
+
+    Args:
+        positions: how many, of the shared positions in their order.
+    """
+    return (*ADDS_BIAS, positions)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:

@@ -21,6 +21,11 @@ class LayerStatistics(ABC):
     """Whether the call multiplied by the transpose of the block's matrix, so that the sides change places."""
 
     @property
+    def term(self) -> int:
+        """Return which term of the loss the gradient belongs to, as `LayerCall.term` says."""
+        return 0
+
+    @property
     def keeps_input(self) -> bool:
         """Return whether further backwards through the call need its input, which lives until the window closes."""
         return False

@@ -85,7 +85,7 @@ class RowStatistics(CallRows):
         g = self.gradient_rows(self.call.gradient.to(directions.dtype))
         if self.opposed:
             return product_along(self._homogeneous(self.input_rows(layer_input)), g @ directions)
-        constant = directions[-1] * self.bias_input if self.spec.has_bias else None
+        constant = None if self._constant is None else directions[-1] * self._constant
         a = self.input_rows_along(layer_input, directions if constant is None else directions[:-1])
         return product_along(g, a if constant is None else a + constant)
 

@@ -13,6 +13,7 @@ products with each dense factor, at every step.
 | `InverseAndRoot` | damped `A` and `G`, or the root of `A` | 27 d³ | 1 | with `SelectedUpdates` |
 | `DoublyFactored` | three damped factors | C³ + T³ + 2 out³ | 1 | behind flattened convolutions, too wide for `A` |
 | `SampleSpace` | `ρᵀρ + λI`, exactly, of one step's residuals | – | residuals² | for losses of residuals (PINNs) |
+| `SumOfTerms` | damped `A₁ ⊗ G₁ + A₂ ⊗ G₂` | 50 d³ | 2 | for a loss of two terms, inside and on a boundary |
 
 `AutoInverse` (`auto.py`) chooses for each layer. Those in an eigenbasis want a larger λ than the others, for
 `(A + π√λ I) ⊗ (G + √λ/π I)` is more than `A ⊗ G + λI`.
@@ -24,6 +25,7 @@ from kfac_optim.inverses.doubly_factored import DoublyFactored
 from kfac_optim.inverses.eigenbasis import EKFAC, Eigen
 from kfac_optim.inverses.sample_space import SampleSpace
 from kfac_optim.inverses.state import InverseState
+from kfac_optim.inverses.sum_of_terms import SumOfTerms
 
 __all__ = [
     "EKFAC",
@@ -37,4 +39,5 @@ __all__ = [
     "LowRank",
     "NewtonSchulz",
     "SampleSpace",
+    "SumOfTerms",
 ]

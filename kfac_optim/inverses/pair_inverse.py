@@ -34,6 +34,7 @@ _RANGES = {
     "root": value_checks.positive_matrix,
     "root_weights": value_checks.share,
     "root_scale": value_checks.not_negative,
+    "ratios": value_checks.not_negative,
 }
 
 

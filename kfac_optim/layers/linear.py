@@ -8,6 +8,7 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import linear_rows
 from kfac_optim.layers.base import WeightBiasAdapter
+from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.specs import LayerSpec
 
 
@@ -31,4 +32,6 @@ class LinearAdapter(WeightBiasAdapter[nn.Linear]):
         return 1
 
     def statistics(self, module: nn.Linear, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
+        if call.context:  # the bias was not added everywhere
+            return ProductStatistics(spec, call, dtype)
         return LinearStatistics(spec, call, dtype)

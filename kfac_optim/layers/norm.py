@@ -57,6 +57,10 @@ class NormStatistics(LayerStatistics):
     unbatched_ndim: int
     _sample: RowSample | None = None
 
+    @property
+    def term(self) -> int:
+        return self.call.term
+
     def subsample(self, draw: Draw) -> None:
         self._sample = draw.rows(*self._shape, self.call.gradient.device)
 

@@ -2,29 +2,34 @@
 
 from collections.abc import Collection, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import ADDS_BIAS
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import linear_rows
 from kfac_optim.layers.base import LayerAdapter, StatisticsSink
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.hooks import Handle, Handles
 
-ADDS_BIAS = (1,)
-"""Context of a product to which the block's bias was added; without it there is none."""
-
 
 class ProductStatistics(RowStatistics):
     """Computes the statistics of one product `[batch, *shared, in]` to `[batch, *shared, out]`, as of `nn.Linear`.
 
-    Where the block's bias was not added (see `ADDS_BIAS`), the bias column of `a` is zero; a product with the transpose
-    has none, and its `g` is zero there.
+    Where the block's bias was not added (see `ADDS_BIAS`), the bias column of `a` is zero, and where it was added to
+    some positions, as in a pass that carries derivatives (`taylor.laplacian`), it is 1 there and 0 elsewhere; a product
+    with the transpose has none, and its `g` is zero there.
     """
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        return linear_rows(layer_input)
+        rows = linear_rows(layer_input)
+        if not self.bias_in_rows:
+            return rows
+        column = rows.new_zeros(rows.shape[2], 1)
+        column[: self.call.context[1]] = 1
+        return torch.cat([rows, column.expand(*rows.shape[:3], 1)], dim=-1)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         rows = linear_rows(gradient)
@@ -34,6 +39,10 @@ class ProductStatistics(RowStatistics):
     @property
     def bias_input(self) -> int:
         return int(self.call.context == ADDS_BIAS)
+
+    @property
+    def bias_in_rows(self) -> bool:
+        return len(self.call.context) > 1 and self.spec.has_bias
 
 
 class ProductAdapter(LayerAdapter[nn.Module]):

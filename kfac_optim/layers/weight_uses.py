@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_optim.factors.call_rows import CallRows
-from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.layer_call import ADDS_BIAS, LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.second_moments import product_along
-from kfac_optim.layers.product import ADDS_BIAS
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 
 

@@ -1,5 +1,7 @@
 """Damped inverses by Cholesky factorisation, with a larger shift where one fails."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,14 @@ def shift_diagonal(matrix: Tensor, shift: Tensor) -> Tensor:
 def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Return inverse of `matrix + shift·I` by Cholesky factorisation, retried with a larger shift where it fails.
 
+    Arguments and result are those of `damped_cholesky_root`, whose root times its transpose this is.
+    """
+    return _with_retries(_try_inverse, matrix, shift)
+
+
+def damped_cholesky_root(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `R` with `R Rᵀ = (matrix + shift·I)⁻¹`, upper triangular, retried with a larger shift where it fails.
+
     The test for failure is one host synchronisation per call.
 
     Args:
@@ -33,12 +43,18 @@ def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tens
         shift: damping per matrix, `[n]`, non-negative.
 
     Returns:
-        The inverses `[n, d, d]`, and the attempts each one took `[n]` (int64): 1 is a clean success, more
+        The roots `[n, d, d]`, and the attempts each one took `[n]` (int64): 1 is a clean success, more
         means that the shift was raised by ten for each further attempt, 0 that every attempt failed and the
-        inverse is not to be used.
+        root is not to be used.
     """
+    return _with_retries(_try_root, matrix, shift)
+
+
+def _with_retries(
+    attempt_one: Callable[[Tensor], tuple[Tensor, Tensor]], matrix: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
     d = matrix.shape[-1]
-    inverse, usable = _try_inverse(shift_diagonal(matrix, shift))
+    result, usable = attempt_one(shift_diagonal(matrix, shift))
     attempts = torch.where(usable, 1, 0)
     # A shift of zero cannot grow; one rounding unit of the mean eigenvalue can.
     unit = torch.finfo(matrix.dtype).eps * d * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -48,9 +64,18 @@ def damped_cholesky_inverse(matrix: Tensor, shift: Tensor) -> tuple[Tensor, Tens
         if len(failed) == 0:
             break
         retry_shift = retry_shift * _RETRY_GROWTH
-        inverse[failed], usable = _try_inverse(shift_diagonal(matrix[failed], retry_shift[failed]))
+        result[failed], usable = attempt_one(shift_diagonal(matrix[failed], retry_shift[failed]))
         attempts[failed] = torch.where(usable, attempt, 0)
-    return inverse, attempts
+    return result, attempts
+
+
+def _try_root(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return upper triangular inverse roots `[n, d, d]` and whether each is usable `[n]`."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0).unsqueeze(-1), 1)
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
+    root = torch.linalg.solve_triangular(factor, identity, upper=False).mT
+    return root.contiguous(), (info == 0) & root.isfinite().flatten(1).all(1)
 
 
 def _try_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -197,6 +197,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_of_custom_function(tensor: Tensor) -> bool:
+    """Return whether `tensor` is an output of a custom autograd function, whatever class of tensor it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+
+
 def in_function_transform() -> bool:
     """Return whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
     return torch._C._functorch.peek_interpreter_stack() is not None

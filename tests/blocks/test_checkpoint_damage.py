@@ -33,6 +33,7 @@ from kfac_optim import (
     LowRank,
     NewtonSchulz,
     Structure,
+    SumOfTerms,
 )
 from kfac_optim.blocks.checkpoint_check import _CLOCK
 from kfac_optim.blocks.clock import Clock
@@ -47,6 +48,7 @@ INVERSES: list[Inverse[Any]] = [
     LowRank(rank=1),
     NewtonSchulz(),
     DoublyFactored(2),
+    SumOfTerms(),
 ]
 PAIRS = list(itertools.combinations(range(len(INVERSES)), 2))
 

@@ -31,6 +31,7 @@ from kfac_optim import (
     LowRank,
     NewtonSchulz,
     Staggered,
+    SumOfTerms,
     TrustRegion,
 )
 from kfac_optim.distributed import (
@@ -49,7 +50,7 @@ from kfac_optim.distributed.planning.buckets import Payload
 
 INVERSES: dict[str, Any] = {
     type(inverse).__name__: inverse
-    for inverse in (Cholesky(), Eigen(), InverseAndRoot(), EKFAC(), LowRank(1), NewtonSchulz())
+    for inverse in (Cholesky(), Eigen(), InverseAndRoot(), EKFAC(), LowRank(1), NewtonSchulz(), SumOfTerms())
 } | {"DoublyFactored": {"5": DoublyFactored(2)}}
 FRACTIONS = {2: (1.0, 0.5), 4: (1.0, 0.5, 0.25)}
 FACTOR_PERIOD, PERIOD = 2, 4

@@ -5,7 +5,18 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, InverseAndRoot, LayerSpec, LowRank, NewtonSchulz, Structure
+from kfac_optim import (
+    EKFAC,
+    Cholesky,
+    Eigen,
+    Inverse,
+    InverseAndRoot,
+    LayerSpec,
+    LowRank,
+    NewtonSchulz,
+    Structure,
+    SumOfTerms,
+)
 from kfac_optim.distributed import (
     CostModel,
     Covered,
@@ -19,7 +30,15 @@ from kfac_optim.distributed import (
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
 COST = CostModel(flop_rate=1e12, bandwidth=1e10, latency=1e-5, solver_rate=1e11)
-INVERSES: list[Inverse[Any]] = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC()]
+INVERSES: list[Inverse[Any]] = [
+    Cholesky(),
+    LowRank(1),
+    NewtonSchulz(),
+    Eigen(),
+    InverseAndRoot(),
+    SumOfTerms(),
+    EKFAC(),
+]
 
 structures = st.sampled_from(
     [(DENSE, DENSE), (DENSE, DIAGONAL), (DIAGONAL, DENSE), (IDENTITY, DENSE), (DENSE, IDENTITY)]

@@ -21,6 +21,7 @@ from kfac_optim import (
     LowRank,
     NewtonSchulz,
     Structure,
+    SumOfTerms,
 )
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.shadow import adopt, make_shadow
@@ -48,7 +49,16 @@ def over_maps() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), *mlp(sizes=(12, 6, 3)))
 
 
-SEVERAL = [Cholesky(), LowRank(1), Eigen(), InverseAndRoot(), EKFAC(), NewtonSchulz(), NewtonSchulz(2, 1e-6)]
+SEVERAL = [
+    Cholesky(),
+    SumOfTerms(),
+    LowRank(1),
+    Eigen(),
+    InverseAndRoot(),
+    EKFAC(),
+    NewtonSchulz(),
+    NewtonSchulz(2, 1e-6),
+]
 CASES = [
     *[(look_alikes, inverse, (DENSE, DENSE)) for inverse in SEVERAL],
     *[(look_alikes, inverse, (DIAGONAL, DENSE)) for inverse in (Cholesky(), EKFAC(), NewtonSchulz())],
@@ -110,6 +120,7 @@ class Run:
     def poison(self) -> Callable[[], None]:
         """Make the first factor of the first block one that no refresh survives; what puts it right again."""
         factors = self.blocks[0].state.tensors()["factors"]
+        factors = factors.get("term0", factors)
         average = next(factor["average"] for factor in factors.values() if isinstance(factor, dict))
         before = average.clone()
         average.fill_(torch.nan)

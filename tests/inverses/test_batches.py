@@ -8,7 +8,7 @@ import torch
 from helpers.plain import assert_identical
 from helpers.states import measured_state
 
-from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, InverseAndRoot, LowRank, NewtonSchulz
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, InverseAndRoot, LowRank, NewtonSchulz, SumOfTerms
 from kfac_optim.inverses import batching
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import damped_jobs
@@ -16,7 +16,9 @@ from kfac_optim.inverses.damped.base import damped_jobs
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-@pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC()])
+@pytest.mark.parametrize(
+    "inverse", [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC(), SumOfTerms()]
+)
 @pytest.mark.parametrize("limit", [1, 40, 75])
 def test_pieces_give_what_one_batch_gives(inverse: Inverse[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = [measured_state(inverse, 4, 3, groups=1 + number % 3) for number in range(7)]

@@ -23,13 +23,15 @@ from kfac_optim import (
     InverseAndRoot,
     LowRank,
     NewtonSchulz,
+    SumOfTerms,
 )
+from kfac_optim.factors.kronecker_factors import FactorPair, SeveralPairs
 from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
-PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC()]
+PAIRS = [Cholesky(), SumOfTerms(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC()]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=lambda inverse: type(inverse).__name__)
 
 # Counts, flags and measures, and one mass for each average.
@@ -48,10 +50,22 @@ def numbers(nested: dict[str, Any]) -> Iterator[Tensor]:
 def held_in_state(inverse: Inverse[Any], layer: LayerSpec) -> int:
     state = inverse.init(layer.by_blocks(), dtype=torch.float32, device=torch.device("meta"))
     # What opposed uses mix their averages to is held, and made anew from these when a checkpoint is loaded.
-    mixed = [factor.packed for factor in (state.pair.a, state.pair.g) if factor is not None] if layer.opposed else []
+    mixed = [
+        factor.packed
+        for pair in mixed_pairs(getattr(state, "pair", None))
+        for factor in (pair.a, pair.g)
+        if factor is not None
+    ]
     # So is the S that is applied among several processes, which checkpoints hold on one as well.
     kept = {name: tensor for name, tensor in state.tensors().items() if not name.startswith("S_applied")}
     return sum(tensor.numel() for tensor in [*numbers(kept), *mixed])
+
+
+def mixed_pairs(pair: FactorPair | None) -> Iterator[FactorPair]:
+    if isinstance(pair, SeveralPairs):
+        yield pair
+        for member in pair.members().values():
+            yield from mixed_pairs(member)
 
 
 def held_by_parts(inverse: Inverse[Any], layer: LayerSpec) -> int:
@@ -168,8 +182,10 @@ def test_averages_are_unpacked_once_in_a_refresh_and_nowhere_else(
     layer = replace(spec(4, 3, 2, (DENSE, DENSE)), opposed=opposed)
     state = inverse.init(layer, dtype=torch.float32, device=CPU)
     for _ in range(3):
-        for pair in (state.pair.own, state.pair.opposed) if opposed else (state.pair,):
-            add_moments(pair)
+        terms = state.pair.of_terms if isinstance(inverse, SumOfTerms) else [state.pair]
+        for term in terms:
+            for pair in (term.own, term.opposed) if opposed else (term,):
+                add_moments(pair)
         state.fold(1, 0.9)
         state.age(0.9, 1)
         for part in inverse.parts(layer):
@@ -179,7 +195,7 @@ def test_averages_are_unpacked_once_in_a_refresh_and_nowhere_else(
         state.load(copy.deepcopy(state.tensors()))
         unpack.assert_not_called()
         inverse.refresh([state], [0.1])
-        assert unpack.call_count == 2
+        assert unpack.call_count == 2 * len(terms)
         unpack.reset_mock()
 
 

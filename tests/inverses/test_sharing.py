@@ -25,6 +25,7 @@ from kfac_optim import (
     LowRank,
     NewtonSchulz,
     Structure,
+    SumOfTerms,
 )
 from kfac_optim.factors.factor import Factor
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState, SymmetricInverse
@@ -33,7 +34,10 @@ from kfac_optim.utils.tensor_storage import drop, hold
 pytestmark = pytest.mark.usefixtures("float64")
 
 DENSE, DIAGONAL, IDENTITY = Structure
-PAIRS = [Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), EKFAC(), EKFAC(per_example=False)]
+PAIRS = [
+    *(Cholesky(), LowRank(1), NewtonSchulz(), Eigen(), InverseAndRoot(), SumOfTerms()),
+    *(EKFAC(), EKFAC(per_example=False)),
+]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=str)
 DAMPING = 0.3
 
