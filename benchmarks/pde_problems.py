@@ -68,7 +68,7 @@ class PDEProblem:
         return self.widths[0]
 
     def quick(self) -> PDEProblem:
-        return replace(self, interior=self.interior // 30, boundary=self.boundary // 10, seconds=0.1)
+        return replace(self, interior=self.interior // 30, boundary=self.boundary // 10, seconds=0.03)
 
     def network(self) -> nn.Module:
         """A new one, with random weights."""

@@ -265,7 +265,7 @@ def train(
         started = time.process_time()
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * decay.factor(spent / seconds)
-        loss = float(optimizer.step(closure))  # type: ignore[arg-type]
+        loss = torch.as_tensor(optimizer.step(closure)).item()  # type: ignore[arg-type]
         took = time.process_time() - started
         spent += took
         steps += 1

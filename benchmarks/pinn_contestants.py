@@ -17,8 +17,6 @@ from benchmarks.arguments import UsageError
 from benchmarks.search import Setting
 from kfac_optim import ExactGGN, KFACOptimizer
 
-_LBFGS_SCALE = 1e6
-
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
@@ -38,13 +36,13 @@ class Contestant:
 
 
 class ScaledLBFGS(optim.LBFGS):
-    """`torch.optim.LBFGS` on a multiple of the loss, which is the same method but for the numbers that torch fixes.
+    """Runs `torch.optim.LBFGS` on a multiple of the loss: the same method but for the numbers that torch fixes.
 
-    It learns nothing from a step along which the gradient changes by less than 1e-10 (their inner product): of a loss
-    near 1e-8 that is all steps. And it is told to go on however small a step's gain is.
+    It learns nothing from a step along which the gradient changes by less than 1e-10 (their inner product), which are
+    all steps where the loss is small. And it is told to go on however small a step's gain is.
     """
 
-    def __init__(self, model: nn.Module, lr: float, history_size: int) -> None:
+    def __init__(self, model: nn.Module, lr: float, history_size: int, scale: float) -> None:
         super().__init__(
             model.parameters(),
             lr,
@@ -53,16 +51,17 @@ class ScaledLBFGS(optim.LBFGS):
             tolerance_grad=0,
             tolerance_change=0,
         )
+        self._scale = scale
 
     def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
         def scaled() -> Tensor:
             loss = closure()
             for param in self.param_groups[0]["params"]:
-                param.grad.mul_(_LBFGS_SCALE)
-            return loss * _LBFGS_SCALE
+                param.grad.mul_(self._scale)
+            return loss * self._scale
 
         loss: Tensor = super().step(scaled)  # type: ignore[no-untyped-call]
-        return loss / _LBFGS_SCALE
+        return loss / self._scale
 
 
 def _adam(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
@@ -70,7 +69,7 @@ def _adam(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
 
 
 def _lbfgs(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
-    return ScaledLBFGS(model, setting["lr"], round(setting["history_size"]))
+    return ScaledLBFGS(model, setting["lr"], round(setting["history_size"]), setting["loss_scale"])
 
 
 def _soap(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
@@ -107,9 +106,13 @@ CONTESTANTS = {
         _rates((0.003, 0.01, 0.03), (0.003, 0.01, 0.03)),
     ),
     "L-BFGS": Contestant(
-        f"torch.optim.LBFGS, strong Wolfe, 20 iterations a step, {_LBFGS_SCALE:g} times the loss, no tolerances",
+        "torch.optim.LBFGS, strong Wolfe, 20 iterations a step, tolerances 0, on a multiple of the loss",
         _lbfgs,
-        tuple({"lr": lr, "history_size": size} for lr in (1.0, 0.5) for size in (50, 100, 200)),
+        # The line search begins at lr, so that it matters little.
+        tuple(
+            {"lr": lr, "history_size": size, "loss_scale": scale}
+            for lr, size, scale in ((1, 50, 1), (1, 100, 1), (1, 200, 1), (0.5, 100, 1), (1, 100, 1e6), (1, 200, 1e6))
+        ),
     ),
     "KFAC": Contestant(
         "SampleSpace of all layers jointly, LineSearch, ExactGGN",

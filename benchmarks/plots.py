@@ -107,7 +107,9 @@ def plot_errors(report: Mapping[str, Any], path: Path) -> None:
         width = 1 if optimizer["baseline"] else 2.5
         for seed, run in enumerate(optimizer["runs"]):
             label = None if seed else optimizer["name"]
-            _draw_readings(axes, run, "seconds", "error", linewidth=width, label=label, **_style(number))
+            # The first reading is at 0 seconds, for which a logarithmic axis has no place.
+            seconds, errors = run["readings"]["seconds"][1:], run["readings"]["error"][1:]
+            axes.plot(seconds, errors, linewidth=width, label=label, **_style(number))
     for which in ("x", "y"):
         _logarithmic(axes, which)
     axes.set_xlabel("seconds of the processor")
@@ -145,9 +147,11 @@ def plot_solutions(learned: Mapping[str, Image], true: Image, labels: tuple[str,
         for panel, (heading, values, colours) in zip(panels, shown, strict=True):
             image = panel.imshow(values, origin="lower", extent=(0, 1, 0, 1), **colours)
             panel.set_title(heading, fontsize="medium")
-            panel.set_xlabel(labels[0])
-            panel.set_ylabel(labels[1])
             figure.colorbar(image, ax=panel, format="{x:.2g}")
+    for panel in rows[-1]:
+        panel.set_xlabel(labels[0])
+    for panel in rows[:, 0]:
+        panel.set_ylabel(labels[1])
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
