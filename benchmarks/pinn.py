@@ -7,7 +7,7 @@ to the known solution over fixed test points, absolute.
 Every optimizer has the same number of trials: a short list of settings (--list shows them), each for a third of the
 seconds, with one seed of weights. The trial with the lowest error is repeated in full, with other weights. Seconds are
 those of the processor, in steps alone: the error is measured outside of that time, whenever the seconds have grown by
-a thirtieth. A step that is under way when the time is over is finished, and counts.
+a twentieth. A step that is under way when the time is over is finished, and counts.
 
 Runs are kept under --out one by one: a command that was interrupted goes on where it stopped.
 """
@@ -42,7 +42,7 @@ from benchmarks.study import TUNING_SEED, Ending, Key, Reading, Run, RunFolder, 
 TARGETS = (1e-3, 1e-4, 1e-5, 1e-6)
 _TRIAL = 1 / 3  # of a run's seconds
 _FIRST_READING = 1e-3  # of a run's seconds
-_GROWTH = 31 / 30  # of the seconds from one reading to the next
+_GROWTH = 1.05  # of the seconds from one reading to the next
 _GRID = 101  # points of a picture in each direction
 
 # A reading's "training" is the loss, its "validation" the error.
