@@ -115,7 +115,7 @@ def test_the_rate_decays_over_the_seconds_where_the_setting_says_so() -> None:
     _, _, constant = trained({"lr": 1e-3, "cosine": 0})
     assert constant.param_groups[0]["lr"] == 1e-3
     _, _, decaying = trained({"lr": 1e-3, "cosine": 1})
-    assert 0 < decaying.param_groups[0]["lr"] < 0.3e-3
+    assert 0 < decaying.param_groups[0]["lr"] < 0.9e-3
 
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:
@@ -124,22 +124,21 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     assert len(readings) == 1
 
 
-def test_lbfgs_on_a_multiple_of_the_loss_takes_the_same_steps_but_for_the_first() -> None:
-    """The quadratic has the same minimiser, and the losses that are returned are those of the closure."""
+@pytest.mark.parametrize(("scale", "learns"), [(1e6, True), (1.0, False)])
+def test_lbfgs_learns_the_curvature_of_a_small_loss_on_a_multiple_of_it_alone(scale: float, learns: bool) -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    scales = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
-    optimizer = ScaledLBFGS(model, lr=1.0, history_size=10, scale=1e6)
+    nn.init.zeros_(model.weight)
+    curvatures = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    optimizer = ScaledLBFGS(model, lr=1.0, history_size=10, scale=scale)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = 1e-9 * (scales * (model.weight - 1) ** 2).sum()
+        loss = 1e-12 * (curvatures * (model.weight - 1) ** 2).sum()
         loss.backward()
         return loss
 
-    first = closure().item()
-    assert optimizer.step(closure).item() == pytest.approx(first)
-    assert closure().item() < 1e-9 * first
-    torch.testing.assert_close(model.weight.detach(), torch.ones(1, 3).double(), rtol=0, atol=1e-6)
+    assert optimizer.step(closure).item() == pytest.approx(111e-12), "of the closure, before the step"
+    assert (closure().item() < 1e-8 * 111e-12) is learns
 
 
 def test_the_script_to_copy_is_short_and_its_error_falls() -> None:
