@@ -108,7 +108,7 @@ class Race:
         repeats = [(name, trial, seed) for seed in range(1, self.seeds + 1) for name, trial in chosen.items()]
         repeated = self._carry_out("repeats", repeats, console)
         report = self._report(tuned, repeated)
-        console.print(result_table(report))
+        console.print(best_table(report), result_table(report))
         json_path, plot_path, picture_path = (
             self._out / f"{self.name}{ending}" for ending in (".json", ".png", "-solution.png")
         )
@@ -299,6 +299,15 @@ def setting_in_words(setting: Setting) -> str:
     return ", ".join([*numbers, *(["decaying"] if setting.get("cosine") else [])])
 
 
+def best_table(report: Mapping[str, Any]) -> Table:
+    table = Table(title="The best trial of each", box=box.SIMPLE)
+    table.add_column("optimizer", no_wrap=True)
+    table.add_column("setting")
+    for each in report["optimizers"]:
+        table.add_row(each["name"], setting_in_words(each["setting"]))
+    return table
+
+
 def result_table(report: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"{report['title']}, network {report['network']}: error after {report['seconds']:g} s of the processor",
@@ -306,17 +315,15 @@ def result_table(report: Mapping[str, Any]) -> Table:
         box=box.SIMPLE,
     )
     table.add_column("optimizer", no_wrap=True)
-    table.add_column("best trial")
     to_targets = (f"to {target:.0e}".replace("e-0", "e-") for target in report["targets"])
     for heading in ("error", "lowest", "steps", *to_targets):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for each in report["optimizers"]:
         arrivals = (arrival["seconds"]["median"] for arrival in each["arrivals"])
         table.add_row(
             each["name"],
-            setting_in_words(each["setting"]),
-            f"{each['last']['median']:.2g}",
-            f"{each['lowest']['median']:.2g}",
+            f"{each['last']['median']:.1e}",
+            f"{each['lowest']['median']:.1e}",
             f"{each['steps']['median']:.0f}",
             *("—" if seconds is None else f"{seconds:.3g}" for seconds in arrivals),
         )

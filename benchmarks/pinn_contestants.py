@@ -99,7 +99,7 @@ def _rates(constant: tuple[float, ...], decaying: tuple[float, ...]) -> tuple[Se
 
 
 CONTESTANTS = {
-    "Adam": Contestant("torch.optim.Adam, β = 0.9, 0.999", _adam, _rates((0.003, 0.01, 0.03), (0.01, 0.03, 0.1))),
+    "Adam": Contestant("torch.optim.Adam, β = 0.9, 0.999", _adam, _rates((0.01,), (0.003, 0.01, 0.03, 0.1, 0.3))),
     "SOAP": Contestant(
         "pytorch_optimizer.SOAP, β = 0.95, 0.95, no weight decay",
         _soap,
