@@ -115,8 +115,10 @@ class Race:
         write_json(json_path, report, torch.device("cpu"))
         plot_errors(report, plot_path)
         console.print(f"Plot: {plot_path}. Figures: {json_path}")
-        if self.problem.dimensions == 2:
-            self._picture(repeated, picture_path)
+        # What diverged or failed is no solution to look at.
+        shown = {name: runs[0] for name, runs in repeated.items() if runs[0].ending is Ending.FINISHED}
+        if self.problem.dimensions == 2 and shown:
+            self._picture(shown, picture_path)
             console.print(f"Solutions: {picture_path}")
 
     def _seconds(self, seed: int) -> float:
@@ -162,8 +164,8 @@ class Race:
         """Name the file of the weights that a repeat ended with."""
         return self._folder.path / self.name / f"{optimizer}-{seed}.pt"
 
-    def _picture(self, repeated: Runs, path: Path) -> None:
-        """Show what the first repeat of each optimizer has learned, on a grid."""
+    def _picture(self, shown: Mapping[str, Run], path: Path) -> None:
+        """Show what was learned in one run of each optimizer, on a grid."""
         axis = torch.linspace(0, 1, _GRID, dtype=torch.float64)
         first, second = torch.meshgrid(axis, axis, indexing="xy")
         grid = torch.stack([first, second], dim=2).reshape(-1, 2)
@@ -173,9 +175,9 @@ class Race:
                 return function(grid).reshape(_GRID, _GRID).numpy()
 
         learned = {}
-        for name, runs in repeated.items():
+        for name, each in shown.items():
             network = self.problem.network()
-            network.load_state_dict(torch.load(self._weights(name, runs[0].seed), weights_only=True))
+            network.load_state_dict(torch.load(self._weights(name, each.seed), weights_only=True))
             learned[name] = image(network)
         labels = ("t", "x") if self.name == "heat" else ("x₁", "x₂")
         plot_solutions(learned, image(self.problem.solution), labels, title(self.problem), path)

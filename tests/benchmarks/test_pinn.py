@@ -10,13 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import kfac_optim
 from benchmarks import pinn
 from benchmarks.__main__ import main
 from benchmarks.pde_problems import PROBLEMS
-from benchmarks.pinn_contestants import CONTESTANTS, ScaledLBFGS
+from benchmarks.pinn_contestants import CONTESTANTS, Contestant, ScaledLBFGS
 from benchmarks.study import Reading
 
 BASELINES = [name for name, contestant in CONTESTANTS.items() if contestant.baseline]
@@ -122,6 +123,30 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     finite, readings, _ = trained({}, seconds=5, lr=1e200)
     assert not finite
     assert len(readings) == 1
+
+
+class Failing(torch.optim.SGD):
+    """Gives up at its third step."""
+
+    steps = 0
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 3:
+            raise RuntimeError("the matrix is not finite")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_fails_is_reported_with_what_it_reached_and_not_pictured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = Contestant("fails", lambda model, *_: Failing(model.parameters(), lr=1e-3), ({"lr": 1e-3},))
+    pinn.Race("heat", PROBLEMS["heat"].quick(), {"Failing": failing}, 1, tmp_path).run(Console())
+    assert "seed 1 failed: the matrix is not finite" in " ".join(capsys.readouterr().out.split())
+    (each,) = json.loads((tmp_path / "heat.json").read_text())["optimizers"]
+    assert each["runs"][0]["ending"] == "failed"
+    assert each["runs"][0]["readings"]["steps"] == [0, 1, 2]
+    assert not (tmp_path / "heat-solution.png").exists()
 
 
 @pytest.mark.parametrize(("scale", "learns"), [(1e6, True), (1.0, False)])
