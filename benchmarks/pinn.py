@@ -313,12 +313,12 @@ def best_table(report: Mapping[str, Any]) -> Table:
 def result_table(report: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"{report['title']}, network {report['network']}: error after {report['seconds']:g} s of the processor",
-        caption="Medians over seeds of weights; on the right the seconds to an error, — where it is never reached.",
+        caption="Medians over seeds of weights; on the right the seconds to that error, — where it is never reached.",
         box=box.SIMPLE,
     )
     table.add_column("optimizer", no_wrap=True)
-    to_targets = (f"to {target:.0e}".replace("e-0", "e-") for target in report["targets"])
-    for heading in ("error", "lowest", "steps", *to_targets):
+    targets = (f"{target:.0e}".replace("e-0", "e-") for target in report["targets"])
+    for heading in ("error", "lowest", "steps", *targets):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in report["optimizers"]:
         arrivals = (arrival["seconds"]["median"] for arrival in each["arrivals"])
