@@ -17,6 +17,10 @@ from benchmarks.arguments import UsageError
 from benchmarks.search import Setting
 from kfac_optim import ExactGGN, KFACOptimizer
 
+# Without it, on the heat equation with one seed of two, L-BFGS stood still from 8 s on at an error of 5.5e-4; with it,
+# it got to 5.5e-5 in 30 s.
+_LBFGS_SCALE = 1e6
+
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
@@ -69,7 +73,7 @@ def _adam(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
 
 
 def _lbfgs(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
-    return ScaledLBFGS(model, setting["lr"], round(setting["history_size"]), setting["loss_scale"])
+    return ScaledLBFGS(model, setting["lr"], round(setting["history_size"]), _LBFGS_SCALE)
 
 
 def _soap(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
@@ -106,13 +110,9 @@ CONTESTANTS = {
         _rates((0.003, 0.01, 0.03), (0.003, 0.01, 0.03)),
     ),
     "L-BFGS": Contestant(
-        "torch.optim.LBFGS, strong Wolfe, 20 iterations a step, tolerances 0, on a multiple of the loss",
+        f"torch.optim.LBFGS, strong Wolfe, 20 iterations a step, tolerances 0, on {_LBFGS_SCALE:g} times the loss",
         _lbfgs,
-        # The line search begins at lr, so that it matters little.
-        tuple(
-            {"lr": lr, "history_size": size, "loss_scale": scale}
-            for lr, size, scale in ((1, 50, 1), (1, 100, 1), (1, 200, 1), (0.5, 100, 1), (1, 100, 1e6), (1, 200, 1e6))
-        ),
+        tuple({"lr": lr, "history_size": size} for lr in (1.0, 0.5) for size in (50, 100, 200)),
     ),
     "KFAC": Contestant(
         "SampleSpace of all layers jointly, LineSearch, ExactGGN",
