@@ -5,6 +5,7 @@
     python -m benchmarks batch-size         how many steps does it take at each batch size, with SGD and with K-FAC?
     python -m benchmarks quickstart         does K-FAC beat a tuned SGD on real data?
     python -m benchmarks autoencoders       which estimate, inverse and damping train deep autoencoders?
+    python -m benchmarks pinn               which optimizer trains physics-informed networks to the smallest error?
     python -m benchmarks step-cost          what does a step cost, and how far is that from the arithmetic floor?
     python -m benchmarks accelerator        what does a step cost on an accelerator, and which variant is best?
     python -m benchmarks preconditioning    does it precondition at all, and is the cold start safe?

@@ -21,6 +21,7 @@ _BENCHMARKS = {
     "quickstart": "does K-FAC beat a tuned SGD on real data?",
     "defaults": "does K-FAC train at its defaults, whatever the size of the loss?",
     "averaging": "what does the average of the iterates gain?",
+    "pinn": "which optimizer trains physics-informed networks to the smallest error, and in how many seconds?",
     "step-cost": "what does a step cost, and how far is that from the arithmetic floor?",
     "accelerator": "what does a step cost on an accelerator, which variant is best, and where is the gap?",
     "preconditioning": "does it precondition at all, and is the cold start safe?",
@@ -32,7 +33,7 @@ _BENCHMARKS = {
 }
 
 # These keep each run that is done in a file of its own.
-_RESUMING = {"compare", "batch-size"}
+_RESUMING = {"compare", "batch-size", "pinn"}
 
 _EXTRA = {"datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"}
 

@@ -41,6 +41,8 @@ FLOP_RATES = (1e13, 1e14)  # float32 on one accelerator, TF32 on another
 STRATEGIES = ("sharded", "replicated")
 BATCH_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 EXAMPLES, QUICK_EXAMPLES = 600_000, 640
+PINN_PROBLEMS = ("poisson-2d", "poisson-2d-deep", "heat", "poisson-5d")
+PINN_CONTESTANTS = ("Adam", "SOAP", "L-BFGS", "KFAC")
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
@@ -216,6 +218,46 @@ def _averaging(parser: argparse.ArgumentParser) -> None:
     _of_runs(parser, "averaging-results")
 
 
+def _pinn(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "problems",
+        nargs="*",
+        type=_one_of(PINN_PROBLEMS),
+        default=["poisson-2d"],
+        metavar="PROBLEM",
+        help=f"some of {', '.join(PINN_PROBLEMS)} (default: poisson-2d)",
+    )
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=PINN_CONTESTANTS,
+        default=PINN_CONTESTANTS,
+        metavar="OPTIMIZER",
+        help=f"some of {', '.join(PINN_CONTESTANTS)} (default: all)",
+    )
+    parser.add_argument("--list", action="store_true", help="show the problems and the settings, and run nothing")
+    parser.add_argument(
+        "--seconds",
+        type=arguments.positive_float,
+        metavar="S",
+        help="of the processor for a run, a third of them for a trial (default: the problem's own)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=arguments.positive_int,
+        default=1,
+        metavar="N",
+        help="of weights, for repeats of the best trial (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("pinn-results"), help="folder for runs, PNG and JSON (default: %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="few points, settings and steps: shows that it runs")
+
+
 def _step_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="default: all")
@@ -361,6 +403,7 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "quickstart": _quickstart,
     "defaults": _defaults,
     "averaging": _averaging,
+    "pinn": _pinn,
     "step-cost": _step_cost,
     "accelerator": _accelerator,
     "preconditioning": _preconditioning,

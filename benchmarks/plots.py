@@ -1,4 +1,4 @@
-"""Plots, made from the JSON reports alone."""
+"""Plots, made from the JSON reports alone, and pictures of solutions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from numpy import float64
+from numpy.typing import NDArray
+
+Image = NDArray[float64]
+"""Values on a grid."""
 
 
 def plot_training(report: Mapping[str, Any], path: Path) -> None:
@@ -87,6 +92,67 @@ def plot_comparison(report: Mapping[str, Any], path: Path) -> None:
     axes[0].set_ylabel(report["measure"])
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.suptitle(f"{report['title']}, batch {report['batch_size']}", fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def plot_errors(report: Mapping[str, Any], path: Path) -> None:
+    """Error of each run of each optimizer against seconds of the processor; writes a PNG.
+
+    Baselines are thin, the others thick.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, optimizer in enumerate(report["optimizers"]):
+        width = 1 if optimizer["baseline"] else 2.5
+        for seed, run in enumerate(optimizer["runs"]):
+            label = None if seed else optimizer["name"]
+            # The first reading is at 0 seconds, for which a logarithmic axis has no place.
+            seconds, errors = run["readings"]["seconds"][1:], run["readings"]["error"][1:]
+            axes.plot(seconds, errors, linewidth=width, label=label, **_style(number))
+    for which in ("x", "y"):
+        _logarithmic(axes, which)
+    axes.set_xlabel("seconds of the processor")
+    axes.set_ylabel("error at the test points, root mean square")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(f"{report['title']}, network {report['network']}", fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def plot_solutions(learned: Mapping[str, Image], true: Image, labels: tuple[str, str], title: str, path: Path) -> None:
+    """Learned solutions on the unit square beside the true one, and what they differ by; writes a PNG.
+
+    Args:
+        learned: by optimizer, ``[vertical, horizontal]``; a row of panels for each.
+        true: the same of the true solution.
+        labels: of the horizontal and of the vertical axis.
+        title: of the whole.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(10, 3 * len(learned)), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(learned), 3, sharex=True, sharey=True, squeeze=False)
+    scale = {"vmin": true.min(), "vmax": true.max(), "cmap": "viridis"}
+    for (name, solution), panels in zip(learned.items(), rows, strict=True):
+        difference = solution - true
+        largest = abs(difference).max()
+        # Red where it is too high, blue where it is too low, and white where it is right.
+        diverging = {"vmin": -largest, "vmax": largest, "cmap": "RdBu_r"}
+        shown = (
+            (f"{name}, learned", solution, scale),
+            ("true", true, scale),
+            ("learned − true", difference, diverging),
+        )
+        for panel, (heading, values, colours) in zip(panels, shown, strict=True):
+            image = panel.imshow(values, origin="lower", extent=(0, 1, 0, 1), **colours)
+            panel.set_title(heading, fontsize="medium")
+            figure.colorbar(image, ax=panel, format="{x:.2g}")
+    for panel in rows[-1]:
+        panel.set_xlabel(labels[0])
+    for panel in rows[:, 0]:
+        panel.set_ylabel(labels[1])
+    figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 

@@ -99,6 +99,9 @@ class Run:
 Runs = dict[str, list[Run]]
 """By optimizer."""
 
+Key = tuple[str, int, int]
+"""The optimizer, the trial and the seed of a run."""
+
 
 class RunFolder:
     """Files of runs: ``<problem>/<optimizer>-<trial>-<seed>.json``, written whole or not at all."""
@@ -178,7 +181,7 @@ class Study:
         wanted = [(name, trial, seed) for seed in range(1, seeds + 1) for name, trial in trials.items()]
         return self._carry_out("repeats", wanted, console)
 
-    def run(self, optimizer: str, trial: int, seed: int, advance: Callable[[int], object] = lambda _: None) -> Run:
+    def run(self, optimizer: str, trial: int, seed: int, advance: Callable[[float], object] = lambda _: None) -> Run:
         """Train anew; ``advance`` is told of steps."""
         setting = self.settings(optimizer)[trial]
         return run_once(
@@ -208,29 +211,54 @@ class Study:
         numbers = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         return json.loads(json.dumps(numbers, default=float))  # type: ignore[no-any-return]
 
-    def _carry_out(self, what: str, wanted: Sequence[tuple[str, int, int]], console: Console) -> Runs:
-        found = {key: self.folder.find(self.name, *key, self._terms(*key[:2])) for key in wanted}
-        present = sum(run is not None for run in found.values())
-        if present:
-            console.print(f"{self.name}: {present} of {len(wanted)} {what} are in {self.folder.path} and not run again")
-        runs: Runs = {name: [] for name, _, _ in wanted}
-        columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, disable=present == len(wanted)) as progress:
-            task = progress.add_task("", total=(len(wanted) - present) * self.problem.steps)
-            done = 0
-            for (name, trial, seed), kept in found.items():
-                run = kept
-                if run is None:
-                    words = f"{self.name}, {what}: {name} {trial}, seed {seed}"
-                    progress.update(task, description=words, completed=done)
-                    run = self.run(name, trial, seed, partial(progress.advance, task))
-                    self.folder.keep(self.name, run, self._terms(name, trial))
-                    if run.error is not None:
-                        console.print(f"{words} failed: {run.error}", markup=False)
-                    done += self.problem.steps
-                runs[name].append(run)
-            progress.update(task, completed=done)
-        return runs
+    def _carry_out(self, what: str, wanted: Sequence[Key], console: Console) -> Runs:
+        terms = {key: self._terms(key[0], key[1]) for key in wanted}
+        return carry_out(self.name, what, terms, self.run, self.problem.steps, self.folder, console)
+
+
+def carry_out(
+    name: str,
+    what: str,
+    wanted: Mapping[Key, Mapping[str, Any]],
+    run: Callable[[str, int, int, Callable[[float], object]], Run],
+    length: float,
+    folder: RunFolder,
+    console: Console,
+) -> Runs:
+    """Make those runs that are not in the folder, and keep each there as soon as it is done.
+
+    Args:
+        name: of the problem.
+        what: they are, for the progress bar.
+        wanted: their terms.
+        run: ``(optimizer, trial, seed, advance) → run``.
+        length: of a run, in what ``advance`` is told.
+        folder: where runs are looked for and kept.
+        console: shows what is done, and what failed.
+    """
+    found = {key: folder.find(name, *key, terms) for key, terms in wanted.items()}
+    present = sum(kept is not None for kept in found.values())
+    if present:
+        console.print(f"{name}: {present} of {len(wanted)} {what} are in {folder.path} and not run again")
+    runs: Runs = {optimizer: [] for optimizer, _, _ in wanted}
+    columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=present == len(wanted)) as progress:
+        task = progress.add_task("", total=(len(wanted) - present) * length)
+        done = 0.0
+        for key, kept in found.items():
+            made = kept
+            if made is None:
+                optimizer, trial, seed = key
+                words = f"{name}, {what}: {optimizer} {trial}, seed {seed}"
+                progress.update(task, description=words, completed=done)
+                made = run(optimizer, trial, seed, partial(progress.advance, task))
+                folder.keep(name, made, wanted[key])
+                if made.error is not None:
+                    console.print(f"{words} failed: {made.error}", markup=False)
+                done += length
+            runs[key[0]].append(made)
+        progress.update(task, completed=done)
+    return runs
 
 
 def run_once(
@@ -241,7 +269,7 @@ def run_once(
     trial: int,
     seed: int,
     setting: Setting,
-    advance: Callable[[int], object],
+    advance: Callable[[float], object],
 ) -> Run:
     """Train from the weights and with the batches of ``seed``."""
     torch.manual_seed(seed)

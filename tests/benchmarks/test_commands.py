@@ -20,6 +20,8 @@ from benchmarks import (
     compare,
     defaults,
     fault_training,
+    pde_problems,
+    pinn_contestants,
     quickstart,
     refresh,
     scaling,
@@ -268,6 +270,8 @@ def test_the_names_that_arguments_may_have_are_those_of_the_benchmarks() -> None
         (command_options.METHODS, autoencoders.METHODS),
         (command_options.PLANNED_MODELS, scaling._MODELS),
         (command_options.STRATEGIES, fault_training.STRATEGIES),
+        (command_options.PINN_PROBLEMS, pde_problems.PROBLEMS),
+        (command_options.PINN_CONTESTANTS, pinn_contestants.CONTESTANTS),
     ):
         assert names == tuple(table)
     assert all(defaults.PROBLEMS[name].folder is None for name in command_options.WITHOUT_DOWNLOAD)
@@ -299,6 +303,8 @@ def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
         (["autoencoders", "--batch-size", "20001"], "--batch-size: expected at most 20000.*got 20001"),
         (["scaling", "--bandwidths", "0"], "--bandwidths: expected a number above 0, got '0'"),
         (["scaling", "--models", "gpt"], "--models: invalid choice: 'gpt'"),
+        (["pinn", "wave"], "PROBLEM: expected one of poisson-2d,.* got 'wave'"),
+        (["pinn", "--seconds", "0"], "--seconds: expected a number above 0, got '0'"),
         (["defaults", "mnist-c"], "PROBLEM: expected one of regression, regression-1000,.* got 'mnist-c'"),
         (["refresh", "--period", "0"], "--period: expected a whole number of at least 1, got '0'"),
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
