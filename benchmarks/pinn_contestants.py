@@ -84,7 +84,7 @@ def _soap(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
 def _kfac(model: nn.Module, criterion: nn.Module, setting: Setting) -> Optimizer:
     """It finds its own step length, so that it has no rate to try."""
     try:
-        from kfac_optim import LineSearch, SampleSpace  # type: ignore[attr-defined]
+        from kfac_optim import LineSearch, SampleSpace
     except ImportError as error:
         raise UsageError(f"argument --optimizers: KFAC needs a newer kfac_optim: {error}") from error
     return KFACOptimizer(

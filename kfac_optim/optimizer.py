@@ -38,11 +38,11 @@ from kfac_optim.step.execution import Admission, Executor, Trained
 from kfac_optim.step.gate import Gate, group_of, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
+from kfac_optim.step.reevaluation import Reevaluation
 from kfac_optim.step.refresh_schedules import Background, Phases, Refresh, Together
 from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.skipped_steps import SkippedSteps
 from kfac_optim.step.step_memory import StepMemory
-from kfac_optim.step.reevaluation import Reevaluation
 from kfac_optim.step.step_size import ClosureLoss, StepSize
 from kfac_optim.step.trial import Judge, Trial
 from kfac_optim.step.user_warnings import UserWarnings
@@ -358,7 +358,12 @@ class KFACOptimizer(Optimizer):
         self._closure_loss = None
         if searches and closure is not None and random is not None:
             self._closure_loss = self._loss_of(closure, loss, random)
-        if judge is not None and random is not None and loss is not None and any(param.grad is not None for param in self._params()):
+        if (
+            judge is not None
+            and random is not None
+            and loss is not None
+            and any(param.grad is not None for param in self._params())
+        ):
             trial = Trial(self.param_groups, self.state, loss)
         devices = {device.type for device in {param.device for param in self._params()}}
         try:

@@ -1,5 +1,6 @@
 """A block is what is preconditioned as one: a layer's gradient matrix, its adapter, its inverse and its clock."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from kfac_optim.blocks.clock import Clock, period_of
 from kfac_optim.capture.gradient_check import GradientCheck
 from kfac_optim.capture.loss_terms import LossCount
-from kfac_optim.factors.example_rows import JointStatistics, RowsByTerm
+from kfac_optim.factors.example_rows import ExampleRows, JointStatistics, RowsByTerm
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.subsampling import Draw, Subsample
 from kfac_optim.inverses.base import Inverse
@@ -249,9 +250,14 @@ class KFACBlock:
 
     def settle(self) -> None:
         """Make statistics of the rows of this step, where they are of all uses together."""
-        if self.joint:
-            self.state.accumulate(JointStatistics(self.spec, self.joint.terms.values(), self.dtype))
-            self.joint.clear()
+        if not self.joint:
+            return
+        by_term: defaultdict[int, list[ExampleRows]] = defaultdict(list)
+        for (term, _), rows in self.joint.terms.items():
+            by_term[term if self.inverse.keeps_terms else 0].append(rows)
+        for term, of_term in by_term.items():
+            self.state.accumulate(JointStatistics(self.spec, of_term, self.dtype, term))
+        self.joint.clear()
 
     def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take this step's sums into the averages.

@@ -2,9 +2,10 @@
 
 Hooks see the forward of a layer, and all that an ordinary loss needs. Where a loss holds derivatives of the model, they
 miss the products with the weight in backward passes that are differentiated themselves, and in `torch.func`. So once
-that shows, products are computed by the functions of `capture.weight_uses` on statistics steps, for good. It shows by:
-a forward within a transform of `torch.func`; an input of the model that is a leaf and requires its gradient; or captured
-calls that do not account for a layer's gradient (`capture.gradient_check`).
+that may be, products are computed by the functions of `capture.weight_uses` on statistics steps, for good: after a
+forward within a transform of `torch.func`, or with an input that is a leaf and requires its gradient, for all layers;
+and for a layer whose captured calls did not account for its gradient (`capture.gradient_check`). Statistics stay what
+they are, until a derivative of a product is itself seen to be used; then all uses of the weight make them together.
 """
 
 import weakref
@@ -31,7 +32,7 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.patches import pad
 from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
-from kfac_optim.layers.convolution.base import by_axis
+from kfac_optim.layers.convolution.base import PatchAdapter, by_axis
 from kfac_optim.layers.convolution.conv import zeros_around
 from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
@@ -112,7 +113,7 @@ class DerivativeUses:
         output = self._apply(
             product.input, product.weight, bias, MatrixMap(product.transposed), block, rows_of, opposed
         )
-        return output if output is None or product.bias is bias else output + product.bias
+        return output if output is None or product.bias is None or bias is not None else output + product.bias
 
     def convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Compute a convolution with the weight of a block."""
@@ -124,7 +125,7 @@ class DerivativeUses:
         block, use = self._convolutions.get(weight, (None, None))
         if block is None or use is None or not (block.follows_uses and block.takes_statistics()):
             return None
-        context = use.adapter.context(use.module, **call.numbers())
+        context = _adapter(use).context(use.module, **call.numbers())
         if context is None:
             return None
         adds_bias = len(block.params) > 1 and call.bias is block.params[1]
@@ -153,7 +154,7 @@ class DerivativeUses:
         watch = weakref.ref(self._watch(window, block, rows_of))
         held = self._window, watch, weakref.ref(block)
         notes = _Notes(*held, window.roots.current(), opposed, bias is not None, of_function)
-        output: Tensor = ForwardUse.apply(layer_input, weight, bias, weight_map, notes)  # type: ignore[no-untyped-call]
+        output = ForwardUse.of(layer_input, weight, bias, weight_map, notes)
         call = getattr(output.grad_fn, "kfac_call", None)  # None within torch.func
         if call is not None and window.estimate is not None:
             window.roots.expect(call, edge(output))
@@ -265,8 +266,10 @@ def _read_transposed(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> _ConvolutionCall:
-    numbers = [by_axis(each, weight.dim() - 2) for each in (stride, padding, dilation, output_padding)]
-    return _ConvolutionCall(input, weight, bias, *numbers, True, groups)
+    strides, amounts, dilations, beyond = (
+        by_axis(each, weight.dim() - 2) for each in (stride, padding, dilation, output_padding)
+    )
+    return _ConvolutionCall(input, weight, bias, strides, amounts, dilations, beyond, True, groups)
 
 
 def _statistics(
@@ -280,7 +283,12 @@ def _product_rows(block: KFACBlock, spec: LayerSpec, call: LayerCall) -> CallRow
     return ProductStatistics(spec, call, block.dtype)
 
 
+def _adapter(use: LayerUse) -> PatchAdapter[Any]:
+    assert isinstance(use.adapter, PatchAdapter)
+    return use.adapter
+
+
 def _convolution_rows(block: KFACBlock, use: LayerUse, spec: LayerSpec, call: LayerCall) -> CallRows:
-    statistics = use.adapter.statistics(use.module, spec, call, block.dtype)
+    statistics = _adapter(use).statistics(use.module, spec, call, block.dtype)
     assert isinstance(statistics, CallRows)
     return statistics

@@ -317,9 +317,7 @@ class ForwardCall:
             with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
                 layer_input, gradient = without_ragged(self._input), without_ragged(gradient.detach())
                 reach = without_ragged(reach)
-                watch.emit(
-                    LayerCall(layer_input, gradient, None, self._training, self.context, False, reach, *drawn)
-                )
+                watch.emit(LayerCall(layer_input, gradient, None, self._training, self.context, False, reach, *drawn))
 
     def withdraw(self) -> None:
         """Take the call back before any backward has come to it, as somebody else notes it."""

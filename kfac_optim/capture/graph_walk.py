@@ -1,7 +1,7 @@
 """Finding the calls of layers that a tensor was computed from, by walking through its graph."""
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,7 +14,12 @@ _CALLS = "kfac_optim.calls"
 
 def mark(at: GradientEdge, call: ForwardCall) -> None:
     """Have the graph know that the gradient of a call's output passes here; the call is freed with the graph."""
-    at.node.metadata.setdefault(_CALLS, []).append((call, at.output_nr))
+    _notes(at.node).setdefault(_CALLS, []).append((call, at.output_nr))
+
+
+def _notes(node: Node) -> dict[str, Any]:
+    """Return the dictionary that a node of the graph has for notes of others; torch's stubs take it for a method."""
+    return cast(dict[str, Any], node.metadata)
 
 
 def calls_behind(tensors: Iterable[Tensor], ledger: Ledger) -> list[tuple[ForwardCall, GradientEdge]]:
@@ -23,9 +28,9 @@ def calls_behind(tensors: Iterable[Tensor], ledger: Ledger) -> list[tuple[Forwar
     seen = set(waiting)
     found: list[tuple[ForwardCall, GradientEdge]] = []
     while waiting:
-        node = cast(Node, waiting.pop())
+        node = waiting.pop()
         use = getattr(node, "kfac_call", None)
-        marked = node.metadata.get(_CALLS, ()) if use is None else ((use, 0),)
+        marked = _notes(node).get(_CALLS, ()) if use is None else ((use, 0),)
         found.extend(
             (call, GradientEdge(node, number))
             for call, number in marked

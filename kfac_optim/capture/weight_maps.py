@@ -86,7 +86,7 @@ class ConvolutionMap(WeightMap):
 
     def forward(self, layer_input: Tensor, weight: Tensor) -> Tensor:
         flat, lead = self._flat(layer_input)
-        output = torch.ops.aten.convolution(flat, weight, None, *self._numbers())
+        output: Tensor = torch.ops.aten.convolution(flat, weight, None, *self._numbers())
         return output.reshape(*lead, *output.shape[1:])
 
     def with_bias(self, output: Tensor, bias: Tensor) -> Tensor:
@@ -99,9 +99,8 @@ class ConvolutionMap(WeightMap):
         flat, lead = self._flat(gradient)
         channels = weight.shape[0] if self.transposed else weight.shape[1] * self.groups
         shape_alone = flat.new_empty(1).expand(len(flat), channels, *self.space)
-        found = torch.ops.aten.convolution_backward(
-            flat, shape_alone, weight, None, *self._numbers(), (True, False, False)
-        )[0]
+        mask = (True, False, False)
+        found: Tensor = torch.ops.aten.convolution_backward(flat, shape_alone, weight, None, *self._numbers(), mask)[0]
         return found.reshape(*lead, *found.shape[1:])
 
     def weight_gradient(self, layer_input: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:

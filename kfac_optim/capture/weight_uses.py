@@ -11,8 +11,8 @@ So the two products are a pair of autograd functions whose derivatives are made 
 derivative with respect to its input is `BackwardUse`, and `BackwardUse`, whose derivative is `ForwardUse`. Under
 `torch.func` a use is carried through the transforms; below all of them it meets plain tensors, where it is noted, and
 where the training loop's own backward comes to it. There the batch is the first dimension, as long as the outermost
-`torch.vmap` runs over the examples: what does not depend on the example, such as the unit vectors of `torch.func.jacrev`,
-is first expanded to all of them.
+`torch.vmap` runs over the examples: what does not depend on the example, such as the unit vectors of
+`torch.func.jacrev`, is first expanded to all of them.
 """
 
 from collections.abc import Callable
@@ -48,6 +48,12 @@ class _Use(torch.autograd.Function):
     transposed: bool
     generate_vmap_rule = False
 
+    @classmethod
+    def of(cls, tensor: Tensor, weight: Tensor, bias: Tensor | None, weight_map: WeightMap, notes: UseNotes) -> Tensor:
+        """Compute the product."""
+        result: Tensor = cls.apply(tensor, weight, bias, weight_map, notes)  # type: ignore[no-untyped-call]
+        return result
+
     @staticmethod
     def setup(cls: "type[_Use]", ctx: Any, inputs: tuple[Any, ...]) -> None:
         tensor, weight, _, ctx.map, ctx.notes = inputs
@@ -72,34 +78,31 @@ class _Use(torch.autograd.Function):
             return None
         tensor, weight = ctx.saved_tensors
         with torch.enable_grad(), _set_fwd_grad_enabled(True):
-            result: Tensor = of.apply(_for_each_example(tangent, tensor), weight, None, ctx.map, ctx.notes.derived)
+            result: Tensor = of.of(_for_each_example(tangent, tensor), weight, None, ctx.map, ctx.notes.derived)
         return result
-
 
     @staticmethod
     def pulled(ctx: Any, gradient: Tensor, tensor: Tensor, weight: Tensor, of: "type[_Use]") -> Tensor:
         """Return the gradient of `tensor`, by another use if it may be differentiated itself."""
         if torch.is_grad_enabled():
-            result: Tensor = of.apply(_for_each_example(gradient, tensor), weight, None, ctx.map, ctx.notes.derived)
+            result: Tensor = of.of(_for_each_example(gradient, tensor), weight, None, ctx.map, ctx.notes.derived)
             return result
         weight_map: WeightMap = ctx.map
         return (weight_map.backward if of.transposed else weight_map.forward)(gradient, weight)
 
 
 class ForwardUse(_Use):
-    """Computes `y = W z + b`, noted. Call `ForwardUse.apply(z, weight, bias, map, notes)`, where the bias may be None."""
+    """Computes `y = W z + b`, noted. Call `ForwardUse.of(z, weight, bias, map, notes)`; there may be no bias."""
 
     transposed = False
 
     @staticmethod
-    def forward(
-        layer_input: Tensor, weight: Tensor, bias: Tensor | None, weight_map: WeightMap, notes: UseNotes
-    ) -> Tensor:
+    def forward(layer_input: Tensor, weight: Tensor, bias: Tensor | None, weight_map: WeightMap, _: UseNotes) -> Tensor:
         output = weight_map.forward(layer_input, weight)
         return output if bias is None else weight_map.with_bias(output, bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
         _Use.setup(ForwardUse, ctx, inputs)
         ctx.bias = inputs[2]
 
@@ -124,21 +127,21 @@ class ForwardUse(_Use):
         return _Use.pushed(ctx, tangents, ForwardUse)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], layer_input: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        return ForwardUse.apply(_with_batch_first(in_dims, layer_input), *rest), 0
+    def vmap(_: Any, in_dims: tuple[int | None, ...], layer_input: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        return ForwardUse.of(_with_batch_first(in_dims, layer_input), *rest), 0
 
 
 class BackwardUse(_Use):
-    """Computes `u = Wᵀ v`, noted. Call `BackwardUse.apply(v, weight, None, map, notes)`."""
+    """Computes `u = Wᵀ v`, noted. Call `BackwardUse.of(v, weight, None, map, notes)`."""
 
     transposed = True
 
     @staticmethod
-    def forward(gradient: Tensor, weight: Tensor, _: None, weight_map: WeightMap, notes: UseNotes) -> Tensor:
+    def forward(gradient: Tensor, weight: Tensor, _: None, weight_map: WeightMap, __: UseNotes) -> Tensor:
         return weight_map.backward(gradient, weight)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
         _Use.setup(BackwardUse, ctx, inputs)
 
     @staticmethod
@@ -160,8 +163,8 @@ class BackwardUse(_Use):
         return _Use.pushed(ctx, tangents, BackwardUse)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], gradient: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        return BackwardUse.apply(_with_batch_first(in_dims, gradient), *rest), 0
+    def vmap(_: Any, in_dims: tuple[int | None, ...], gradient: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        return BackwardUse.of(_with_batch_first(in_dims, gradient), *rest), 0
 
 
 def _for_each_example(tensor: Tensor, other: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.graph_calls import GraphCalls
+from kfac_optim.capture.graph_walk import mark
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import LossCount, RootCall, examples_of
 from kfac_optim.capture.model_calls import OutputPass, Roots, on_output_gradients, outputs_with_gradient
 from kfac_optim.capture.scale_probe import ScaleProbe
 from kfac_optim.specs import LossTerms
-from kfac_optim.capture.graph_walk import mark
 from kfac_optim.utils.autograd import GradientEdge, edge, in_function_transform, no_view, on_gradient
 from kfac_optim.utils.hooks import Handle, LayerHooks, ModeStack
 

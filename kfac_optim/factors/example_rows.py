@@ -98,12 +98,18 @@ class JointStatistics(LayerStatistics):
         spec: the block.
         terms: rows of each term.
         dtype: of the moments.
+        term: as of `LayerStatistics`, where each term has factors of its own.
     """
 
-    def __init__(self, spec: LayerSpec, terms: Iterable[ExampleRows], dtype: torch.dtype) -> None:
+    def __init__(self, spec: LayerSpec, terms: Iterable[ExampleRows], dtype: torch.dtype, term: int = 0) -> None:
         self._spec = spec
         self._dtype = dtype
         self._terms: Sequence[ExampleRows] = list(terms)
+        self._term = term
+
+    @property
+    def term(self) -> int:
+        return self._term
 
     @property
     def count(self) -> int:

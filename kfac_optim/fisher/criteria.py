@@ -81,9 +81,7 @@ class CriterionTerms:
             return Categorical(self._likelihood.mean, 1 if outputs[0].dim() > 1 else 0)
         return self._likelihood
 
-    def observe(
-        self, outputs: Outputs, likelihood: Likelihood, divisor: float | Tensor, loss: Tensor | float
-    ) -> None:
+    def observe(self, outputs: Outputs, likelihood: Likelihood, divisor: float | Tensor, loss: Tensor | float) -> None:
         """Note a term of the loss.
 
         Args:

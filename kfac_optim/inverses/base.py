@@ -26,6 +26,9 @@ class Inverse(ABC, Generic[S]):
     takes_rows = False
     """Whether a state makes do with the rows of calls, and asks for no moments."""
 
+    keeps_terms = False
+    """Whether the terms of the loss have factors of their own."""
+
     @property
     def squares_examples(self) -> bool:
         """Return whether sums over the positions of an example are squared, which must then all be there."""

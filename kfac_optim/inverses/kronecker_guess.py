@@ -8,12 +8,11 @@ from torch import Tensor
 from kfac_optim.inverses.sample_rows import SampleRows
 
 
-def kronecker_guess(rows: SampleRows, like: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
+def kronecker_guess(rows: SampleRows, ridge: float) -> Callable[[Tensor], Tensor]:
     """Return a function that applies `(R ⊗ L / tr L + λI)⁻¹`, with `L = Σ J Jᵀ` and `R = Σ Jᵀ J` over all rows.
 
     Args:
         rows: of the block.
-        like: a gradient matrix of the block, `[groups, out, in]`.
         ridge: `λ`.
     """
     left, right = rows.moments()
@@ -24,6 +23,7 @@ def kronecker_guess(rows: SampleRows, like: Tensor, ridge: float) -> Callable[[T
     divisor = (spectrum + ridge).clamp(min=floor.clamp(min=torch.finfo(left.dtype).tiny))
 
     def apply(matrix: Tensor) -> Tensor:
-        return u_left @ ((u_left.mT @ matrix @ u_right) / divisor) @ u_right.mT
+        turned: Tensor = u_left.mT @ matrix @ u_right
+        return u_left @ (turned / divisor) @ u_right.mT
 
     return apply

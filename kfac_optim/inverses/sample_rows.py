@@ -47,7 +47,7 @@ class SampleRows:
             key: [(z.to(dtype), g.to(dtype) * scale) for z, g in rows[key].aligned()] for key in keys if key in rows
         }
         positions = max((sum(z.shape[2] for z, _ in uses) for uses in self._uses.values()), default=0)
-        groups, out_dim, in_dim = like.shape
+        _, out_dim, in_dim = like.shape
         self._dense: Tensor | None = None
         if out_dim * in_dim <= positions**2 * (out_dim + in_dim):
             self._dense = self.dense()

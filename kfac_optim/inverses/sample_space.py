@@ -155,9 +155,7 @@ class SampleSpace(Inverse[SampleState]):
     def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
         return (Part("", 0.0, (), 0, spec.groups * spec.in_dim * spec.out_dim),)
 
-    def _solve(
-        self, states: Sequence[SampleState], grads: Sequence[Tensor], dampings: Sequence[float]
-    ) -> list[Tensor]:
+    def _solve(self, states: Sequence[SampleState], grads: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
         dtype = torch.float64 if grads[0].device.type != "mps" else torch.float32
         keys, residuals = _residuals(states)
         s = torch.cat([residuals[key].to(dtype) for key in keys]) * states[0].scale
@@ -188,9 +186,7 @@ class SampleSpace(Inverse[SampleState]):
             state.rows.clear()
         return [direction.to(grad.dtype) for direction, grad in zip(directions, grads, strict=True)]
 
-    def _range(
-        self, rows: Sequence[SampleRows], target: Tensor, ridge: float, like: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _range(self, rows: Sequence[SampleRows], target: Tensor, ridge: float, like: Sequence[Tensor]) -> list[Tensor]:
         """Return `ρᵀ(ρρᵀ + λI)⁻¹ target`, by block."""
         count, width = len(target), sum(part.numel() for part in like)
         if width < count and width <= self.dense_limit:
@@ -206,15 +202,15 @@ class SampleSpace(Inverse[SampleState]):
             return [each.combined(along) + ridge * part for each, part in zip(rows, vector, strict=True)]
 
         right = [each.combined(target) for each in rows]
-        guess = [kronecker_guess(each, part, ridge) for each, part in zip(rows, right, strict=True)]
-        solution, _ = conjugate_gradients(
+        guess = [kronecker_guess(each, ridge) for each in rows]
+        parts, _ = conjugate_gradients(
             product,
             right,
             lambda vector: [apply(part) for apply, part in zip(guess, vector, strict=True)],
             tolerance=_TOLERANCE,
             most=count,
         )
-        return solution
+        return parts
 
     def _with_rest(
         self, rows: Sequence[SampleRows], found: Sequence[Tensor], rest: Sequence[Tensor], ridge: float
@@ -227,9 +223,7 @@ class SampleSpace(Inverse[SampleState]):
             )
         along = _sum([each.along(part) for each, part in zip(rows, rest, strict=True)])
         inside = self._range(rows, along, ridge, rest)
-        return [
-            part + (other - within) / ridge for part, other, within in zip(found, rest, inside, strict=True)
-        ]
+        return [part + (other - within) / ridge for part, other, within in zip(found, rest, inside, strict=True)]
 
 
 def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key, Tensor]]:

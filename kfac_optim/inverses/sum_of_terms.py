@@ -64,6 +64,8 @@ class SumOfTerms(PairInverse[SumOfTermsState]):
     the first term's damped factors, in the 1-norm.
     """
 
+    keeps_terms = True
+
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> SumOfTermsState:
         return SumOfTermsState(spec, dtype=dtype, device=device)
 

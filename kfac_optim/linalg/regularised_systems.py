@@ -7,7 +7,8 @@ from torch import Tensor
 def solve_gram(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
     """Solve `(K + λI) x = right` for a positive semidefinite `K` `[n, n]`.
 
-    By Cholesky; where rounding makes the matrix indefinite, by eigenvalues, of which those below rounding count as zero.
+    Cholesky does it; where rounding makes the matrix indefinite, eigenvalues do, and those below rounding count as
+    zero.
 
     Args:
         gram: `K`, in float64; it is changed.
@@ -19,13 +20,15 @@ def solve_gram(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
     diagonal += ridge
     factor, info = torch.linalg.cholesky_ex(gram)
     if int(info) == 0:
-        return torch.cholesky_solve(columns, factor).reshape(right.shape)
+        solved: Tensor = torch.cholesky_solve(columns, factor)
+        return solved.reshape(right.shape)
     diagonal -= ridge
     values, vectors = torch.linalg.eigh(gram)
     smallest = len(gram) * torch.finfo(gram.dtype).eps * values[-1].abs()
     kept = values > smallest
     inverse = torch.where(kept, 1 / torch.where(kept, values + ridge, 1), 1 / ridge if ridge > 0 else 0.0)
-    return (vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ columns))).reshape(right.shape)
+    found: Tensor = vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ columns))
+    return found.reshape(right.shape)
 
 
 def solve_tall(rows: Tensor, right: Tensor, ridge: float) -> Tensor:
@@ -39,10 +42,10 @@ def solve_tall(rows: Tensor, right: Tensor, ridge: float) -> Tensor:
         ridge: `λ`, at least 0; with 0 the shortest solution is found by singular values.
     """
     if ridge <= 0:
-        return torch.linalg.lstsq(rows, right.unsqueeze(-1), driver="gelsd" if rows.device.type == "cpu" else None)[
-            0
-        ].squeeze(-1)
-    width = rows.shape[1]
-    root = torch.eye(width, dtype=rows.dtype, device=rows.device) * ridge**0.5
+        driver = "gelsd" if rows.device.type == "cpu" else None
+        shortest: Tensor = torch.linalg.lstsq(rows, right.unsqueeze(-1), driver=driver)[0]
+        return shortest.squeeze(-1)
+    root = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device) * ridge**0.5
     q, r = torch.linalg.qr(torch.cat([rows, root]))
-    return torch.linalg.solve_triangular(r, (q[: len(rows)].mT @ right).unsqueeze(-1), upper=True).squeeze(-1)
+    solved: Tensor = torch.linalg.solve_triangular(r, (q[: len(rows)].mT @ right).unsqueeze(-1), upper=True)
+    return solved.squeeze(-1)

@@ -216,9 +216,9 @@ class _NotedFunction:
         window, watch, module = self._window(), self._watch(), self._module
         if window is None or watch is None or not is_cast_of(weight, watch.used):
             return output
-        if weight is watch.used and is_on(window.listener.mode) and output.requires_grad:  # the mode knows no casts
-            if window.listener.layer_ran(watch.weight):
-                return output
+        looked_at = weight is watch.used and is_on(window.listener.mode) and output.requires_grad  # it knows no casts
+        if looked_at and window.listener.layer_ran(watch.weight):
+            return output
         if self._has_bias if bias is None else not is_cast_of(bias, module._parameters.get("bias")):
             return output
         context = self._adapter.context(module, *args, **kwargs)
