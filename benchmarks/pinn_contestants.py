@@ -117,7 +117,7 @@ CONTESTANTS = {
     "KFAC": Contestant(
         "SampleSpace of all layers jointly, LineSearch, ExactGGN",
         _kfac,
-        tuple({"damping": damping, "momentum": each} for each in (0.0, 0.6) for damping in (1e-12, 1e-10, 1e-8)),
+        tuple({"damping": damping, "momentum": each} for each in (0.0, 0.8) for damping in (1e-12, 1e-10, 1e-8)),
         baseline=False,
     ),
 }

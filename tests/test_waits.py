@@ -25,7 +25,7 @@ SETBACKS = "step.execution.setbacks: tolist"  # too many of them in a row?
 HELD = "inverses.pair_inverse.has_statistics: _local_scalar_dense"  # of each block, until it has some
 HELD_THREE = "inverses.doubly_factored_state.has_statistics: _local_scalar_dense"
 # One for each batched call:
-CHOLESKY = "linalg.cholesky.damped_cholesky_inverse: nonzero"  # has any failed?
+CHOLESKY = "linalg.cholesky._with_retries: nonzero"  # has any failed?
 EIGH = (
     "linalg.eigen._try_eigh: _linalg_eigh",
     "linalg.eigen.eigendecomposition: nonzero",

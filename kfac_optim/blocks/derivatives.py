@@ -289,6 +289,15 @@ def _adapter(use: LayerUse) -> PatchAdapter[Any]:
 
 
 def _convolution_rows(block: KFACBlock, use: LayerUse, spec: LayerSpec, call: LayerCall) -> CallRows:
-    statistics = _adapter(use).statistics(use.module, spec, call, block.dtype)
+    # `torch.vmap` puts its dimensions before those of the layer.
+    ndim = use.module.get_parameter("weight").dim()
+    assert call.input is not None
+    flat = replace(call, input=_flat(call.input, ndim), gradient=_flat(call.gradient, ndim))
+    statistics = _adapter(use).statistics(use.module, spec, flat, block.dtype)
     assert isinstance(statistics, CallRows)
     return statistics
+
+
+def _flat(tensor: Tensor, ndim: int) -> Tensor:
+    """Return the tensor with its leading dimensions joined, so that `ndim` are left; one that has fewer as it is."""
+    return tensor.flatten(0, tensor.dim() - ndim) if tensor.dim() > ndim else tensor

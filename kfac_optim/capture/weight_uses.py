@@ -20,11 +20,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.weight_maps import WeightMap
-from kfac_optim.utils.autograd import in_function_transform, is_asked
+from kfac_optim.utils.autograd import Function, differentiable, in_function_transform, is_asked
 
 
 class UseNotes(Protocol):
@@ -42,7 +41,7 @@ class UseNotes(Protocol):
         """
 
 
-class _Use(torch.autograd.Function):
+class _Use(Function):
     """Is a product with a weight. `transposed` says whether it is with the transpose."""
 
     transposed: bool
@@ -77,7 +76,7 @@ class _Use(torch.autograd.Function):
         if tangent is None:
             return None
         tensor, weight = ctx.saved_tensors
-        with torch.enable_grad(), _set_fwd_grad_enabled(True):
+        with differentiable():
             result: Tensor = of.of(_for_each_example(tangent, tensor), weight, None, ctx.map, ctx.notes.derived)
         return result
 

@@ -23,7 +23,7 @@ def kronecker_guess(rows: SampleRows, ridge: float) -> Callable[[Tensor], Tensor
     divisor = (spectrum + ridge).clamp(min=floor.clamp(min=torch.finfo(left.dtype).tiny))
 
     def apply(matrix: Tensor) -> Tensor:
-        turned: Tensor = u_left.mT @ matrix @ u_right
-        return u_left @ (turned / divisor) @ u_right.mT
+        solved: Tensor = u_left @ ((u_left.mT @ matrix @ u_right) / divisor) @ u_right.mT
+        return solved
 
     return apply

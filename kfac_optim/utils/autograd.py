@@ -1,7 +1,7 @@
 """What is asked of autograd, much of it privately: hooks on gradients, and what the backward that is running does."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 Node: TypeAlias = torch.autograd.graph.Node
 GradientEdge = torch.autograd.graph.GradientEdge
+Function = torch.autograd.Function
 
 _NOTHING = nullcontext()
 
@@ -206,6 +207,16 @@ def is_of_custom_function(tensor: Tensor) -> bool:
 def in_function_transform() -> bool:
     """Return whether `torch.func` is at work (`grad`, `vmap`, …): its passes are not the training loop's."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Return a context in which what is computed can be differentiated in both modes, as torch's own formulas can be.
+
+    Without it the derivatives in a function's `jvp` are constants.
+    """
+    with torch.enable_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(True):
+        yield
 
 
 def saved_tensors_are_hooked() -> bool:

@@ -227,9 +227,6 @@ def weight_seen_twice(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "left_out"),
     [
-        (gradient_penalty, {"0", "2"}),
-        (critic_penalty, {"0", "2"}),
-        (partly_by_torch_func, {"0", "2"}),
         (weight_seen_twice, {"0"}),
     ],
 )
@@ -255,14 +252,25 @@ def test_layers_of_which_a_part_is_out_of_sight_step_as_under_sgd_and_are_named_
             assert torch.equal(mine, theirs)
 
 
-def test_a_hook_that_changes_what_flows_on_is_found() -> None:
+@pytest.mark.parametrize("loss", [gradient_penalty, critic_penalty, partly_by_torch_func])
+def test_derivatives_of_the_model_account_for_the_gradient(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = mlp()
+    optimizer = optimizer_of(model)
+    with no_warning():
+        steps(optimizer, lambda: loss(model, batch()), 4)
+    assert optimizer.factors().keys() == {"0", "2"}
+    assert optimizer.metrics()["measured_parameters"] == 1
+    assert all(each.check.is_done for each in optimizer._binding.coverage.blocks)
+
+
+def test_a_layer_behind_a_hook_that_changes_what_flows_on_is_measured_within_it() -> None:
     model = mlp()
     model[0].register_forward_hook(lambda _m, _a, out: out.register_hook(lambda g: 0.5 * g) and None)
     optimizer = optimizer_of(model)
     model[0].register_forward_hook(lambda _m, _a, out: out.register_hook(lambda g: 0.5 * g) and None)
-    with pytest.warns(UserWarning, match=f"{PARTLY}.*'0'"):
-        steps(optimizer, lambda: square_loss(model(batch())), 3)
-    assert optimizer.factors().keys() == {"2"}
+    steps(optimizer, lambda: square_loss(model(batch())), 3)
+    assert optimizer.factors().keys() == {"0", "2"}
+    assert block(optimizer, "0").strikes == 1
 
 
 def test_a_resumed_run_leaves_out_what_the_saved_one_did() -> None:
