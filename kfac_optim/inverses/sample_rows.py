@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.example_rows import ExampleRows
+from kfac_optim.linalg.products import symmetric_product
 
 # Elements of Jacobians that are held at a time.
 _CHUNK = 2**23
@@ -68,7 +69,9 @@ class SampleRows:
     def gram(self) -> Tensor:
         """Return `ρρᵀ`, `[rows, rows]`."""
         if self._dense is not None:
-            return self._dense @ self._dense.mT
+            whole = self._dense.new_empty(1, len(self._dense), len(self._dense))
+            symmetric_product(self._dense.mT.unsqueeze(0), out=whole)
+            return whole[0]
         count = sum(self._keys.values())
         result = torch.zeros(count, count, dtype=self._dtype, device=self._device)
         starts = self._starts()
