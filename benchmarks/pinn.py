@@ -146,11 +146,13 @@ class Race:
         setting = self.contestants[optimizer].settings[trial]
         torch.manual_seed(seed)
         network = self.problem.network()
-        made = self.contestants[optimizer].make(network, nn.MSELoss(), setting)
+        criterion = nn.MSELoss()
+        made = self.contestants[optimizer].make(network, criterion, setting)
         readings: list[Reading] = []
         ending, error = Ending.FINISHED, None
         try:
-            if not train(self.problem, self._points, network, made, setting, self._seconds(seed), readings, advance):
+            trained = self.problem, self._points, network, criterion, made, setting
+            if not train(*trained, self._seconds(seed), readings, advance):
                 ending = Ending.DIVERGED
         except RuntimeError as raised:
             ending, error = Ending.FAILED, str(raised)
@@ -223,6 +225,7 @@ def train(
     problem: PDEProblem,
     points: Points,
     network: nn.Module,
+    criterion: nn.Module,
     optimizer: Optimizer,
     setting: Setting,
     seconds: float,
@@ -235,13 +238,13 @@ def train(
         problem: to train on.
         points: of it.
         network: to train.
+        criterion: that the optimizer may know of.
         optimizer: of its parameters.
         setting: which may have the learning rate decay.
         seconds: that steps may take, all together.
         readings: a first one before any step, the others with finite losses.
         advance: told of seconds.
     """
-    criterion = nn.MSELoss()
     twin = problem.network()  # no optimizer watches it
 
     def closure() -> Tensor:

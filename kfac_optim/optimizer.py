@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from kfac_optim import diagnostics
@@ -437,6 +438,30 @@ class KFACOptimizer(Optimizer):
                 "that estimate names says, and has no number of terms; pass another, or drop the call."
             )
         self._window.set_loss_terms(terms.detach().clone().reshape(()) if isinstance(terms, Tensor) else terms)
+
+    def observe(self, residual: Tensor | Distribution, weight: float = 1.0) -> None:
+        """State what the loss reads, before `backward()`, where no criterion object computes that part of the loss.
+
+        The loss holds `weight` times the mean of the terms' negative log-likelihoods: of squares `residual²` for a
+        tensor, and of a distribution's for `torch.distributions` (`Categorical`, `Bernoulli`, `Normal`), such as a
+        policy, whose Fisher matrix does not depend on what multiplies the log-probabilities. Several calls are several
+        terms, as are calls of the criterion that `estimate` names. What the criterion itself reads need not be stated.
+
+        Args:
+            residual: a tensor, the examples along its first dimension; or a distribution that the loss is computed of.
+            weight: of the term in the loss as it is backpropagated, a `GradScaler`'s scale included.
+
+        Raises:
+            TypeError: a kind of distribution that is not known, or `estimate` names no loss.
+            ValueError: what is observed is no result of a forward with gradients, or the weight is not above 0.
+        """
+        check_number("weight of observe()", weight, above=0)
+        if self._window.terms is None:
+            raise TypeError(
+                f"kfac_optim: observe() is for estimates that name the loss, got estimate={self._choices.estimate!r}. "
+                "Pass estimate=MonteCarlo(criterion), or ExactGGN(criterion)."
+            )
+        self._window.terms.observe_residual(residual, float(weight))
 
     # -- param groups ------------------------------------------------------------------------------------------
 

@@ -42,6 +42,13 @@ class ForwardKeeper(Protocol):
         """Let go of the forwards: their gradients were thrown away, or used."""
 
 
+class TermObserver(Protocol):
+    """Takes note of terms of the loss that the training loop states."""
+
+    def observe_residual(self, residual: Any, weight: float) -> None:
+        """Note a term, before its backward."""
+
+
 class ForwardListener:
     """Hears of the model's forwards while they run. This one wants to hear nothing; subclasses say what they want.
 
@@ -97,6 +104,7 @@ class CaptureWindow(Ledger):
             and the output, by an estimate that backpropagates gradients of its own; None where those of the training
             loop count.
         recorder: keeps forwards that are to be run again; None where none are.
+        terms: takes the terms of the loss that the training loop states; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
         worker: the number of this process among those that train the model, for the same use.
         graphs: what compiled graphs tell.
@@ -121,6 +129,7 @@ class CaptureWindow(Ledger):
         self.listener = ForwardListener()
         self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
         self.recorder: ForwardKeeper | None = None
+        self.terms: TermObserver | None = None
 
     def hooked(self) -> Collection[LayerHooks]:
         """Give the hooks that are put on layers now."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.graph_walk import calls_behind
@@ -19,7 +19,15 @@ from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criterion_term import CriterionTerm
 from kfac_optim.fisher.extra_backward import ExtraBackward
-from kfac_optim.fisher.likelihoods import Categorical, Likelihood, Outputs, Vectors
+from kfac_optim.fisher.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    GaussianWithScale,
+    Likelihood,
+    Outputs,
+    Vectors,
+)
 from kfac_optim.utils.autograd import GradientEdge, in_function_transform, on_gradient
 from kfac_optim.utils.hooks import PicklableHook
 
@@ -81,6 +89,16 @@ class CriterionTerms:
             return Categorical(self._likelihood.mean, 1 if outputs[0].dim() > 1 else 0)
         return self._likelihood
 
+    def observe_residual(self, residual: Any, weight: float) -> None:
+        """Note a term that no criterion computes: see `KFACOptimizer.observe`."""
+        outputs, likelihood, scale = _observed(residual)
+        if any(not output.requires_grad or output.grad_fn is None for output in outputs):
+            raise ValueError(
+                "kfac_optim: observe() was given what no parameter of the model has a part in, as it is no result of a "
+                "forward with gradients. Call it with what the loss reads, before backward()."
+            )
+        self.observe(outputs, likelihood, float(likelihood.terms(outputs)), weight * scale)
+
     def observe(self, outputs: Outputs, likelihood: Likelihood, divisor: float | Tensor, loss: Tensor | float) -> None:
         """Note a term of the loss.
 
@@ -118,6 +136,32 @@ class CriterionTerms:
             self._seed,
             term,
         ).await_backward(outputs)
+
+
+def _observed(residual: Any) -> tuple[Outputs, Likelihood, float]:
+    """Return what an observation consists of, its likelihood, and what the curvature of that is multiplied by."""
+    if isinstance(residual, Tensor):
+        return (residual,), Gaussian(mean=True), 1.0
+    if isinstance(residual, distributions.Independent):
+        return _observed(residual.base_dist)
+    if isinstance(residual, distributions.Categorical):
+        return (residual.logits,), Categorical(mean=True, class_dim=residual.logits.dim() - 1), 1.0
+    if isinstance(residual, distributions.Bernoulli):
+        return (residual.logits,), Bernoulli(mean=True), 1.0
+    if isinstance(residual, distributions.Normal):
+        if residual.scale.requires_grad:
+            return (residual.loc, residual.scale), GaussianWithScale(mean=True), 1.0
+        scale = float(residual.scale.flatten()[0])
+        if bool((residual.scale == scale).all()):
+            return (residual.loc,), Gaussian(mean=True), 1 / (2 * scale**2)
+        raise ValueError(
+            "kfac_optim: observe() was given a Normal with several scales that are no result of the model. Observe the "
+            "residual (mean - target) / scale of the loss, with half the weight."
+        )
+    raise TypeError(
+        "kfac_optim: observe() takes a tensor of residuals, or a Categorical, Bernoulli or Normal of "
+        f"torch.distributions, got {type(residual).__name__}."
+    )
 
 
 class _Weighed:

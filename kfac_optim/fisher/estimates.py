@@ -129,8 +129,8 @@ class NamedLoss(Estimate):
         summed = not self.likelihood.mean if self.loss_terms is None else self.loss_terms is LossTerms.SUM
         window.tally.name_loss(mean=not summed)
         window.estimate = watcher = _Watcher(self, window)
+        window.terms = terms = CriterionTerms(window, self.likelihood, self.vectors, self.several, watcher.seed)
         if isinstance(self.criterion, nn.Module):
-            terms = CriterionTerms(window, self.likelihood, self.vectors, self.several, watcher.seed)
             terms.watch(self.criterion)
 
     def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:

@@ -231,10 +231,7 @@ class GaussianWithVariance(Likelihood):
             yield None, of_variance * unit
 
     def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
-        solved = _by_example(gradient / self._roots(outputs)[place])
-        both = torch.zeros_like(solved).unsqueeze(-1).repeat(1, 1, 2)
-        both[..., place] = solved
-        return both.flatten(1)
+        return _alternating(_by_example(gradient / self._roots(outputs)[place]), place)
 
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         of_mean, of_variance = self._roots(outputs)
@@ -249,6 +246,42 @@ class GaussianWithVariance(Likelihood):
             )
         bounded = variance.clamp(min=self.eps)
         return bounded.rsqrt(), 1 / (2**0.5 * bounded)
+
+
+@dataclass(frozen=True)
+class GaussianWithScale(Likelihood):
+    """Describes a normal distribution by its mean and standard deviation `σ`: `H = diag(1 / σ², 2 / σ²)`."""
+
+    outputs = 2
+
+    def terms(self, outputs: Outputs) -> int:
+        return outputs[0].numel()
+
+    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        of_mean, _ = self._roots(outputs)
+        z = _normal(outputs[0], generator)
+        return -of_mean * z, of_mean * (1 - z.square())
+
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        of_mean, of_scale = self._roots(outputs)
+        return of_mean * _signs(of_mean, generator), of_scale * _signs(of_scale, generator)
+
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
+        of_mean, of_scale = self._roots(outputs)
+        for unit in _units(of_mean):
+            yield of_mean * unit, None
+            yield None, of_scale * unit
+
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        return _alternating(_by_example(gradient / self._roots(outputs)[place]), place)
+
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        of_mean, of_scale = self._roots(outputs)
+        return of_mean.square() * vectors[0], of_scale.square() * vectors[1]
+
+    def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
+        _, scale = outputs
+        return 1 / scale, 2**0.5 / scale
 
 
 def likelihood_of(criterion: Any, class_dim: int | None = None) -> Likelihood:
@@ -311,6 +344,13 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 def _by_example(tensor: Tensor) -> Tensor:
     """Return what belongs to each example as a row; a tensor of one dimension is one example."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+
+
+def _alternating(columns: Tensor, place: int) -> Tensor:
+    """Put columns of one of two outputs between columns of zeros for the other, `[examples, 2 · columns]`."""
+    both = torch.zeros_like(columns).unsqueeze(-1).repeat(1, 1, 2)
+    both[..., place] = columns
+    return both.flatten(1)
 
 
 def _units(like: Tensor) -> Iterator[Tensor]:
