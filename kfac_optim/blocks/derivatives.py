@@ -75,14 +75,14 @@ class DerivativeUses:
         }
         for weight in [weight for weight in self._watches if weight not in present]:
             self._watches.pop(weight)[1].remove()
-        self.is_on = any(block.follows_uses for block in self._blocks)
+        self.is_on = self._follows_all or any(block.follows_uses for block in self._blocks)
         if self._follows_all:
             self.begin(self._blocks)
 
     def begin_all(self) -> None:
         """Follow the products with all weights from now on."""
         if not self._follows_all:
-            self._follows_all = True
+            self._follows_all = self.is_on = True
             self.begin(self._blocks)
 
     def begin(self, blocks: Iterable[KFACBlock]) -> None:

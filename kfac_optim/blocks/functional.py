@@ -143,7 +143,7 @@ class FunctionalUses(ForwardListener):
         self.derivatives.begin_all()
 
     def follows_uses(self) -> bool:
-        if in_function_transform() and self._listening:
+        if in_function_transform() and (self._listening or self._candidates):
             self.expect_derivatives()
         return self.derivatives.is_on
 
@@ -287,6 +287,7 @@ class FunctionalUses(ForwardListener):
             if claim is not None and (claimed := claim(product)) is not None:
                 self._blocks[weight] = claimed
                 self._listening.append(claimed)
+                self.derivatives.know(self._listening)
         return self._blocks.get(weight)
 
     def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> Tensor:

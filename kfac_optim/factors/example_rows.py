@@ -82,7 +82,8 @@ class RowsByTerm:
             stats = copy.copy(stats)
             stats.call = call = replace(call, gradient=call.gradient - call.earlier, earlier=None)  # type: ignore[attr-defined]
         rows = self.terms.setdefault((call.term, call.column), ExampleRows(call.examples, call.residual))
-        rows.uses.append(stats.rows())
+        z, g = stats.rows()
+        rows.uses.append((g, z) if stats.opposed else (z, g))
 
     def clear(self) -> None:
         self.terms.clear()

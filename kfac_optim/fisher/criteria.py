@@ -123,7 +123,8 @@ class CriterionTerms:
             on_gradient(loss, _Weighed(window, term, [call for call, _ in calls]))
         else:
             term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
-            on_gradient(outputs[0], _Weighed(window, term, [call for call, _ in calls]))
+            window.drop_stale()
+            window.tally.by_criterion = True
         ExtraBackward(
             weakref.ref(window),
             likelihood,

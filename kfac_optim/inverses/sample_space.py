@@ -15,7 +15,7 @@ from kfac_optim.inverses.sample_rows import Key, SampleRows
 from kfac_optim.inverses.state import InverseState
 from kfac_optim.linalg.conjugate_gradients import conjugate_gradients
 from kfac_optim.linalg.regularised_systems import solve_gram, solve_tall
-from kfac_optim.specs import BlockDiagonal, Cost, LayerSpec, Part
+from kfac_optim.specs import Cost, LayerSpec, Part
 from kfac_optim.utils.validation import check_flag, check_integer, check_number
 
 # The part of the gradient, as a share of its length, that counts as none beside what the residuals account for.
@@ -23,6 +23,7 @@ _ROUNDING = {torch.float64: 1e-6}
 _ROUNDING_ELSEWHERE = 1e-3
 # Conjugate gradients end at such a residual, as a share of the gradient.
 _TOLERANCE = 1e-8
+_MOST_ITERATIONS = 1000
 
 
 class SampleState(InverseState):
@@ -126,11 +127,6 @@ class SampleSpace(Inverse[SampleState]):
         check_integer("dense_limit of SampleSpace", self.dense_limit)
 
     def init(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> SampleState:
-        if any(isinstance(kept, BlockDiagonal) for kept in spec.structure):
-            raise ValueError(
-                f"kfac_optim: SampleSpace keeps no factor that could be cut into blocks, but structure of layer "
-                f"{spec.name!r} is {spec.structure}. Drop structure."
-            )
         return SampleState(spec, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[SampleState], dampings: Sequence[float]) -> None:
@@ -208,7 +204,7 @@ class SampleSpace(Inverse[SampleState]):
             right,
             lambda vector: [apply(part) for apply, part in zip(guess, vector, strict=True)],
             tolerance=_TOLERANCE,
-            most=count,
+            most=_MOST_ITERATIONS,
         )
         return parts
 

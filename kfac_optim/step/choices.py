@@ -86,7 +86,7 @@ class Choices:
             factor_dtype=self.factor_dtype,
         )
         self.step_size.check_layers(options)
-        _check_rows(self.inverse, self.estimate)
+        _check_rows(self.inverse, self.estimate, self.structure)
         object.__setattr__(self, "options", options)
 
     @cached_property
@@ -111,7 +111,7 @@ class Choices:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
 
-def _check_rows(inverse: Any, estimate: Estimate) -> None:
+def _check_rows(inverse: Any, estimate: Estimate, structure: Any) -> None:
     """Refuse an estimate without residuals, where a representation of the inverse is made of them."""
     named = inverse.values() if isinstance(inverse, Mapping) else (inverse,)
     for each in named:
@@ -120,3 +120,5 @@ def _check_rows(inverse: Any, estimate: Estimate) -> None:
                 f"kfac_optim: {each!r} is made of the residuals of the loss, and estimate={estimate!r} does not give "
                 "them. Pass estimate=ExactGGN(criterion), with the criterion that the training loop calls."
             )
+        if isinstance(each, Inverse) and each.takes_rows and structure is not None:
+            raise ValueError(f"kfac_optim: {each!r} keeps no factors, and structure={structure!r} is theirs. Drop it.")

@@ -89,7 +89,9 @@ def trained(
     optimizer = Slow(network.parameters(), lr=lr)
     readings: list[Reading] = []
     told: list[float] = []
-    finite = pinn.train(problem, problem.points(), network, nn.MSELoss(), optimizer, setting, seconds, readings, told.append)
+    finite = pinn.train(
+        problem, problem.points(), network, nn.MSELoss(), optimizer, setting, seconds, readings, told.append
+    )
     if finite:
         assert sum(told) == pytest.approx(readings[-1].seconds)
     return finite, readings, optimizer

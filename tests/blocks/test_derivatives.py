@@ -1,0 +1,195 @@
+"""Every use of a weight, at every order of differentiation; covers blocks/derivatives.py and capture/weight_uses.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracles import assert_same
+from helpers.plain import block, clones
+from torch import Tensor, nn
+from torch.func import functional_call, jacfwd, jacrev, jvp, vmap
+
+from kfac_optim import EKFAC, Cholesky, ExactGGN, KFACOptimizer, SampleSpace
+from kfac_optim.factors.example_rows import ExampleRows
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+class TiedAutoencoder(nn.Module):
+    """Multiplies by a bare matrix, by its transpose, and by it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(6, 3) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.matrix)
+        return torch.tanh(hidden @ self.matrix.T) @ self.matrix
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), nn.Sigmoid(), nn.Linear(4, 2))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(-1, (1, 6)),
+        nn.Conv1d(1, 4, 3, padding="same", dilation=2),
+        nn.Tanh(),
+        nn.Conv1d(4, 4, 2, stride=2, groups=2),
+        nn.Tanh(),
+        nn.ConvTranspose1d(4, 2, 3, stride=2, bias=False),
+        nn.Tanh(),
+        nn.Flatten(-2),
+        nn.Linear(14, 1),
+    )
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(-1, (1, 2, 3)), nn.Conv2d(1, 3, 2, padding=1), nn.Tanh(), nn.Flatten(-3), nn.Linear(36, 1)
+    )
+
+
+def slope(model: nn.Module, x: Tensor) -> Tensor:
+    """`‖∂u/∂x‖²` of each example, in ordinary code."""
+    x = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return found.square().sum(1)
+
+
+def slope_by_transform(transform: Callable[..., Any]) -> Callable[[nn.Module, Tensor], Tensor]:
+    def of(model: nn.Module, x: Tensor) -> Tensor:
+        params = dict(model.named_parameters())
+        return vmap(lambda one: transform(lambda z: functional_call(model, params, (z,)).sum())(one).square().sum())(x)
+
+    return of
+
+
+def along(model: nn.Module, x: Tensor) -> Tensor:
+    """A directional derivative in forward mode, of the whole batch at once."""
+    params = dict(model.named_parameters())
+    return jvp(lambda z: functional_call(model, params, (z,)).sum(1), (x,), (torch.ones_like(x),))[1]
+
+
+STYLES = {"nested": slope, "reverse": slope_by_transform(jacrev), "forward": slope_by_transform(jacfwd), "jvp": along}
+MODELS = {"linear": linear, "convolutions": convolutions, "images": images, "tied": TiedAutoencoder}
+
+
+def jacobians(model: nn.Module, x: Tensor, style: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Tensor]:
+    """The derivative of each example's residual with respect to each parameter, by `torch.func`."""
+
+    def residual(params: dict[str, Tensor], one: Tensor) -> Tensor:
+        def value(z: Tensor) -> Tensor:
+            return functional_call(model, params, (z,)).sum()
+
+        if style is along:
+            return jvp(value, (one,), (torch.ones_like(one),))[1]
+        return jacrev(value)(one).square().sum()
+
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return vmap(jacrev(residual), in_dims=(None, 0))(params, x)
+
+
+@pytest.mark.parametrize(
+    ("style", "name"),
+    # The transpose of a bare matrix is not known within torch.func.
+    [(style, name) for style in STYLES for name in MODELS if name != "tied" or style == "nested"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_rows_of_all_uses_make_each_examples_jacobian(style: str, name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = MODELS[name]().to(dtype), torch.randn(5, 6, dtype=dtype)
+    criterion = nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=SampleSpace(), estimate=ExactGGN(criterion))
+    expected = jacobians(model.double(), x.double(), STYLES[style])
+    model.to(dtype)
+    residual = STYLES[style](model, x)
+    criterion(residual, torch.zeros_like(residual)).backward()
+    found: dict[str, list[Tensor]] = {}
+    for each in optimizer._binding.coverage.blocks:
+        rows: ExampleRows = each.state._pending.terms[0, 0]
+        whole = rows.jacobians() / (2 / 5) ** 0.5
+        for example in range(5):
+            parts = each.adapter.unpack(each.spec, whole[:, example])
+            for part, name_, param in zip(parts, each.param_names, each.params, strict=True):
+                found.setdefault(name_, []).append(part.reshape(param.shape))
+    assert found.keys() == expected.keys()
+    for each, part in found.items():
+        assert_same(torch.stack(part).double(), expected[each], rtol=1e-12 if dtype is torch.float64 else 1e-5)
+    optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_factors_are_those_of_the_jacobians_whatever_the_style(style: str) -> None:
+    torch.manual_seed(0)
+    model, x, criterion = linear().double(), torch.randn(5, 6, dtype=torch.float64), nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+    expected = jacobians(model, x, STYLES[style])
+    for _ in range(2):
+        optimizer.zero_grad()
+        residual = STYLES[style](model, x)
+        criterion(residual, torch.zeros_like(residual)).backward()
+        optimizer.step()
+    for name in ("0", "2", "4"):
+        each = (2 / 5) ** 0.5 * expected[f"{name}.weight"]
+        if f"{name}.bias" in expected:
+            each = torch.cat([each, (2 / 5) ** 0.5 * expected[f"{name}.bias"].unsqueeze(2)], 2)
+        left, right = (each @ each.mT).sum(0), (each.mT @ each).sum(0)
+        a, g = optimizer.factors()[name]
+        assert a is not None
+        assert g is not None
+        assert_same((a[0], g[0]), (right / right.trace(), left))
+
+
+def test_the_empirical_factors_and_the_second_moments_of_ekfac_are_of_the_jacobians_too() -> None:
+    torch.manual_seed(0)
+    model, x = linear().double(), torch.randn(5, 6, dtype=torch.float64)
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=EKFAC(), factor_update_period=1)
+    expected = jacobians(model, x, slope)["2.weight"]
+    residual = slope(model, x).detach()
+    for _ in range(2):
+        optimizer.zero_grad()
+        slope(model, x).square().mean().backward()
+        optimizer.step()
+    each = 2 * residual.view(5, 1, 1) * expected / 5
+    a, g = optimizer.factors()["2"]
+    assert a is not None
+    assert g is not None
+    left, right = (each @ each.mT).sum(0), (each.mT @ each).sum(0)
+    assert_same((a[0], g[0]), (right / right.trace(), 5 * left))
+
+
+def test_ordinary_training_with_inputs_that_require_gradients_is_as_without() -> None:
+    def train(leaf: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double()
+        optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(7, 1, 6, dtype=torch.float64).requires_grad_(leaf)
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert all(each.joint is None for each in optimizer._binding.coverage.blocks)
+        return clones(model.parameters())
+
+    assert_same(train(True), train(False), rtol=1e-12)
+
+
+def test_other_layers_beside_derivatives_train_by_name() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=1)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            slope(model, torch.randn(9, 6, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match=r"a part was captured.*'1'"):
+        train(3)
+    assert optimizer.factors().keys() == {"0", "3"}
+    assert block(optimizer, "0").joint is not None

@@ -1,0 +1,194 @@
+"""The criterion that an estimate names, where the loop calls it; covers fisher/criteria.py and criterion_term.py."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracles import assert_same
+from helpers.plain import batch, clones, mlp
+from torch import Tensor, distributions, nn
+from torch.func import functional_call, hessian
+
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo
+
+# torch's own, of torch.jit, at the first forward-mode derivative of a process
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+Loss = Callable[[nn.Module, nn.Module], Tensor]
+
+
+def curvature(model: nn.Module, criterion: nn.Module, loss: Loss) -> Tensor:
+    """The Gauss-Newton matrix of the last layer's weight and bias, of a loss that is a function of its output only."""
+    features = model[:-1]
+    bare = copy.deepcopy(model)
+
+    def of_outputs(params: dict[str, Tensor]) -> Tensor:
+        class Functional(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return functional_call(bare[-1], params, (features(x),))
+
+        return loss(Functional(), criterion)
+
+    # The last layer is linear in its parameters: the Hessian of a convex loss of it is the Gauss-Newton matrix.
+    params = {name: param.detach() for name, param in bare[-1].named_parameters()}
+    blocks = hessian(of_outputs)(params)
+    rows = []
+    for left in ("weight", "bias"):
+        size = params[left].numel()
+        rows.append(torch.cat([blocks[left][right].reshape(size, -1) for right in ("weight", "bias")], 1))
+    return torch.cat(rows)
+
+
+def measured(loss: Loss, criterion: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
+    """`Σ a aᵀ ⊗ g gᵀ` of the last layer in expectation: for one example it is `A ⊗ G` exactly."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+    loss(model, criterion).backward()
+    optimizer.step()
+    a, g = optimizer.factors()["2"]
+    assert a is not None
+    assert g is not None
+    return model, a[0], g[0]
+
+
+EXAMPLE = batch(size=1)
+
+
+def one(model: nn.Module) -> Tensor:
+    return model(EXAMPLE)
+
+
+TARGET = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64)
+LOSSES: dict[str, tuple[nn.Module, Loss]] = {
+    "weighted twice": (nn.MSELoss(), lambda m, c: 3 * c(one(m), TARGET) + c(one(m).exp(), TARGET) * 0),
+    "head outside": (nn.MSELoss(), lambda m, c: 0.5 * c(one(m) @ torch.ones(3, 2, dtype=torch.float64), TARGET[:, :2])),
+    "masked": (nn.MSELoss(), lambda m, c: c(one(m)[:, :2], TARGET[:, :2])),
+    "one number": (nn.MSELoss(), lambda m, c: c(one(m).sum(1), TARGET[:, 0])),
+    "summed": (nn.MSELoss(reduction="sum"), lambda m, c: c(one(m), TARGET) / 7),
+    "bits": (nn.BCEWithLogitsLoss(), lambda m, c: c(one(m) * 2, TARGET.sigmoid())),
+    "classes": (nn.CrossEntropyLoss(), lambda m, c: c(one(m), torch.tensor([1])) * 4),
+    "classes by tokens": (
+        nn.CrossEntropyLoss(ignore_index=-1),
+        lambda m, c: c(torch.stack([one(m), 2 * one(m), one(m)], 2), torch.tensor([[2, 0, -1]])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_curvature_is_that_of_the_loss_as_it_is_written(name: str) -> None:
+    criterion, loss = LOSSES[name]
+    model, a, g = measured(loss, criterion)
+    found = torch.kron(g, a)
+    expected = curvature(model, criterion, loss)
+    # Put the bias behind each row of the weight, as the block's matrix has it.
+    rows = torch.cat([torch.arange(15).reshape(3, 5), torch.arange(15, 18).reshape(3, 1)], 1).flatten()
+    assert_same(found, expected[rows][:, rows], rtol=1e-9)
+
+
+def test_accumulation_loss_scales_and_several_calls_add_up() -> None:
+    criterion = nn.MSELoss()
+    x, y = batch(size=6), batch(seed=3, size=6)[:, :3]
+
+    def train(parts: int, **options: Any) -> tuple[Tensor, Tensor]:
+        model = mlp()
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion), **options)
+        for some, wanted in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (criterion(model(some), wanted) / parts).backward()
+        optimizer.step()
+        a, g = optimizer.factors()["2"]
+        assert a is not None
+        assert g is not None
+        return a, g
+
+    assert_same(train(3), train(1))
+    # By the model's output alone, as where the loop calls another object, it is the same for such a loss.
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(nn.MSELoss()))
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert_same(train(1), optimizer.factors()["2"])
+
+
+def test_a_criterion_that_is_only_logged_changes_nothing() -> None:
+    def factors(logs: bool) -> Any:
+        criterion, model, x = nn.MSELoss(), mlp(), batch()
+        optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(criterion))
+        output = model(x)
+        if logs:
+            criterion(output, x[:, :3])
+            with torch.no_grad():
+                criterion(model(x), x[:, :3])
+        F.mse_loss(output, x[:, :3]).backward()
+        optimizer.step()
+        return optimizer.factors()["2"]
+
+    assert_same(factors(True), factors(False))
+
+
+def test_one_criterion_serves_two_optimizers() -> None:
+    """As in a GAN: each measures its own model, by what the criterion reads."""
+    criterion, x = nn.BCEWithLogitsLoss(), batch()
+    first, second = mlp(sizes=(4, 4)), mlp(seed=1, sizes=(4, 1))
+    ours = [KFACOptimizer(each, lr=0.0, estimate=ExactGGN(criterion)) for each in (first, second)]
+    criterion(second(first(x)), torch.ones(8, 1, dtype=torch.float64)).backward()
+    for optimizer in ours:
+        optimizer.step()
+    logits = second(first(x))
+    p = logits.sigmoid()
+    grads = (p * (1 - p)).sqrt() @ second[0].weight / 8**0.5
+    assert_same(ours[0].factors()["0"][1], (grads.T @ grads)[None])
+
+
+def test_what_is_observed_is_a_term_like_any_other() -> None:
+    criterion, model = nn.MSELoss(), mlp()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+    x = batch(size=1)
+    policy = distributions.Categorical(logits=model(x))
+    optimizer.observe(policy, weight=2.0)
+    (-2.0 * policy.log_prob(torch.tensor([1])) * 17).sum().backward()  # an advantage has no part in the Fisher matrix
+    optimizer.step()
+    p = model(x).softmax(1)[0].detach()
+    assert_same(optimizer.factors()["2"][1], 2 * (p.diag() - torch.outer(p, p))[None])
+
+    for scale, expected in ((torch.tensor(0.5, dtype=torch.float64), 4.0), (None, 1 / 0.7**2)):
+        model = mlp()
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+        output = model(x)
+        spread = scale if scale is not None else torch.full_like(output, 0.7).requires_grad_() * 1
+        normal = distributions.Normal(output, spread)
+        if scale is None:
+            with pytest.raises(ValueError, match="no result of a forward"):
+                optimizer.observe(distributions.Normal(output.detach(), spread.detach().requires_grad_()))
+        optimizer.observe(normal)
+        normal.log_prob(torch.zeros_like(output)).mean().backward()
+        optimizer.step()
+        assert_same(optimizer.factors()["2"][1], expected / 3 * torch.eye(3, dtype=torch.float64)[None])
+    with pytest.raises(TypeError, match=r"observe\(\) takes a tensor"):
+        optimizer.observe(distributions.Poisson(model(x).exp()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="estimates that name the loss"):
+        KFACOptimizer(mlp()).observe(model(x))
+
+
+def test_hooks_of_dropped_optimizers_leave_the_criterion() -> None:
+    criterion, model = nn.MSELoss(), mlp()
+    for _ in range(3):
+        optimizer = KFACOptimizer(model, lr=0.1, estimate=MonteCarlo(criterion), loss_terms=LossTerms.ELEMENTS)
+        criterion(model(batch()), batch()[:, :3]).backward()
+        optimizer.step()
+        del optimizer
+    assert len(criterion._forward_hooks) == 0
+
+
+def test_a_copy_of_model_and_optimizer_measures_by_the_copied_criterion() -> None:
+    criterion, model = nn.MSELoss(), mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, estimate=ExactGGN(criterion))
+    twin, other, theirs = copy.deepcopy((model, optimizer, criterion))
+    for each, its, of in ((model, optimizer, criterion), (twin, other, theirs)):
+        for _ in range(3):
+            its.zero_grad()
+            (3 * of(each(batch()), batch()[:, :3])).backward()
+            its.step()
+    assert_same(clones(model.parameters()), clones(twin.parameters()), rtol=1e-14)

@@ -1,0 +1,254 @@
+"""`SampleSpace` against dense Gauss-Newton solves; covers inverses/sample_space.py and sample_rows.py."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.oracles import assert_same
+from helpers.plain import clones
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacfwd, jacrev, vmap
+
+from kfac_optim import ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, SampleSpace, Structure
+from kfac_optim.specs import BlockDiagonal
+
+Residual = Callable[[nn.Module, Tensor], Tensor]
+
+# torch's own, of torch.jit, at the first forward-mode derivative of a process
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def network(seed: int = 0, sizes: tuple[int, ...] = (2, 6, 4, 1)) -> nn.Sequential:
+    torch.manual_seed(seed)
+    pairs = [(nn.Linear(*each), nn.Tanh()) for each in itertools.pairwise(sizes)]
+    return nn.Sequential(*[part for pair in pairs for part in pair][:-1]).double()
+
+
+def points(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def nested(model: nn.Module, x: Tensor) -> Tensor:
+    """The Laplacian, by `torch.autograd.grad`."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    parts = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(x.shape[1])]
+    return torch.stack(parts).sum(0)
+
+
+def by_transform(outer: Any, inner: Any) -> Residual:
+    def laplacian(model: nn.Module, x: Tensor) -> Tensor:
+        params = dict(model.named_parameters())
+        return vmap(lambda one: outer(inner(lambda z: functional_call(model, params, (z,)).squeeze()))(one).trace())(x)
+
+    return laplacian
+
+
+STYLES = {
+    "nested": nested,
+    "hessian": lambda model, x: by_transform(jacfwd, jacrev)(model, x),
+    "reverse": by_transform(jacrev, jacrev),
+    "forward": by_transform(jacfwd, jacfwd),
+}
+
+
+def rows(model: nn.Module, x: Tensor, xb: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """`ρ` and `s` of `mean((Δu + 1)²) + weight mean((u - 1/2)²)`, parameter by parameter in the model's order."""
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def inside(params: dict[str, Tensor], one: Tensor) -> Tensor:
+        return hessian(lambda z: functional_call(model, params, (z,)).squeeze())(one).trace() + 1
+
+    def boundary(params: dict[str, Tensor], one: Tensor) -> Tensor:
+        return functional_call(model, params, (one,)).squeeze() - 0.5
+
+    parts = []
+    for residual, at, scale in ((inside, x, 1.0), (boundary, xb, weight)):
+        root = (2 * scale / len(at)) ** 0.5
+        jacobian = vmap(jacrev(residual), in_dims=(None, 0))(params, at)
+        flat = torch.cat([jacobian[name].reshape(len(at), -1) for name in params], 1)
+        parts.append((root * flat, root * vmap(residual, in_dims=(None, 0))(params, at)))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def optimizer_of(model: nn.Module, criterion: nn.Module, **options: Any) -> KFACOptimizer:
+    inverse = options.pop("inverse", SampleSpace())
+    return KFACOptimizer(model, lr=1.0, inverse=inverse, estimate=ExactGGN(criterion), **options)
+
+
+def step(model: nn.Module, optimizer: Any, criterion: nn.Module, residual: Residual = nested) -> Tensor:
+    """Take a step of the problem of `rows`, and return the direction of all parameters."""
+    before = clones(model.parameters())
+    optimizer.zero_grad()
+    inside = residual(model, points(7)) + 1
+    loss = criterion(inside, torch.zeros_like(inside))
+    (loss + 3 * criterion(model(points(5, 2)), torch.full((5, 1), 0.5, dtype=torch.float64))).backward()
+    optimizer.step()
+    return torch.cat([(old - new).flatten() for old, new in zip(before, model.parameters(), strict=True)]).detach()
+
+
+def dense(rho: Tensor, s: Tensor, damping: float) -> Tensor:
+    """`(ρᵀρ + λI)⁻¹ρᵀs`, in extended precision."""
+    wide, right = rho.numpy().astype(np.longdouble), s.numpy().astype(np.longdouble)
+    gram = wide @ wide.T + np.longdouble(damping) * np.eye(len(wide), dtype=np.longdouble)
+    # Cholesky by hand: numpy's own knows no extended precision.
+    lower = np.zeros_like(gram)
+    for j in range(len(gram)):
+        lower[j, j] = np.sqrt(gram[j, j] - lower[j, :j] @ lower[j, :j])
+        lower[j + 1 :, j] = (gram[j + 1 :, j] - lower[j + 1 :, :j] @ lower[j, :j]) / lower[j, j]
+    for j in range(len(gram)):
+        right[j] = (right[j] - lower[j, :j] @ right[:j]) / lower[j, j]
+    for j in reversed(range(len(gram))):
+        right[j] = (right[j] - lower[j + 1 :, j] @ right[j + 1 :]) / lower[j, j]
+    return torch.from_numpy((wide.T @ right).astype(np.float64))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("relative", [1e-3, 1e-6, 1e-10])
+def test_a_step_is_the_dense_gauss_newton_step(style: str, relative: float) -> None:
+    model, criterion = network(), nn.MSELoss()
+    rho, s = rows(model, points(7), points(5, 2), 3)
+    largest = float(torch.linalg.matrix_norm(rho, 2)) ** 2
+    expected = dense(rho, s, relative * largest)
+    found = step(model, optimizer_of(model, criterion, damping=relative * largest), criterion, STYLES[style])
+    tolerance = 1e-10 if relative >= 1e-6 else 100 * torch.finfo(torch.float64).eps / relative
+    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+
+
+@pytest.mark.parametrize("options", [{"dense_limit": 1}, {"sizes": (2, 2, 1)}])
+def test_conjugate_gradients_and_least_squares_take_the_same_step(options: dict[str, Any]) -> None:
+    sizes = options.pop("sizes", (2, 6, 4, 1))
+    model, criterion = network(sizes=sizes), nn.MSELoss()
+    rho, s = rows(model, points(7), points(5, 2), 3)
+    damping = 1e-4 * float(torch.linalg.matrix_norm(rho, 2)) ** 2
+    inverse = SampleSpace(**options)
+    found = step(model, optimizer_of(model, criterion, damping=damping, inverse=inverse), criterion)
+    assert_same(found, dense(rho, s, damping), rtol=1e-6 if options else 1e-10)
+
+
+def test_by_layer_each_solves_for_all_residuals_by_itself() -> None:
+    model, criterion = network(), nn.MSELoss()
+    rho, s = rows(model, points(7), points(5, 2), 3)
+    sizes = [sum(param.numel() for param in layer.parameters()) for layer in model if isinstance(layer, nn.Linear)]
+    expected = torch.cat([dense(part, s, 1e-3) for part in torch.split(rho, sizes, 1)])
+    inverse = SampleSpace(scope="layer")
+    assert_same(step(model, optimizer_of(model, criterion, damping=1e-3, inverse=inverse), criterion), expected)
+
+
+def test_momentum_is_that_of_spring_and_goes_through_checkpoints() -> None:
+    model, criterion = network(), nn.MSELoss()
+    optimizer = optimizer_of(model, criterion, damping=1e-3, inverse=SampleSpace(momentum=0.7))
+    before = torch.zeros(sum(param.numel() for param in model.parameters()), dtype=torch.float64)
+    for _ in range(3):
+        rho, s = rows(model, points(7), points(5, 2), 3)
+        expected = 0.7 * before + dense(rho, s - 0.7 * rho @ before, 1e-3)
+        twin = network()
+        twin.load_state_dict(model.state_dict())
+        other = optimizer_of(twin, criterion, damping=1e-3, inverse=SampleSpace(momentum=0.7))
+        other.load_state_dict(optimizer.state_dict())
+        before = step(model, optimizer, criterion)
+        assert_same(before, expected)
+        assert torch.equal(step(twin, other, criterion), before)
+
+
+def test_centred_rows_are_those_less_their_mean_by_term() -> None:
+    model, criterion = network(), nn.MSELoss()
+    rho, s = rows(model, points(7), points(5, 2), 3)
+    mean = [
+        (part - part.mean(0), right - right.mean())
+        for part, right in zip(rho.split([7, 5]), s.split([7, 5]), strict=True)
+    ]
+    rho, s = torch.cat([each[0] for each in mean]), torch.cat([each[1] for each in mean])
+    optimizer = optimizer_of(model, criterion, damping=1e-3, inverse=SampleSpace(centred=True))
+    before = clones(model.parameters())
+    optimizer.zero_grad()
+    inside = nested(model, points(7)) + 1
+    boundary = model(points(5, 2)) - 0.5
+    # The loss has the gradient `ρᵀs` of centred rows where its own residuals are centred.
+    loss = criterion(inside - inside.mean().detach(), torch.zeros_like(inside))
+    (loss + 3 * criterion(boundary - boundary.mean().detach(), torch.zeros_like(boundary))).backward()
+    optimizer.step()
+    found = torch.cat([(old - new).flatten() for old, new in zip(before, model.parameters(), strict=True)])
+    assert_same(found, dense(rho, s, 1e-3), rtol=1e-8)
+
+
+def test_weight_decay_of_the_curvature_and_clipping_are_followed() -> None:
+    model, criterion = network(), nn.MSELoss()
+    theta = torch.cat([param.detach().flatten() for param in model.parameters()])
+    rho, s = rows(model, points(7), points(5, 2), 3)
+    curvature = rho.mT @ rho + 0.3 * torch.eye(len(theta), dtype=torch.float64)
+    expected = torch.linalg.solve(curvature, rho.mT @ s + 0.2 * theta)
+    optimizer = optimizer_of(model, criterion, damping=0.1, weight_decay=0.2, l2_in_curvature=True)
+    assert_same(step(model, optimizer, criterion), expected, rtol=1e-9)
+
+    model = network()
+    optimizer = optimizer_of(model, criterion, damping=0.1)
+    norm = float((rho.mT @ s).norm())
+    optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 2) and None)
+    assert_same(step(model, optimizer, criterion), dense(rho, s, 0.1) * norm / 2 / (norm + 1e-6), rtol=1e-8)
+
+
+def test_groups_may_have_dampings_of_their_own() -> None:
+    model, criterion = network(), nn.MSELoss()
+    groups = [
+        {"params": model[0].parameters(), "damping": 0.2},
+        {"params": [*model[2].parameters(), *model[4].parameters()]},
+    ]
+    optimizer = KFACOptimizer(
+        groups, model=model, lr=1.0, damping=0.01, inverse=SampleSpace(), estimate=ExactGGN(criterion)
+    )
+    rho, s = rows(model, points(7), points(5, 2), 3)
+    own = torch.full((rho.shape[1],), 0.01, dtype=torch.float64)
+    own[: sum(param.numel() for param in model[0].parameters())] = 0.2
+    assert_same(step(model, optimizer, criterion), torch.linalg.solve(rho.mT @ rho + own.diag(), rho.mT @ s))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 6), st.integers(2, 4), st.sampled_from(["squares", "classes", "bits"]), st.booleans())
+def test_ordinary_losses_have_residuals_too(examples: int, outputs: int, kind: str, pairs: bool) -> None:
+    """The rows of cross-entropies are those of a root of the Hessian, whatever way `ρρᵀ` is made."""
+    model = network(sizes=(2, 12 if pairs else 3, outputs))
+    generator = torch.Generator().manual_seed(examples)
+    x = points(examples)
+    criterion: nn.Module
+    if kind == "classes":
+        criterion, target = nn.CrossEntropyLoss(), torch.randint(outputs, (examples,), generator=generator)
+    else:
+        criterion = nn.MSELoss() if kind == "squares" else nn.BCEWithLogitsLoss()
+        target = torch.rand(examples, outputs, dtype=torch.float64, generator=generator)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    jacobian = torch.cat(
+        [each.flatten(2) for each in jacrev(lambda p: functional_call(model, p, (x,)))(params).values()], 2
+    )
+    jacobian = jacobian.flatten(0, 1)
+    output = model(x).detach()
+    curvature = hessian(lambda out: criterion(out, target))(output).reshape(examples * outputs, examples * outputs)
+    gradient = jacobian.mT @ jacrev(lambda out: criterion(out, target))(output).flatten()
+    expected = torch.linalg.solve(
+        jacobian.mT @ curvature @ jacobian + 0.05 * torch.eye(len(gradient), dtype=torch.float64), gradient
+    )
+    optimizer = optimizer_of(model, criterion, damping=0.05)
+    before = clones(model.parameters())
+    criterion(model(x), target).backward()
+    optimizer.step()
+    found = torch.cat([(old - new).flatten() for old, new in zip(before, model.parameters(), strict=True)])
+    assert_same(found, expected, rtol=1e-8)
+
+
+def test_what_it_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"SampleSpace.*ExactGGN\(criterion\)"):
+        KFACOptimizer(network(), inverse=SampleSpace(), estimate=MonteCarlo(nn.MSELoss()))
+    with pytest.raises(ValueError, match="scope of SampleSpace"):
+        SampleSpace(scope="model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"keeps no factors.*Drop it"):
+        optimizer_of(network(), nn.MSELoss(), structure=(BlockDiagonal(2), Structure.DENSE))
+    model = network()
+    optimizer = optimizer_of(model, nn.MSELoss(), loss_terms=LossTerms.ELEMENTS)
+    nn.MSELoss()(model(points(3)), torch.zeros(3, 1, dtype=torch.float64)).backward()
+    with pytest.raises(RuntimeError, match=r"residual.*Call that very object"):
+        optimizer.step()

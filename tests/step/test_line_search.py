@@ -1,0 +1,112 @@
+"""The length of steps by a search, and the loss evaluated again; covers step/line_search.py, step/reevaluation.py."""
+
+import pytest
+import torch
+from helpers.plain import batch, clones, mlp
+from torch import Tensor, nn
+
+from kfac_optim import Cholesky, KFACOptimizer, LineSearch
+
+
+def problem() -> tuple[nn.Module, KFACOptimizer]:
+    model = mlp()
+    return model, KFACOptimizer(model, lr=1.0, damping=1e-2, inverse=Cholesky(), step_size=LineSearch())
+
+
+def test_the_length_is_the_best_near_the_last_and_the_loss_falls() -> None:
+    model, optimizer = problem()
+    x, calls = batch(), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        calls.append(loss.item())
+        return loss.detach()
+
+    for _ in range(5):
+        before, calls[:] = clones(model.parameters()), []
+        loss = float(optimizer.step(closure))
+        length = optimizer.metrics()["step_length"]
+        grads = clones(param.grad for param in model.parameters())
+        moved = [new - old for old, new in zip(before, model.parameters(), strict=True)]
+        evaluated = {}
+        for each in (length / 2, length, 2 * length):
+            with torch.no_grad():
+                for param, old, step in zip(model.parameters(), before, moved, strict=True):
+                    param.copy_(old + step * (each / length))
+                evaluated[each] = (model(x) - 1).square().mean().item()
+                for param, old, step in zip(model.parameters(), before, moved, strict=True):
+                    param.copy_(old + step)
+        assert evaluated[length] < loss
+        assert evaluated[length] <= evaluated[length / 2]
+        assert length == 1 or evaluated[length] <= evaluated[2 * length]
+        assert all(torch.equal(old, param.grad) for old, param in zip(grads, model.parameters(), strict=True))
+
+
+def test_evaluations_leave_buffers_random_numbers_and_statistics_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2)).double()
+    optimizer = KFACOptimizer(model, lr=1.0, damping=1e-2, step_size=LineSearch())
+    seen = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        loss.backward()
+        seen.append(loss.item())
+        return loss
+
+    optimizer.step(closure)
+    assert model[1].num_batches_tracked == 1
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2)).double()
+    twin(batch())
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(seen) > 2
+
+
+def test_an_error_in_an_evaluation_leaves_the_parameters_where_they_were() -> None:
+    model, optimizer = problem()
+    before, count = clones(model.parameters()), []
+
+    def closure() -> Tensor:
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_where_no_length_lowers_the_loss_no_step_is_taken() -> None:
+    model, optimizer = problem()
+    before, losses = clones(model.parameters()), iter(range(1000))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        loss.backward()
+        return loss.detach() * 0 + next(losses)
+
+    optimizer.step(closure)
+    assert optimizer.metrics()["step_length"] == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    model, optimizer = problem()
+    with pytest.raises(RuntimeError, match=r"LineSearch.*pass step\(\) a closure"):
+        optimizer.step()
+    optimizer = KFACOptimizer(model, lr=1.0, momentum=0.9, step_size=LineSearch())
+    model(batch()).square().mean().backward()
+    with pytest.raises(ValueError, match="momentum of param group 0 must be 0"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="longest of LineSearch"):
+        LineSearch(longest=0)
