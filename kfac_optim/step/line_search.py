@@ -79,7 +79,7 @@ class LineSearch(StepSize):
             return found if math.isfinite(found) else math.inf
 
         start = min(max(int(proposal.memory[0]), 0), self.halvings)
-        halvings, lowest = self._search(loss_of, start)
+        halvings, lowest = self._search(loss_of, start, loss.before)
         falls = lowest < loss.before
         length = self.longest * 2.0**-halvings if falls else 0.0
         memory = proposal.memory.clone()
@@ -92,18 +92,18 @@ class LineSearch(StepSize):
             memory,
         )
 
-    def _search(self, loss_of: Callable[[int], float], start: int) -> tuple[int, float]:
-        """Return how often the longest step is halved for the lowest loss, and that loss."""
+    def _search(self, loss_of: Callable[[int], float], start: int, before: float) -> tuple[int, float]:
+        """Return how often the longest step is halved for the lowest loss, and that loss.
+
+        Steps that are far too long may have any loss, so that those are halved until it falls at all.
+        """
         here, lowest = start, loss_of(start)
-        for turn in (-1, 1):
+        while not lowest < before and here < self.halvings:
+            here += 1
+            lowest = loss_of(here)
+        for turn in (1,) if here > start else (-1, 1):
             moved = False
-            while 0 <= here + turn <= self.halvings:
-                found = loss_of(here + turn)
-                if not found < lowest:
-                    if math.isinf(lowest) and turn == 1:  # too long to be a number still
-                        here += turn
-                        continue
-                    break
+            while 0 <= here + turn <= self.halvings and (found := loss_of(here + turn)) < lowest:
                 here, lowest, moved = here + turn, found, True
             if moved:
                 break
