@@ -717,6 +717,7 @@ class KFACOptimizer(Optimizer):
         self._warnings.uneven_terms(agreement.terms)
         self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
         self._warnings.assumed_terms(record.count, self._window.rule)
+        self._warnings.mixed_terms(record.count)
         return admission
 
     def _loss_of(self, closure: Callable[[], Any], loss: Any, random: RandomState) -> ClosureLoss:

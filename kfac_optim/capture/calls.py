@@ -95,6 +95,7 @@ class Ledger:
         self.drop_stale()
         count = self.tally.result()
         self._forget_calls()
+        self.tally.restart_terms()
         return count
 
     def so_far(self) -> LossCount | None:
@@ -131,6 +132,7 @@ class Ledger:
         Not at once: further backwards through the same forward go on from the same running sum, as when several
         losses are backpropagated one by one and their gradients combined by hand.
         """
+        self.tally.restart_terms()
         if self._open or self.tally.has_counted():  # else keep what set_loss_terms said of the backward to come
             self._stale = True
 
@@ -141,6 +143,10 @@ class Ledger:
         """
         if self._open and not in_backward() and all(call.has_lost_gradient() for call in self._open):
             self.mark_stale()
+
+    def is_stale(self) -> bool:
+        """Return whether what was captured belongs to gradients that were thrown away."""
+        return self._stale
 
     def drop_stale(self) -> None:
         """Drop, as the step has come, what belongs to gradients that were thrown away."""
@@ -276,6 +282,11 @@ class ForwardCall:
         """Return whether the weight has no gradient; of a sharded weight it may be on its way to other ranks."""
         watch = self._watch()
         return watch is not None and watch.sharded is None and watch.weight.grad is None
+
+    def note_criterion(self) -> None:
+        """Note that a criterion has read what was computed from the call's forward of the model."""
+        if self._root is not None:
+            self._root.by_criterion = True
 
     def is_of(self, ledger: Ledger) -> bool:
         """Return whether the call would stand in this ledger."""

@@ -26,6 +26,8 @@ class LossCount(NamedTuple):
     """Whether `averaged` was read off layers, for want of a forward of the model that shows it."""
     by_criterion: bool = False
     """Whether the output gradients behind the statistics are scaled as the criterion was seen to scale its terms."""
+    mixed: bool = False
+    """Whether there are such gradients, and others of a forward whose output no criterion read."""
 
 
 class RootCall:
@@ -41,13 +43,25 @@ class RootCall:
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
         number: of the forward among those since the last step.
+        by_criterion: whether what the criterion reads was computed from it, so that its own output does not count.
     """
 
-    __slots__ = ("batched", "counted_in", "model", "number", "of_layers", "recomputes", "terms", "unbatched")
+    __slots__ = (
+        "batched",
+        "by_criterion",
+        "counted_in",
+        "model",
+        "number",
+        "of_layers",
+        "recomputes",
+        "terms",
+        "unbatched",
+    )
 
     def __init__(self, model: int, number: int = 0) -> None:
         self.model = model
         self.number = number
+        self.by_criterion = False
         self.terms: int | None = None
         self.of_layers = 0
         self.counted_in = -1
@@ -84,6 +98,7 @@ class LossTally:
 
     Attributes:
         by_criterion: whether a backward has come through the criterion itself, which then says what its terms weigh.
+        by_output: whether one has come to the output of a model that no criterion has read.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -94,7 +109,7 @@ class LossTally:
         self._outside: dict[int, RootCall] = {}
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
-        self.by_criterion = False
+        self.by_criterion = self.by_output = False
         self._criteria = 0
 
     def name_loss(self, *, mean: bool) -> None:
@@ -105,6 +120,10 @@ class LossTally:
     def is_sum(self) -> bool:
         """Return whether the loss is a sum, which has no number of terms."""
         return self._rule is LossTerms.SUM
+
+    def restart_terms(self) -> None:
+        """Note that calls of the criterion are counted from the beginning: a step was taken, or gradients dropped."""
+        self._criteria = 0
 
     def next_term(self) -> int:
         """Return the number of a call of the criterion, counted since the last step."""
@@ -188,14 +207,14 @@ class LossTally:
 
     def result(self) -> LossCount:
         """Return the terms so far."""
+        mixed = self.by_criterion and self.by_output
         if self.is_sum:
-            return LossCount(averaged=1, summed=self.summed(), by_criterion=self.by_criterion)
+            return LossCount(1, self.summed(), by_criterion=self.by_criterion, mixed=mixed)
         if self._stated is not None:
-            return LossCount(averaged=self._stated, summed=1, by_criterion=self.by_criterion)
+            return LossCount(self._stated, 1, by_criterion=self.by_criterion, mixed=mixed)
         read, of_layers = self._read(), self._of_layers()
         averaged = max(read, of_layers, 1 if self.by_criterion else 0)
-        assumed = of_layers > read and not self.by_criterion
-        return LossCount(averaged=averaged, summed=1, assumed=assumed, by_criterion=self.by_criterion)
+        return LossCount(averaged, 1, of_layers > read and not self.by_criterion, self.by_criterion, mixed)
 
     def counted(self) -> int | None:
         """Return the terms that the loss is taken to be the mean of; None if that was stated, or no backward came."""
@@ -216,8 +235,7 @@ class LossTally:
     def reset(self) -> None:
         """Begin the next step."""
         self._number += 1
-        self.by_criterion = False
-        self._criteria = 0
+        self.by_criterion = self.by_output = False
         self._stated = None
         self._counted.clear()
         self._unread.clear()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.weight_maps import WeightMap
-from kfac_optim.utils.autograd import Function, differentiable, in_function_transform, is_asked
+from kfac_optim.utils.autograd import Function, differentiable, in_function_transform, is_asked, is_batched_by_grad
 
 
 class UseNotes(Protocol):
@@ -83,7 +83,7 @@ class _Use(Function):
     @staticmethod
     def pulled(ctx: Any, gradient: Tensor, tensor: Tensor, weight: Tensor, of: "type[_Use]") -> Tensor:
         """Return the gradient of `tensor`, by another use if it may be differentiated itself."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_batched_by_grad(gradient):
             result: Tensor = of.of(_for_each_example(gradient, tensor), weight, None, ctx.map, ctx.notes.derived)
             return result
         weight_map: WeightMap = ctx.map

@@ -1,11 +1,12 @@
 """Choices that do not go together on several processes, refused where the optimizer is built."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import is_precise
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Replicated, Sharded
+from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import Sketched
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.refresh_schedules import Background
@@ -39,6 +40,13 @@ def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: boo
             f"kfac_optim: on several processes {refresh} would take results over at steps that differ from process to "
             "process, as each finds them done at another time. Pass Background(..., deterministic=True)."
         )
+    named = choices.inverse.values() if isinstance(choices.inverse, Mapping) else (choices.inverse,)
+    for each in named:
+        if isinstance(each, Inverse) and each.takes_rows:
+            raise ValueError(
+                f"kfac_optim: {each!r} solves for the residuals of one process, and there are several. Pass "
+                "distributed=False to train on each rank by itself, or another inverse."
+            )
     strategy = config.strategy
     candidates = (strategy.candidates or (Auto(),)) if isinstance(strategy, Auto) else (strategy,)
     fractions = [each.inverse_worker_fraction for each in candidates if isinstance(each, Replicated)]

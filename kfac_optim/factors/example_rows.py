@@ -22,6 +22,25 @@ from kfac_optim.specs import LayerSpec, Sketched, Structure
 _CHUNK = 2**24
 
 
+def rows_of_examples(gradient: Tensor, examples: int) -> Tensor | None:
+    """Return which rows of a layer belong to each example, `[examples, rows]`; None where that cannot be told.
+
+    Where the loss reads some of the batch, these are the rows that have a gradient, in their order; else the rows of an
+    example lie together.
+
+    Args:
+        gradient: at the layer, `[batch, …]`.
+        examples: of the loss.
+    """
+    batch = gradient.shape[0] if gradient.dim() > 1 else 1
+    if batch == examples:
+        return torch.arange(batch, device=gradient.device).unsqueeze(1)
+    used = gradient.reshape(batch, -1).ne(0).any(1).nonzero().flatten()
+    if len(used) == examples:
+        return used.unsqueeze(1)
+    return torch.arange(batch, device=gradient.device).view(examples, -1) if batch % examples == 0 else None
+
+
 @dataclass(eq=False)
 class ExampleRows:
     """Holds the rows of the examples of one term of the loss.
@@ -77,12 +96,21 @@ class RowsByTerm:
 
     def add(self, stats: LayerStatistics) -> None:
         """Take in the rows of one call; of a further backward through it, what that adds to its gradient."""
-        call: LayerCall = stats.call  # type: ignore[attr-defined]
+        call: LayerCall | None = getattr(stats, "call", None)
+        if call is None:
+            raise NotImplementedError(
+                f"kfac_optim: the uses of a weight are told apart by the rows of calls, which {type(stats).__name__} "
+                "does not give. List the layer in skip_layers, or choose another inverse."
+            )
         if call.earlier is not None:
             stats = copy.copy(stats)
             stats.call = call = replace(call, gradient=call.gradient - call.earlier, earlier=None)  # type: ignore[attr-defined]
         rows = self.terms.setdefault((call.term, call.column), ExampleRows(call.examples, call.residual))
         z, g = stats.rows()
+        if call.examples is not None and call.examples != z.shape[1] == call.gradient.shape[0]:
+            index = rows_of_examples(call.gradient, call.examples)
+            if index is not None and index.numel() < z.shape[1]:  # the loss reads a part of the batch
+                z, g = z[:, index.flatten()], g[:, index.flatten()]
         rows.uses.append((g, z) if stats.opposed else (z, g))
 
     def clear(self) -> None:

@@ -57,6 +57,7 @@ class CriterionTerms:
         self._vectors = vectors
         self._several = several
         self._seed = seed
+        self._aligned: set[tuple[Any, ...]] = set()
 
     def watch(self, criterion: nn.Module) -> None:
         """Hook the criterion."""
@@ -123,8 +124,8 @@ class CriterionTerms:
             on_gradient(loss, _Weighed(window, term, [call for call, _ in calls]))
         else:
             term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
-            window.drop_stale()
-            window.tally.by_criterion = True
+            for call, _ in calls:
+                call.note_criterion()
         ExtraBackward(
             weakref.ref(window),
             likelihood,
@@ -136,6 +137,7 @@ class CriterionTerms:
             seen,
             self._seed,
             term,
+            self._aligned,
         ).await_backward(outputs)
 
 
@@ -180,7 +182,8 @@ class _Weighed:
         ledger = self._ledger()
         if ledger is None or not ledger.listening or not any(call.is_reached() for call in self._calls):
             return
-        ledger.tally.by_criterion = True
+        for call in self._calls:
+            call.note_criterion()
         if self._term.factor is None:
             self._term.factor = gradient.detach()
 
@@ -202,7 +205,7 @@ def _terms(criterion: nn.Module, outputs: Outputs, target: Any) -> float | Tenso
         return outputs[0].numel()
     logits = outputs[0]
     if isinstance(target, Tensor) and not target.is_floating_point():
-        return (target != criterion.ignore_index).sum()
+        return (target != criterion.ignore_index).sum().clamp(min=1)
     return logits.numel() / max(1, logits.shape[1 if logits.dim() > 1 else 0])
 
 

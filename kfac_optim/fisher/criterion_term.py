@@ -1,11 +1,13 @@
 """One call of the criterion: a term of the loss, which backward tells the weight of."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kfac_optim.capture.calls import Drawn
+from kfac_optim.factors.example_rows import rows_of_examples
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
 
 
@@ -45,12 +47,65 @@ class CriterionTerm:
             gradient: of the loss with respect to that one, which is `f_c/M_c ∂ℓ`.
         """
         weight = self._weight(gradient)
-        scaled = gradient / weight.clamp(min=torch.finfo(weight.dtype).tiny).sqrt()
+        scaled = torch.where(weight > 0, gradient / torch.where(weight > 0, weight, 1).sqrt(), 0)
         return self.likelihood.solved(outputs, place, scaled.reshape(outputs[place].shape)).mT
+
+    def combined(self, vectors: Sequence[Tensor | None], residuals: Tensor) -> Tensor | None:
+        """Return the sum of the columns of `B`, as they are backpropagated, times `s`; None where there are none."""
+        total: Tensor | None = None
+        for vector, s in zip(vectors, residuals, strict=True):
+            if vector is not None:
+                part = vector.reshape(self.examples, -1) * s.to(vector.dtype).unsqueeze(1)
+                total = part.view(vector.shape) if total is None else total + part.view(vector.shape)
+        return total
+
+    def accounts_for(
+        self, gradients: Sequence[Tensor | None], columns: Sequence[Sequence[Tensor | None]], residuals: Tensor
+    ) -> bool:
+        """Return whether the rows times `s` make up what `combined` brings to the layers.
+
+        They do not where examples interact, or where what the criterion reads holds the examples in another order than
+        the layers do.
+
+        Args:
+            gradients: of `combined` at the output of each call.
+            columns: for each column of `B`, its gradients there.
+            residuals: `s`, `[columns, examples]`.
+        """
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            made = torch.zeros_like(gradient)
+            size = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+            for of_layers, s in zip(columns, residuals, strict=True):
+                rows = of_layers[place]
+                if rows is None:
+                    continue
+                weights = self._by_row(rows, s)
+                if weights is None:
+                    return False
+                part = rows * weights.to(rows.dtype)
+                made += part
+                size += part.square().sum()
+            allowed = 1e-3 if gradient.dtype is not torch.float64 else 1e-8
+            if not bool((made - gradient).square().sum() <= allowed**2 * size + torch.finfo(size.dtype).tiny):
+                return False
+        return True
+
+    def _by_row(self, rows: Tensor, s: Tensor) -> Tensor | None:
+        """Return what each row of a layer is to be multiplied by, `[batch, 1, …]`; None where that is not known."""
+        index = rows_of_examples(rows, self.examples)
+        if index is None:
+            return None
+        weights = torch.zeros(rows.shape[0], dtype=s.dtype, device=s.device)
+        weights[index.flatten()] = s.repeat_interleave(index.shape[1])
+        return weights.view(-1, *(1 for _ in rows.shape[1:]))
 
     def drawn(self, column: int, residuals: Tensor | None) -> Drawn:
         """Say where a gradient comes from."""
-        return Drawn(self.number, column, self.examples, None if residuals is None else residuals[column])
+        if residuals is None:
+            return Drawn(self.number, column, None, None)
+        return Drawn(self.number, column, self.examples, residuals[column])
 
     def _weight(self, like: Tensor) -> Tensor:
         assert self.factor is not None

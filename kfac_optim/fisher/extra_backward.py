@@ -6,9 +6,10 @@ no buffer of a normalisation layer is touched), accumulate nothing into `.grad`,
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class ExtraBackward:
         outputs: of the model, detached.
         seed: of random numbers; asked when the first backward comes.
         term: what the criterion says of the outputs, where these are what it reads; None at the output of the model.
+        aligned: terms whose rows were seen to belong to their examples; terms that are seen are added.
     """
 
     ledger: "weakref.ref[Ledger]"
@@ -48,6 +50,7 @@ class ExtraBackward:
     outputs: Outputs
     seed: Callable[[], int]
     term: CriterionTerm | None = None
+    aligned: set[tuple[Any, ...]] = field(default_factory=set)
     _arrived: set[int] = field(default_factory=set)
     _drawn: int | None = None
 
@@ -70,16 +73,21 @@ class ExtraBackward:
         ledger = self.ledger()
         if ledger is None or not ledger.listening:
             return
-        if self.term is None and ledger.tally.by_criterion:
-            return  # what the criterion reads is behind it
+        if self.root.by_criterion if self.term is None else self.term.factor is None:
+            return  # a criterion has read what follows, or the loss does not hold what this one returned
         if place in self._arrived:
             ledger.keep(call for call, _ in self.calls)
             return
         reached = [(call, there) for call, there in self.calls if call.is_reached()]
         if reached:
             self._arrived.add(place)
+            if ledger.is_stale():
+                ledger.discard()
             if self.term is None:
                 self.root.terms = self.terms
+                ledger.tally.by_output = True
+            else:
+                ledger.tally.by_criterion = True
             at = running_edge(output_nr)
             with ledger.shards.passing_within_backward():
                 self._run(place, at, gradient, [(call, there or at) for call, there in reached if call.open()])
@@ -97,24 +105,38 @@ class ExtraBackward:
         used = self.likelihood.used(gradient)
         shape = gradient.shape
 
-        def at_layers(vectors: Vectors) -> list[Tensor | None]:
+        def weighed(vectors: Vectors) -> Tensor | None:
             vector = vectors[place]
             if vector is None:
-                return [None] * len(calls)
+                return None
             vector = vector.reshape(shape) * used.to(vector.dtype)
-            weighed = vector if self.term is None else self.term.weighed(vector)
-            return pull_back([at], [weighed], [there for _, there in calls])
+            return vector if self.term is None else self.term.weighed(vector)
+
+        def at_layers(vector: Tensor | None) -> list[Tensor | None]:
+            if vector is None:
+                return [None] * len(calls)
+            return pull_back([at], [vector], [there for _, there in calls])
 
         generator = torch.Generator(self.outputs[0].device).manual_seed(self._drawn)
         reach: list[Tensor | None] = [None] * len(calls)
         if self.several:  # by numbers that do not cancel, as signs may
-            reach = at_layers(tuple(normal_like(output, generator) for output in self.outputs))
+            reach = at_layers(weighed(tuple(normal_like(output, generator) for output in self.outputs)))
+        vectors = map(weighed, self.vectors(self.outputs, generator))
+        columns: Iterable[list[Tensor | None]] = map(at_layers, vectors)
         residuals = None
         if self.term is not None and self.several:
             residuals = self.term.residuals(self.outputs, place, gradient)
-        for column, vectors in enumerate(self.vectors(self.outputs, generator)):
+            kind = self.term.number, shape, len(calls)
+            if kind not in self.aligned:
+                known = list(vectors)
+                columns = held = [at_layers(vector) for vector in known]
+                if self.term.accounts_for(at_layers(self.term.combined(known, residuals)), held, residuals):
+                    self.aligned.add(kind)
+                else:
+                    residuals = None
+        for column, of_layers in enumerate(columns):
             drawn = Drawn() if self.term is None else self.term.drawn(column, residuals)
-            for (call, _), of_layer, reached in zip(calls, at_layers(vectors), reach, strict=True):
+            for (call, _), of_layer, reached in zip(calls, of_layers, reach, strict=True):
                 if of_layer is not None:
                     call.take(of_layer, reached, drawn)
 

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 Outputs = tuple[Tensor, ...]
 """What the model computes of the loss's parameters: logits; means; means and variances."""
 
+# A root of a probability below which a term has no residual: that would be its gradient divided by it.
+_LEAST_ROOT = 1e-6
+
 Vectors = tuple[Tensor | None, ...]
 """One for each of the outputs; None is zero."""
 
@@ -112,7 +115,7 @@ class Categorical(Likelihood):
     def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
         p = self._probabilities(outputs)  # B D⁻½ = diag(p) - p pᵀ, to whose range every gradient of a term belongs
         along = gradient.movedim(self._dim(gradient), -1).to(p.dtype)
-        return _by_example(along / p.sqrt().clamp(min=torch.finfo(p.dtype).tiny))
+        return _by_example(_divided(along, p.sqrt()))
 
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         p = self._probabilities(outputs)
@@ -164,7 +167,7 @@ class Bernoulli(Likelihood):
         return ((root * unit,) for unit in _units(root))
 
     def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
-        return _by_example(gradient / self._root(outputs).clamp(min=torch.finfo(gradient.dtype).tiny))
+        return _by_example(_divided(gradient, self._root(outputs)))
 
     def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
         return (self._root(outputs).square() * vectors[0],)
@@ -344,6 +347,12 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 def _by_example(tensor: Tensor) -> Tensor:
     """Return what belongs to each example as a row; a tensor of one dimension is one example."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+
+
+def _divided(gradient: Tensor, root: Tensor) -> Tensor:
+    """Divide by a root of the curvature; a term that has next to none is left to the rest of the gradient."""
+    known = root > _LEAST_ROOT
+    return torch.where(known, gradient / torch.where(known, root, 1), 0)
 
 
 def _alternating(columns: Tensor, place: int) -> Tensor:

@@ -101,6 +101,13 @@ class SampleRows:
                 right += (some.mT @ some).sum(1)
         return left, right
 
+    def square(self) -> Tensor:
+        """Return a number that is of the size of `Σ ρ²`, `[]`, and at least that but for factors of the positions."""
+        if self._dense is not None:
+            return self._dense.square().sum()
+        parts = [((z.square().sum(-1) * g.square().sum(-1)).sum()) for uses in self._uses.values() for z, g in uses]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=self._dtype, device=self._device)
+
     def along(self, matrix: Tensor) -> Tensor:
         """Return `ρ` times a matrix `[groups, out, in]`, `[rows]`."""
         matrix = matrix.to(self._dtype)

@@ -17,10 +17,10 @@ from kfac_optim.linalg.conjugate_gradients import conjugate_gradients
 from kfac_optim.linalg.regularised_systems import solve_gram, solve_tall
 from kfac_optim.specs import Cost, LayerSpec, Part
 from kfac_optim.utils.validation import check_flag, check_integer, check_number
+from kfac_optim.utils.warning import warn
 
-# The part of the gradient, as a share of its length, that counts as none beside what the residuals account for.
-_ROUNDING = {torch.float64: 1e-6}
-_ROUNDING_ELSEWHERE = 1e-3
+# Rounding errors that are allowed for where a gradient is compared with the residuals that account for it.
+_ROUNDINGS = 100
 # Conjugate gradients end at such a residual, as a share of the gradient.
 _TOLERANCE = 1e-8
 _MOST_ITERATIONS = 1000
@@ -165,7 +165,7 @@ class SampleSpace(Inverse[SampleState]):
             for state, grad, unit in zip(states, grads, units, strict=True)
         ]
         gradient = [grad.to(dtype) * unit for grad, unit in zip(grads, units, strict=True)]
-        factor, rest = _split(rows, gradient, s, _ROUNDING.get(grads[0].dtype, _ROUNDING_ELSEWHERE))
+        factor, rest = _split(rows, gradient, s, _ROUNDINGS * torch.finfo(grads[0].dtype).eps)
         s = s * factor
         before = [state.direction.to(dtype) / unit for state, unit in zip(states, units, strict=True)]
         target = s
@@ -199,13 +199,18 @@ class SampleSpace(Inverse[SampleState]):
 
         right = [each.combined(target) for each in rows]
         guess = [kronecker_guess(each, ridge) for each in rows]
-        parts, _ = conjugate_gradients(
+        parts, iterations = conjugate_gradients(
             product,
             right,
             lambda vector: [apply(part) for apply, part in zip(guess, vector, strict=True)],
             tolerance=_TOLERANCE,
             most=_MOST_ITERATIONS,
         )
+        if iterations == _MOST_ITERATIONS:
+            warn(
+                f"kfac_optim: the conjugate gradients of SampleSpace did not reach a residual of {_TOLERANCE:g} in "
+                f"{iterations} iterations, and the step is not exact. Raise damping, or dense_limit={self.dense_limit}."
+            )
         return parts
 
     def _with_rest(
@@ -231,8 +236,10 @@ def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key,
             if rows.residual is None or rows.examples is None:
                 raise RuntimeError(
                     f"kfac_optim: SampleSpace has rows of layer {state.name!r}, but not the residuals they belong to: "
-                    "the loss did not call the criterion that estimate=ExactGGN(criterion) names. Call that very "
-                    "object, or optimizer.observe(residual)."
+                    "either the loss did not call the criterion that estimate=ExactGGN(criterion) names (call that "
+                    "very object, residual first, not compiled; or optimizer.observe(residual)), or what it reads does "
+                    "not hold the examples in the order in which the layer does, or examples interact in the model, "
+                    "as by BatchNorm."
                 )
             keys[key], residuals[key] = rows.examples, rows.residual
     if not keys:
@@ -249,16 +256,16 @@ def _split(
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Return what the gradient was multiplied by after backward, as by clipping, and the part that `ρᵀs` lacks.
 
-    That part is None where it is no more than rounding.
+    That part is None where it is no more than rounding, of sums of as large terms as `ρ` and `s` have.
     """
     known = [each.combined(s) for each in rows]
     square = _sum([(part * part).sum() for part in known])
-    whole = _sum([(part * part).sum() for part in gradient])
     inner = _sum([(part * other).sum() for part, other in zip(known, gradient, strict=True)])
     factor = torch.where(square > 0, inner / square, 1.0)
     rest = [other - factor * part for part, other in zip(known, gradient, strict=True)]
     left = _sum([(part * part).sum() for part in rest])
-    return factor, rest if bool(left > rounding**2 * whole) else None
+    largest = _sum([each.square() for each in rows]) * s.square().sum() * factor.square()
+    return factor, rest if bool(left > rounding**2 * largest) else None
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -63,6 +63,11 @@ class Choices:
                 )
         if self.average is not None:
             check_kind("average (None is without)", self.average, IterateAverage)
+        if self.step_size.needs_closure and self.adapt_damping is not None:
+            raise ValueError(
+                f"kfac_optim: {self.step_size!r} evaluates the closure at other parameters, among which adapt_damping "
+                "finds no step to judge. Drop one of the two."
+            )
         check_kind("estimate", self.estimate, Estimate)
         if self.judges and not isinstance(self.estimate, NamedLoss):
             raise TypeError(

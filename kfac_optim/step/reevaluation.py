@@ -19,8 +19,8 @@ class WithoutBackward(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.Tensor.backward:
-            return None
+        if func is torch.Tensor.backward and not (kwargs or {}).get("create_graph"):
+            return None  # one with create_graph is a part of the loss
         return func(*args, **(kwargs or {}))
 
 
@@ -58,10 +58,10 @@ class Reevaluation:
                 param.grad = None
             with ExitStack() as stack:
                 stack.enter_context(self.random.replayed())
-                stack.enter_context(self.window.muted())
                 stack.enter_context(torch.enable_grad())
                 if not self.backward:
                     stack.enter_context(WithoutBackward())
+                stack.enter_context(self.window.muted())  # last, as it takes off what an interrupted forward left on
                 return self.closure()
         finally:
             for param, grad in held.items():

@@ -100,6 +100,15 @@ class UserWarnings:
                 "number, call optimizer.set_loss_terms(n) before backward(), which ends this warning as well."
             )
 
+    def mixed_terms(self, count: LossCount) -> None:
+        """Say once that a criterion computes a part of the loss only."""
+        if count.mixed and self._is_first("mixed"):
+            warn(
+                "kfac_optim: the loss calls the criterion that estimate names on some outputs of the model, and uses "
+                "others without it. These are taken to have terms of the same kind, at a scale of their own. Compute "
+                "all terms by that criterion, or call optimizer.observe() on what the others read."
+            )
+
     def unaccounted_layers(self, names: Sequence[str]) -> None:
         """Say which layers are left to SGD since their captured calls do not add up to their gradient."""
         if names:

@@ -219,6 +219,12 @@ def differentiable() -> Iterator[None]:
         yield
 
 
+def is_batched_by_grad(gradient: Tensor) -> bool:
+    """Return whether `torch.autograd.grad(…, is_grads_batched=True)` runs over it, which knows no functions of ours."""
+    batched: bool = torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return batched
+
+
 def saved_tensors_are_hooked() -> bool:
     """Return whether hooks stand between the graph and what it saves, as under checkpointing without reentrance."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # private, as torch's compiler asks

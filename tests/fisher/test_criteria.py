@@ -128,6 +128,17 @@ def test_a_criterion_that_is_only_logged_changes_nothing() -> None:
     assert_same(factors(True), factors(False))
 
 
+def test_a_loss_of_which_the_criterion_computes_a_part_is_warned_of_once() -> None:
+    criterion, model, x = nn.MSELoss(), mlp(), batch()
+    optimizer = KFACOptimizer(model, lr=0.1, estimate=ExactGGN(criterion))
+    (criterion(model(x), x[:, :3]) + F.mse_loss(model(2 * x), x[:, :3])).backward()
+    with pytest.warns(UserWarning, match="uses others without it"):
+        optimizer.step()
+    optimizer.zero_grad()
+    (criterion(model(x), x[:, :3]) + F.mse_loss(model(2 * x), x[:, :3])).backward()
+    optimizer.step()
+
+
 def test_one_criterion_serves_two_optimizers() -> None:
     """As in a GAN: each measures its own model, by what the criterion reads."""
     criterion, x = nn.BCEWithLogitsLoss(), batch()

@@ -250,5 +250,100 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     model = network()
     optimizer = optimizer_of(model, nn.MSELoss(), loss_terms=LossTerms.ELEMENTS)
     nn.MSELoss()(model(points(3)), torch.zeros(3, 1, dtype=torch.float64)).backward()
-    with pytest.raises(RuntimeError, match=r"residual.*Call that very object"):
+    with pytest.raises(RuntimeError, match=r"not the residuals.*call that very object"):
         optimizer.step()
+
+
+def flat_step(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor | None]) -> Tensor:
+    before = clones(model.parameters())
+    optimizer.zero_grad()
+    if (value := loss()) is not None:
+        value.backward()
+    optimizer.step()
+    return torch.cat([(old - new).flatten() for old, new in zip(before, model.parameters(), strict=True)])
+
+
+def of_squares(model: nn.Module, residuals: Callable[[Callable[[Tensor], Tensor]], Tensor], damping: float) -> Tensor:
+    """The dense step of half the squares of some residuals, which are made of a function of inputs."""
+    params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def of(params: dict[str, Tensor]) -> Tensor:
+        return residuals(lambda x: functional_call(model, params, (x,)))
+
+    jacobian = torch.cat([part.flatten(1) for part in jacrev(of)(params).values()], 1)
+    return dense(jacobian, of(params), damping)
+
+
+X, Y = points(12), torch.randn(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+SOME = torch.tensor([1, 3, 4, 8, 10])
+
+
+def in_slices(model: nn.Module, criterion: nn.Module) -> Tensor:
+    output = model(X)
+    return criterion(output[:6], Y[:6]) + 5 * criterion(output[6:], Y[6:])
+
+
+def in_parts(model: nn.Module, criterion: nn.Module) -> None:
+    for part in (X[:2], X[2:7], X[7:]):
+        (criterion(model(part), Y[: len(part)]) * len(part) / 12).backward()
+
+
+PARTS: dict[str, tuple[Callable[..., Tensor | None], Callable[..., Tensor]]] = {
+    "slices of one forward": (
+        in_slices,
+        lambda f: torch.cat([(f(X)[:6] - Y[:6]).flatten(), 5**0.5 * (f(X)[6:] - Y[6:]).flatten()]) * (1 / 6) ** 0.5,
+    ),
+    "masked": (lambda m, c: c(m(X)[SOME], Y[SOME]), lambda f: 0.2**0.5 * (f(X)[SOME] - Y[SOME]).flatten()),
+    "accumulated": (
+        in_parts,
+        lambda f: torch.cat([(f(p) - Y[: len(p)]).flatten() for p in (X[:2], X[2:7], X[7:])]) / 12**0.5,
+    ),
+    "logged as well": (
+        lambda m, c: (lambda out: (c(out, Y), c(out, Y + 1))[0])(m(X)),
+        lambda f: (f(X) - Y).flatten() / 12**0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_the_criterion_reads_of_a_batch_is_what_counts(name: str, dropped: bool) -> None:
+    loss, residuals = PARTS[name]
+    model, criterion = network(sizes=(2, 6, 2)), nn.MSELoss()
+    optimizer = optimizer_of(model, criterion, damping=1e-3)
+    if dropped:
+        criterion(model(3 * X), Y).backward()
+    expected = of_squares(model, residuals, 1e-3)
+    assert_same(flat_step(model, optimizer, lambda: loss(model, criterion)), expected)
+
+
+def in_another_order(model: nn.Module, criterion: nn.Module) -> Tensor:
+    return criterion(model(X.view(6, 2, 2)).transpose(0, 1), Y.view(6, 2, 2).transpose(0, 1))
+
+
+def of_pairs(model: nn.Module, criterion: nn.Module) -> Tensor:
+    output = model(X)
+    return criterion(output - output.roll(1, 0), torch.zeros_like(output))
+
+
+@pytest.mark.parametrize("loss", [in_another_order, of_pairs])
+def test_examples_that_cannot_be_told_apart_are_refused(loss: Callable[..., Tensor]) -> None:
+    model, criterion = network(sizes=(2, 6, 2)), nn.MSELoss()
+    optimizer, before = optimizer_of(model, criterion), clones(model.parameters())
+    loss(model, criterion).backward()
+    with pytest.raises(RuntimeError, match="in the order in which the layer does, or examples interact"):
+        optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_terms_without_curvature_leave_the_parameters_finite() -> None:
+    model, criterion = network(sizes=(2, 6, 2)), nn.CrossEntropyLoss()
+    optimizer, before = optimizer_of(model, criterion, damping=0.1), clones(model.parameters())
+    criterion(model(X), torch.full((12,), -100)).backward()  # all ignored: 0/0, and gradients of zero
+    optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+    bits = nn.BCEWithLogitsLoss()
+    optimizer = optimizer_of(model, bits, damping=0.1)
+    flat_step(model, optimizer, lambda: bits(1e3 * model(X), Y.sigmoid()))
+    assert all(bool(param.isfinite().all()) for param in model.parameters())

@@ -110,3 +110,35 @@ def test_what_does_not_go_together_is_refused() -> None:
         optimizer.step(lambda: 0.0)
     with pytest.raises(ValueError, match="longest of LineSearch"):
         LineSearch(longest=0)
+
+
+def test_an_interrupted_evaluation_leaves_no_mode_behind() -> None:
+    model, optimizer = problem()
+    calls: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    model[1].register_forward_hook(interrupt)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    leaf = torch.ones(1, requires_grad=True)
+    (2 * leaf).sum().backward()
+    assert leaf.grad is not None
+
+
+def test_far_too_long_steps_are_halved_until_the_loss_falls_at_all() -> None:
+    search = LineSearch(halvings=12)
+    losses = {0: 5.0, 1: 9.0, 2: 7.0, 3: 8.0, 4: 3.0, 5: 0.9, 6: 0.5, 7: 0.8}
+    assert search._search(lambda k: losses.get(k, 1.0), 0, 1.0) == (6, 0.5)
+    assert search._search(lambda k: losses.get(k, 1.0), 7, 1.0) == (6, 0.5)
+    assert search._search(lambda _: 2.0, 3, 1.0) == (12, 2.0)
