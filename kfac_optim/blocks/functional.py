@@ -6,7 +6,6 @@ parameter. A module whose forward is such a product then leaves it to us, so tha
 multiplies by something computed from its weight instead has no statistics then, rather than wrong ones.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -20,12 +19,20 @@ from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.derivatives import DerivativeUses
 from kfac_optim.blocks.tensor_uses import TensorUses
+from kfac_optim.blocks.uses_in_graphs import (
+    count_in_in_graph,
+    count_out_in_graph,
+    is_noted_in_graph,
+    number_of,
+    watch_in_graph,
+)
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Function, Product, ProductMode, run_in
 from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.listeners import ForwardListener
 from kfac_optim.capture.loss_terms import examples_of
-from kfac_optim.capture.window import CaptureWindow, ForwardListener
+from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import ADDS_BIAS, LayerCall, adds_bias_to_first
 from kfac_optim.layers.base import watch_of
 from kfac_optim.layers.embedding import EmbeddingAdapter
@@ -76,9 +83,8 @@ class FunctionalUses(ForwardListener):
         self._in_graphs: list[nn.Parameter] = []
         self._in_shards: list[ShardedParameter | None] = []
         self.derivatives = DerivativeUses(self._window, emitted)
-        self.number = next(_NUMBERS)
+        self.number = number_of(self)
         self.mode: ProductMode = ProductMode(self)
-        _KNOWN[self.number] = self
 
     def know(
         self, blocks: Iterable[KFACBlock], candidates: Iterable[nn.Parameter], owners: Iterable[nn.Module]
@@ -200,8 +206,16 @@ class FunctionalUses(ForwardListener):
         if not torch.compiler.is_compiling():
             self.count_out(weight)
         elif (index := self._index(weight)) >= 0:
-            _count_out_in_graph(self.number, index)
+            count_out_in_graph(self.number, index)
         return False
+
+    def parameter(self, index: int) -> nn.Parameter:
+        """Return the parameter that graphs know by this number."""
+        return self._in_graphs[index]
+
+    def notes(self, weight: nn.Parameter) -> bool:
+        """Return whether products with this weight are noted here."""
+        return weight in self._blocks
 
     def count_out(self, weight: nn.Parameter) -> None:
         """Note that the last use of `weight` by a function was that of its own module."""
@@ -214,7 +228,7 @@ class FunctionalUses(ForwardListener):
             window = self._window()
             self.count_in(param if window is None else window.shards.known(param), function)
         elif (index := self._index(param)) >= 0:
-            _count_in_in_graph(self.number, index, function)
+            count_in_in_graph(self.number, index, function)
 
     def count_in(self, param: nn.Parameter, function: str) -> None:
         """Note that a function has used `param`."""
@@ -237,7 +251,7 @@ class FunctionalUses(ForwardListener):
         """
         if torch.compiler.is_compiling():
             index = self._index(weight)
-            return index >= 0 and bool(_is_noted_in_graph(self.number, index))
+            return index >= 0 and bool(is_noted_in_graph(self.number, index))
         call = self._last.pop(weight, None)
         if call is not None and not call.context:
             call.context = ADDS_BIAS
@@ -295,7 +309,7 @@ class FunctionalUses(ForwardListener):
         index, bias = self._index(product.weight), self._index(product.bias)
         if index < 0:
             return output
-        watch, adds_bias = _watch_in_graph(self.number, index, bias, product.bias is not None, product.transposed)
+        watch, adds_bias = watch_in_graph(self.number, index, bias, product.bias is not None, product.transposed)
         if watch < 0 or product.input.is_nested:
             return output
         context = ADDS_BIAS if adds_bias else ()
@@ -324,37 +338,6 @@ class FunctionalUses(ForwardListener):
             watch = watch_of(block.params[0], sink, 0, partial(_statistics, block, opposed))
             self._watches[key] = (watch, window.watch_calls(watch))
         return self._watches[key][0]
-
-
-# `torch.compile` calls these at once when it comes to them, and takes what they return for a constant of the graph.
-# They are handed numbers, as a constant's function must be; of which graphs may outlive the object.
-_NUMBERS = itertools.count()
-_KNOWN: "weakref.WeakValueDictionary[int, FunctionalUses]" = weakref.WeakValueDictionary()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _count_out_in_graph(uses: int, index: int) -> int:
-    found = _KNOWN[uses]
-    found.count_out(found._in_graphs[index])
-    return 0
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _count_in_in_graph(uses: int, index: int, function: str) -> int:
-    found = _KNOWN[uses]
-    found.count_in(found._in_graphs[index], function)
-    return 0
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_noted_in_graph(uses: int, index: int) -> bool:
-    found = _KNOWN[uses]
-    return found._in_graphs[index] in found._blocks
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _watch_in_graph(uses: int, index: int, bias: int, has_bias: bool, transposed: bool) -> tuple[int, bool]:
-    return _KNOWN[uses].watch_in_graph(index, bias, has_bias, transposed)
 
 
 def _may_follow() -> bool:

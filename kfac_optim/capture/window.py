@@ -11,81 +11,22 @@ along; a pickled or copied model carries inert hooks.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
 from kfac_optim.capture.graph_calls import GraphCalls
 from kfac_optim.capture.graph_walk import mark
 from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.listeners import ForwardKeeper, ForwardListener, TermObserver
 from kfac_optim.capture.loss_terms import LossCount, RootCall, examples_of
 from kfac_optim.capture.model_calls import OutputPass, Roots, on_output_gradients, outputs_with_gradient
 from kfac_optim.capture.scale_probe import ScaleProbe
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import GradientEdge, edge, in_function_transform, no_view, on_gradient
 from kfac_optim.utils.hooks import Handle, LayerHooks, ModeStack
-
-
-class ForwardKeeper(Protocol):
-    """Keeps forwards of the model, so that they can be run again."""
-
-    def begin(self, model: nn.Module) -> None:
-        """Note that the outermost forward begins."""
-
-    def end(self, root: RootCall, model: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        """Note that the forward has ended; `out` is None if it failed."""
-
-    def drop(self) -> None:
-        """Let go of the forwards: their gradients were thrown away, or used."""
-
-
-class TermObserver(Protocol):
-    """Takes note of terms of the loss that the training loop states."""
-
-    def observe_residual(self, residual: Any, weight: float) -> None:
-        """Note a term, before its backward."""
-
-
-class ForwardListener:
-    """Hears of the model's forwards while they run. This one wants to hear nothing; subclasses say what they want.
-
-    Attributes:
-        mode: the mode that forwards of the model run in when `begin_forward` says so, and in graphs that capture.
-    """
-
-    mode: TorchFunctionMode | None = None
-
-    def begin_forward(self) -> bool:
-        """Note that a forward of the model begins outside of graphs; return whether it is to run in the mode.
-
-        If not, no layer that is watched wants its calls in this forward to be captured.
-        """
-        return False
-
-    def look(self) -> None:
-        """Note that a forward of the model runs in the mode, perhaps in a graph."""
-
-    def expect_derivatives(self) -> None:
-        """Note that the forward that has begun will be differentiated with respect to its input."""
-
-    def module_ran(self, weight: nn.Parameter) -> bool:
-        """Note, within the mode, that a module whose forward is a product with this weight has run.
-
-        Returns:
-            Whether the mode has noted the product.
-        """
-        return False
-
-    def layer_ran(self, weight: nn.Parameter) -> bool:
-        """Note, within the mode, that any other module with this weight has run.
-
-        Returns:
-            Whether the mode has noted what it did.
-        """
-        return False
 
 
 class CaptureWindow(Ledger):

@@ -30,7 +30,8 @@ from kfac_optim.capture.loss_terms import LossCount, RootCall, read_terms
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criteria import CriterionTerms
 from kfac_optim.fisher.extra_backward import ExtraBackward
-from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors, likelihood_of
+from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors
+from kfac_optim.fisher.named_losses import likelihood_of
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import GradientEdge
 from kfac_optim.utils.validation import check_integer, check_kind

@@ -15,10 +15,9 @@ them in three ways, all on one scale:
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
 """What the model computes of the loss's parameters: logits; means; means and variances."""
@@ -285,48 +284,6 @@ class GaussianWithScale(Likelihood):
     def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
         _, scale = outputs
         return 1 / scale, 2**0.5 / scale
-
-
-def likelihood_of(criterion: Any, class_dim: int | None = None) -> Likelihood:
-    """Return the likelihood behind a loss module of torch.
-
-    Args:
-        criterion: the loss.
-        class_dim: of the logits, for `nn.CrossEntropyLoss` of more than two dimensions.
-
-    Raises:
-        TypeError: a loss that is not known here.
-        ValueError: an option of the loss that its Fisher cannot honour.
-    """
-    if isinstance(criterion, Likelihood):
-        return criterion
-    kinds = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.GaussianNLLLoss)
-    kind = next((kind for kind in kinds if type(criterion) is kind), None)
-    if kind is None:
-        raise TypeError(
-            f"kfac_optim: the loss must be one of {', '.join(kind.__name__ for kind in kinds)}, or a Likelihood, got "
-            f"{criterion!r}; with any other loss use estimate=Empirical()."
-        )
-    reduction = criterion.reduction
-    if reduction not in ("mean", "sum"):
-        raise ValueError(
-            f"kfac_optim: {kind.__name__}(reduction={reduction!r}) leaves open how its terms are put together; pass "
-            "the loss with reduction='mean' or 'sum', as it is after your own reduction."
-        )
-    mean = reduction == "mean"
-    for option in ("weight", "pos_weight"):
-        if getattr(criterion, option, None) is not None:
-            raise ValueError(
-                f"kfac_optim: {kind.__name__}({option}=...) weighs terms by targets, which are not looked at; use "
-                "estimate=Empirical()."
-            )
-    if kind is nn.CrossEntropyLoss:  # label smoothing moves the targets, not the curvature
-        return Categorical(mean, class_dim)
-    if class_dim is not None:
-        raise ValueError(f"kfac_optim: class_dim={class_dim} was given for {kind.__name__}, which has no classes.")
-    if kind is nn.MSELoss:
-        return Gaussian(mean)
-    return Bernoulli(mean) if isinstance(criterion, nn.BCEWithLogitsLoss) else GaussianWithVariance(mean, criterion.eps)
 
 
 def _apply_root(p: Tensor, vector: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from kfac_optim import (
     WeightSharing,
 )
 from kfac_optim.fisher.estimates import NamedLoss
-from kfac_optim.fisher.likelihoods import likelihood_of
+from kfac_optim.fisher.named_losses import likelihood_of
 
 Loss = tuple[nn.Module, dict[str, Any], Callable[[Tensor], Tensor]]
 

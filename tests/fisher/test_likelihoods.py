@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.fisher.likelihoods import Likelihood, likelihood_of
+from kfac_optim.fisher.likelihoods import Likelihood
+from kfac_optim.fisher.named_losses import likelihood_of
 
 Outputs = tuple[Tensor, ...]
 

@@ -1,0 +1,67 @@
+"""What the capture window tells of forwards of the model, and of terms of its loss, and whom."""
+
+from typing import Any, Protocol
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from kfac_optim.capture.loss_terms import RootCall
+
+
+class ForwardKeeper(Protocol):
+    """Keeps forwards of the model, so that they can be run again."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Note that the outermost forward begins."""
+
+    def end(self, root: RootCall, model: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """Note that the forward has ended; `out` is None if it failed."""
+
+    def drop(self) -> None:
+        """Let go of the forwards: their gradients were thrown away, or used."""
+
+
+class TermObserver(Protocol):
+    """Takes note of terms of the loss that the training loop states."""
+
+    def observe_residual(self, residual: Any, weight: float) -> None:
+        """Note a term, before its backward."""
+
+
+class ForwardListener:
+    """Hears of the model's forwards while they run. This one wants to hear nothing; subclasses say what they want.
+
+    Attributes:
+        mode: the mode that forwards of the model run in when `begin_forward` says so, and in graphs that capture.
+    """
+
+    mode: TorchFunctionMode | None = None
+
+    def begin_forward(self) -> bool:
+        """Note that a forward of the model begins outside of graphs; return whether it is to run in the mode.
+
+        If not, no layer that is watched wants its calls in this forward to be captured.
+        """
+        return False
+
+    def look(self) -> None:
+        """Note that a forward of the model runs in the mode, perhaps in a graph."""
+
+    def expect_derivatives(self) -> None:
+        """Note that the forward that has begun will be differentiated with respect to its input."""
+
+    def module_ran(self, weight: nn.Parameter) -> bool:
+        """Note, within the mode, that a module whose forward is a product with this weight has run.
+
+        Returns:
+            Whether the mode has noted the product.
+        """
+        return False
+
+    def layer_ran(self, weight: nn.Parameter) -> bool:
+        """Note, within the mode, that any other module with this weight has run.
+
+        Returns:
+            Whether the mode has noted what it did.
+        """
+        return False
