@@ -68,6 +68,7 @@ class Source(NamedTuple):
         first: number of the first group, where it is some of `shape[0]`.
         partial: whether the matrix has some of `shape[0]`, or (by `ids`) anything of it.
         ids: what was gathered along `shape[0]`.
+        taken: how many groups there are, where it is some of `shape[0]`.
     """
 
     weight: nn.Parameter
@@ -76,6 +77,7 @@ class Source(NamedTuple):
     first: int = 0
     partial: bool = False
     ids: Tensor | None = None
+    taken: int = 0
 
 
 def source_of(matrix: Any) -> Source | None:
@@ -108,7 +110,7 @@ def source_of(matrix: Any) -> Source | None:
         shape = (len(base), *sizes[1:])
     else:
         return None
-    return Source(base, shape, tuple(map(places.get, range(matrix.dim()))), first, partial=True)
+    return Source(base, shape, tuple(map(places.get, range(matrix.dim()))), first, partial=True, taken=groups)
 
 
 def _gathered(matrix: Tensor, gathered: Tensor) -> Source | None:
@@ -199,7 +201,7 @@ def contract(
             first, part = source.first, next(label for label, place in place_of.items() if place == 0)
             if groups != [part]:
                 return None
-            count = size_of.get(part, source.shape[0])
+            count = source.taken
         if gathered is not None and groups:
             return None
     ones = [label for label in row_labels if label not in (*groups, *batch, *inputs)]

@@ -281,6 +281,26 @@ def test_what_is_added_has_for_g_the_moments_of_its_gradients(add: Callable[[Ten
     assert_same(g, 5 * torch.einsum("bni,bnj->nij", x.grad, x.grad))
 
 
+def test_of_a_table_of_positions_that_is_longer_than_the_text_only_those_in_use_are_measured() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table[: x.shape[1]]
+
+    model, x = Positions(), torch.randn(4, 2, 3, requires_grad=True)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(4)
+    loss_of(model(x)).backward()
+    optimizer.step()
+    _, g = optimizer.factors()["table"]
+    assert g is not None
+    assert_same(g[:2], 4 * torch.einsum("bni,bnj->nij", x.grad, x.grad))
+    assert_same(g[2:], torch.zeros(3, 3, 3))
+
+
 def test_biases_of_experts_that_are_gathered_and_added_in_place_are_groups() -> None:
     class Biased(nn.Module):
         def __init__(self) -> None:
