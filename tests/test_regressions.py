@@ -158,7 +158,10 @@ def test_what_compiles_whole_without_the_optimizer_does_so_with_it(use: Callable
         square_loss(forward(batch())).backward()
         optimizer.step()
         found.append(optimizer.factors())
-    assert_same_factors(found[0], found[1], rtol=1e-9)
+    compiled, eager = found
+    # Within a graph other views of a bare parameter than its transpose are not known.
+    assert compiled.keys() >= eager.keys() - {""}
+    assert_same_factors(compiled, {name: eager[name] for name in compiled}, rtol=1e-9)
 
 
 def compiled_and_eager(between: Callable[[nn.Module, int], None], steps: int, dtypes: dict[int, torch.dtype]) -> Any:

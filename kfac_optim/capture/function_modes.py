@@ -81,7 +81,7 @@ class ProductMode(TorchFunctionMode):
                 with self:
                     return cast(Any, kind).__torch_function__(func, types, args, kwargs or {})
         if not torch.compiler.is_compiling() and func in _WATCHED:
-            followed = self._follow(func, args, kwargs or {})
+            followed = call_as_it_is(self._follow, func, args, kwargs or {})
             if followed is not None:
                 return followed
         output = traceable(func)(*args, **(kwargs or {}))
