@@ -188,7 +188,7 @@ class KFACBlock:
         """Make statistics of all uses of the matrix together from now on; those of this step begin again."""
         if not self.joins_uses:
             self.state.discard()
-            self.joint = RowsByTerm()
+            self.joint = RowsByTerm(self.name)
 
     def accumulate(self, stats: LayerStatistics) -> None:
         self.follow()

@@ -50,11 +50,13 @@ class ExampleRows:
         residual: as in `LayerCall`.
         uses: `z` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]` of each use; the batch is a
             multiple of the examples, whose rows lie together.
+        layer: its name, for messages.
     """
 
     examples: int | None = None
     residual: Tensor | None = None
     uses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    layer: str = ""
 
     @property
     def count(self) -> int:
@@ -70,7 +72,11 @@ class ExampleRows:
         count = self.count
         if any(z.shape[1] % count for z, _ in self.uses):
             batches = sorted({z.shape[1] for z, _ in self.uses})
-            raise ValueError(f"{count} examples, and calls with {', '.join(map(str, batches))} rows")
+            raise ValueError(
+                f"kfac_optim: the loss has {count} examples, and calls of layer {self.layer!r} have "
+                f"{', '.join(map(str, batches))} rows, which cannot be told apart by examples. Have the loss read one "
+                "row for each example of the batch, or list the layer in skip_layers."
+            )
         return [
             (z.reshape(len(z), count, -1, z.shape[-1]), g.reshape(len(g), count, -1, g.shape[-1])) for z, g in self.uses
         ]
@@ -86,9 +92,10 @@ class ExampleRows:
 
 
 class RowsByTerm:
-    """Collects the rows of a step, those of each term and of each gradient of it apart."""
+    """Collects the rows of one layer in a step, those of each term and of each gradient of it apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
         self.terms: dict[tuple[int, int], ExampleRows] = {}
 
     def __bool__(self) -> bool:
@@ -105,7 +112,9 @@ class RowsByTerm:
         if call.earlier is not None:
             stats = copy.copy(stats)
             stats.call = call = replace(call, gradient=call.gradient - call.earlier, earlier=None)  # type: ignore[attr-defined]
-        rows = self.terms.setdefault((call.term, call.column), ExampleRows(call.examples, call.residual))
+        rows = self.terms.setdefault(
+            (call.term, call.column), ExampleRows(call.examples, call.residual, layer=self._layer)
+        )
         z, g = stats.rows()
         if call.examples is not None and call.examples != z.shape[1] == call.gradient.shape[0]:
             index = rows_of_examples(call.gradient, call.examples)

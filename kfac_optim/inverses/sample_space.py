@@ -37,10 +37,10 @@ class SampleState(InverseState):
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name = spec.name
-        self.rows = RowsByTerm()
+        self.rows = RowsByTerm(spec.name)
         self.scale: Tensor | float = 1.0
         self.direction = torch.zeros(spec.groups, spec.out_dim, spec.in_dim, dtype=dtype, device=device)
-        self._pending = RowsByTerm()
+        self._pending = RowsByTerm(spec.name)
         self._was_sampled = False
 
     def accumulate(self, stats: LayerStatistics) -> None:
@@ -56,7 +56,7 @@ class SampleState(InverseState):
         return self._was_sampled
 
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
-        self.rows, self._pending = self._pending, RowsByTerm()
+        self.rows, self._pending = self._pending, RowsByTerm(self.name)
         self.scale = loss_terms**0.5 / loss_scale
         self._was_sampled = True
 
@@ -89,10 +89,10 @@ class SampleSpace(Inverse[SampleState]):
         Δ = ρᵀ (ρρᵀ + λI)⁻¹ s = (F + λI)⁻¹ ∇L
 
     which is stable down to the smallest `λ`. With momentum `μ` (SPRING) it is `μΔ₋₁ + ρᵀ(ρρᵀ + λI)⁻¹(s - μρΔ₋₁)`.
-    For losses of residuals, such as those of physics-informed networks, on batches of at most some thousand residuals,
-    where it gains orders of magnitude over first-order methods. `damping` is `λ`; 1e-6 to 1e-12 of the largest
-    eigenvalue is usual in float64. Periods, decay and `kl_clip` have no effect: the curvature is that of the step's own
-    examples. The estimate must be `ExactGGN(criterion)`, and the loop must call that very criterion, or
+    It is for losses of residuals, such as those of physics-informed networks, on batches of at most some thousand
+    residuals, where it gains orders of magnitude over first-order methods. `damping` is `λ`; 1e-6 to 1e-12 of the
+    largest eigenvalue is usual in float64. Periods, decay and `kl_clip` have no effect: the curvature is that of the
+    step's own examples. The estimate must be `ExactGGN(criterion)`, and the loop must call that very criterion, or
     `optimizer.observe`. Go with `step_size=LineSearch()`, or choose a rate.
 
     Where a block, or the model, has fewer parameters than there are residuals, the least-squares problem is solved by
@@ -209,7 +209,8 @@ class SampleSpace(Inverse[SampleState]):
         if iterations == _MOST_ITERATIONS:
             warn(
                 f"kfac_optim: the conjugate gradients of SampleSpace did not reach a residual of {_TOLERANCE:g} in "
-                f"{iterations} iterations, and the step is not exact. Raise damping, or dense_limit={self.dense_limit}."
+                f"{iterations} iterations, and the step is not exact. Raise damping, or raise dense_limit, which is "
+                f"{self.dense_limit}, to the number of residuals."
             )
         return parts
 

@@ -8,7 +8,7 @@ import torch
 
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.scaling import scale_all
-from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize, refuse_sparse
+from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize, refuse_sparse, require
 from kfac_optim.utils.validation import check_integer, check_number
 
 
@@ -46,13 +46,10 @@ class LineSearch(StepSize):
         check_integer("halvings of LineSearch", self.halvings)
 
     def check(self, groups: Sequence[Group]) -> None:
+        wanted = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+        remedy = " SampleSpace(momentum=...) has a momentum of its own."
+        require(groups, wanted, "LineSearch looks along one direction and descends", remedy)
         for i, group in enumerate(groups):
-            for name, wanted in (("momentum", 0), ("dampening", 0), ("nesterov", False), ("maximize", False)):
-                if group[name] != wanted:
-                    raise ValueError(
-                        f"kfac_optim: LineSearch looks along one direction and descends: {name} of param group {i} "
-                        f"must be {wanted}, got {group[name]!r}. SampleSpace(momentum=...) has a momentum of its own."
-                    )
             refuse_sparse(group, i, "LineSearch")
             if bool(group["weight_decay"] != 0) and not group["l2_in_curvature"]:
                 raise ValueError(

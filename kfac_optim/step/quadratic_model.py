@@ -11,7 +11,7 @@ from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.quadratic import change, minimum
 from kfac_optim.step.scalars import scalar_beside
 from kfac_optim.step.scaling import scale_all
-from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize, refuse_sparse
+from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize, refuse_sparse, require
 from kfac_optim.step.trust_region import inner_product
 
 
@@ -40,13 +40,9 @@ class QuadraticModel(StepSize):
     takes_shards = False
 
     def check(self, groups: Sequence[Group]) -> None:
+        wanted = {"dampening": 0, "nesterov": False, "maximize": False}
+        require(groups, wanted, "QuadraticModel decides on momentum itself and descends")
         for i, group in enumerate(groups):
-            for name, wanted in (("dampening", 0), ("nesterov", False), ("maximize", False)):
-                if group[name] != wanted:
-                    raise ValueError(
-                        f"kfac_optim: QuadraticModel decides on momentum itself and descends: {name} of param group "
-                        f"{i} must be {wanted}, got {group[name]!r}."
-                    )
             refuse_sparse(group, i, "QuadraticModel")
             if bool(group["weight_decay"] != 0) and not group["l2_in_curvature"]:
                 raise ValueError(

@@ -200,6 +200,23 @@ class StepSize(ABC):
         """Return the step; tensors of the proposal, momentum included, may be changed in place."""
 
 
+def require(groups: Sequence[Group], wanted: Mapping[str, object], why: str, remedy: str = "") -> None:
+    """Raise ValueError where numbers of the param groups are not those that a step size wants.
+
+    Args:
+        groups: the param groups.
+        wanted: the numbers by name.
+        why: what the step size does, which begins the message.
+        remedy: ends it.
+    """
+    for i, group in enumerate(groups):
+        for name, value in wanted.items():
+            if group[name] != value:
+                raise ValueError(
+                    f"kfac_optim: {why}: {name} of param group {i} must be {value}, got {group[name]!r}.{remedy}"
+                )
+
+
 def refuse_sparse(group: Group, number: int, step_size: str) -> None:
     """Raise RuntimeError where a parameter of a param group has a sparse gradient, and a step size needs dense ones."""
     for param in group["params"]:
