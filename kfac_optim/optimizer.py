@@ -47,6 +47,7 @@ from kfac_optim.step.step_memory import StepMemory
 from kfac_optim.step.step_size import ClosureLoss, StepSize
 from kfac_optim.step.trial import Judge, Trial
 from kfac_optim.step.user_warnings import UserWarnings
+from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.random_state import RandomState, random_state
 from kfac_optim.utils.sharded_params import any_sharded, is_sharded
@@ -276,7 +277,9 @@ class KFACOptimizer(Optimizer):
         self._objective: Objective | None = None
         self._judge: Judge | None = None
         if isinstance(estimate, NamedLoss) and choices.judges:
-            self._recorder = ForwardRecorder(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms)
+            self._recorder = ForwardRecorder(
+                *(self._window, estimate.likelihood, estimate.outputs_of, estimate.terms, weakly(self._params))
+            )
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
             if adapt_damping is not None:

@@ -201,7 +201,7 @@ class _Notes:
 
     def note(self, tensor: Tensor, *, transposed: bool) -> tuple[ForwardCall | None, Callable[[Tensor], None] | None]:
         window, watch, block = self.window(), self.watch(), self.block()
-        if window is None or watch is None or block is None:
+        if window is None or watch is None or block is None or window.aside:
             return None, None
         if self.is_derived:
             block.join_uses()

@@ -1,4 +1,4 @@
-"""Finding the calls of layers that a tensor was computed from, by walking through its graph."""
+"""Finding what a tensor was computed from, calls of layers and outputs of the model, by walking through its graph."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -11,10 +11,39 @@ from kfac_optim.utils.autograd import GradientEdge, Node
 # Where a node of the graph holds the calls whose outputs it made: pairs of the call and the number of the output.
 _CALLS = "kfac_optim.calls"
 
+# Where it holds what was said of its own outputs, with the numbers of these.
+_OUTPUTS = "kfac_optim.outputs"
+
+# Nodes that put the elements of their only input into another order, shape or dtype, or leave some out.
+_REARRANGING = frozenset(
+    f"{name}Backward"
+    for name in (
+        *("Alias", "Clone", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
+        *("Unsqueeze", "UnsafeView", "View"),
+    )
+)
+
 
 def mark(at: GradientEdge, call: ForwardCall) -> None:
     """Have the graph know that the gradient of a call's output passes here; the call is freed with the graph."""
     _notes(at.node).setdefault(_CALLS, []).append((call, at.output_nr))
+
+
+def mark_output(output: Tensor, what: object) -> None:
+    """Have the graph know something of a tensor, for `output_behind`."""
+    if output.grad_fn is not None:
+        _notes(output.grad_fn).setdefault(_OUTPUTS, []).append((what, output.output_nr))
+
+
+def output_behind(tensor: Tensor) -> list[object]:
+    """Return what was said of the tensor that this one's elements are those of, in whatever order and shape."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None:
+        said = [what for what, at in _notes(node).get(_OUTPUTS, ()) if at == number]
+        if said or node.name().rstrip("0123456789") not in _REARRANGING:
+            return said
+        node, number = node.next_functions[0]
+    return []
 
 
 def _notes(node: Node) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kfac_optim.capture.loss_terms import RootCall
@@ -16,6 +16,9 @@ class ForwardKeeper(Protocol):
 
     def end(self, root: RootCall, model: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """Note that the forward has ended; `out` is None if it failed."""
+
+    def note_term(self, term: Any, outputs: tuple[Tensor, ...]) -> None:
+        """Note that a criterion has read `outputs`."""
 
     def drop(self) -> None:
         """Let go of the forwards: their gradients were thrown away, or used."""

@@ -46,6 +46,8 @@ class CaptureWindow(Ledger):
             loop count.
         recorder: keeps forwards that are to be run again; None where none are.
         terms: takes the terms of the loss that the training loop states; None where the loss is not named.
+        aside: whether a backward of the optimizer's own runs that can be differentiated, whose products are none of the
+            loss's.
         step: the number of the optimizer step, for those that draw random numbers.
         worker: the number of this process among those that train the model, for the same use.
         graphs: what compiled graphs tell.
@@ -56,7 +58,7 @@ class CaptureWindow(Ledger):
         self.call_nobody()
         self.roots = Roots()
         self.modes = ModeStack()
-        self.capturing = self.idle = False
+        self.capturing = self.idle = self.aside = False
         self.scaled = False
         self.probe = ScaleProbe()
         self.left_out = 0

@@ -113,7 +113,7 @@ class CriterionTerms:
         if window is None or not window.listening:
             return
         calls = calls_behind(outputs, window)
-        if not calls:
+        if not calls and window.recorder is None:
             return
         seen = tuple(_with_batch(output.detach(), calls) for output in outputs)
         if isinstance(likelihood, Categorical) and seen[0].dim() < 2:
@@ -126,6 +126,20 @@ class CriterionTerms:
             term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
             for call, _ in calls:
                 call.note_criterion()
+        if window.recorder is not None:
+            window.recorder.note_term(term, outputs)
+        if calls:
+            self._take_passes(window, term, calls, outputs, seen)
+
+    def _take_passes(
+        self,
+        window: CaptureWindow,
+        term: CriterionTerm,
+        calls: Sequence[tuple[ForwardCall, GradientEdge]],
+        outputs: Outputs,
+        seen: Outputs,
+    ) -> None:
+        likelihood = term.likelihood
         ExtraBackward(
             weakref.ref(window),
             likelihood,
@@ -180,7 +194,9 @@ class _Weighed:
 
     def __call__(self, gradient: Tensor) -> None:
         ledger = self._ledger()
-        if ledger is None or not ledger.listening or not any(call.is_reached() for call in self._calls):
+        if ledger is None or not ledger.listening:
+            return
+        if self._calls and not any(call.is_reached() for call in self._calls):
             return
         for call in self._calls:
             call.note_criterion()

@@ -36,7 +36,7 @@ class CriterionTerm:
 
     def weighed(self, vector: Tensor) -> Tensor:
         """Multiply by `√(f_c/M_c)`; a term that the loss subtracts has no curvature here."""
-        return vector * self._weight(vector).sqrt()
+        return vector * self.weight(vector).sqrt()
 
     def residuals(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
         """Return `s`, `[columns of B, examples]`.
@@ -46,7 +46,7 @@ class CriterionTerm:
             place: of one of them.
             gradient: of the loss with respect to that one, which is `f_c/M_c ∂ℓ`.
         """
-        weight = self._weight(gradient)
+        weight = self.weight(gradient)
         scaled = torch.where(weight > 0, gradient / torch.where(weight > 0, weight, 1).sqrt(), 0)
         return self.likelihood.solved(outputs, place, scaled.reshape(outputs[place].shape)).mT
 
@@ -107,6 +107,7 @@ class CriterionTerm:
             return Drawn(self.number, column, None, None)
         return Drawn(self.number, column, self.examples, residuals[column])
 
-    def _weight(self, like: Tensor) -> Tensor:
+    def weight(self, like: Tensor) -> Tensor:
+        """Return `f_c/M_c`, in the dtype of another tensor; 0 for a term that the loss subtracts."""
         assert self.factor is not None
         return (self.factor.to(like.dtype) / self.divisor).clamp(min=0)

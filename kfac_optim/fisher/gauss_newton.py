@@ -2,6 +2,9 @@
 
 Run again means with the same inputs, the same random numbers and copies of the buffers: dropout draws the mask it drew
 in training, and no running mean moves. What is asked of the loss is its likelihood alone; its targets are not kept.
+
+That is for losses that read the output of the model. What a criterion reads that is none, such as a residual that holds
+derivatives of the model, is differentiated where it stands (`term_curvature.py`).
 """
 
 import warnings
@@ -16,9 +19,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
+from kfac_optim.capture.graph_walk import mark_output, output_behind
 from kfac_optim.capture.loss_terms import LossCount, RootCall
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.fisher.criterion_term import CriterionTerm
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
+from kfac_optim.fisher.term_curvature import TermCurvature
 from kfac_optim.utils.autograd import on_gradient, reaches
 from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.random_state import RandomState, random_state
@@ -37,6 +43,7 @@ class KeptForward:
         random: the generators when it began.
         outputs_of: takes what the loss reads from what the model returns.
         used: which terms the loss used, for each of the outputs that a backward came to.
+        readers: calls of the criterion that read the outputs and nothing else.
     """
 
     model: nn.Module
@@ -45,6 +52,7 @@ class KeptForward:
     random: RandomState
     outputs_of: Callable[[Any], Outputs]
     used: dict[int, Tensor] = field(default_factory=dict)
+    readers: list[CriterionTerm] = field(default_factory=list)
 
     def inputs(self) -> list[Tensor]:
         """Return every tensor that the forward was called with."""
@@ -86,9 +94,12 @@ class ForwardRecorder:
         likelihood: of the loss.
         outputs_of: takes what the loss reads from what the model returns; fewer tensors where it is not there.
         terms: of a loss that reads these outputs.
+        params: gives those that are trained.
 
     Attributes:
         kept: since the last step.
+        read: what criteria have read since then that is no output of a forward that is run again.
+        is_hooked: whether a backward has come through a criterion since then.
     """
 
     def __init__(
@@ -97,8 +108,13 @@ class ForwardRecorder:
         likelihood: Likelihood,
         outputs_of: Callable[[Any], Outputs],
         terms: Callable[[Outputs], int],
+        params: Callable[[], Sequence[nn.Parameter] | None],
     ) -> None:
         self.kept: list[KeptForward] = []
+        self.read: list[TermCurvature] = []
+        self.is_hooked = False
+        self._params = params
+        self._made: weakref.WeakSet[KeptForward] = weakref.WeakSet()
         self._window = weakref.ref(window)
         self._likelihood = likelihood
         self._outputs_of = outputs_of
@@ -119,12 +135,58 @@ class ForwardRecorder:
             return
         forward = KeptForward(model, args, kwargs, random, self._outputs_of)
         terms = self._terms(outputs)
+        self._made.add(forward)
         for place, output in enumerate(outputs):
+            mark_output(output, forward)
             on_gradient(output, weakly(self.arrive, forward, root, terms, place))
+
+    def note_term(self, term: CriterionTerm, outputs: Outputs) -> None:
+        """Note that a criterion has read `outputs`."""
+        forward = self._forward_of(outputs)
+        if forward is not None:
+            forward.readers.append(term)
+        window = self._window()
+        if window is not None:
+            window.probe.listen()  # what criteria weigh their terms by holds the loss scale
+        known = TermCurvature(term, tuple(output.detach() for output in outputs))
+        for place, output in enumerate(outputs):
+            on_gradient(output, weakly(self.arrive_at_term, known, forward, place, output.output_nr))
+
+    def _forward_of(self, outputs: Outputs) -> KeptForward | None:
+        """Return the forward whose outputs these are, and all that its loss would read; None where they are not."""
+        found: set[KeptForward] = set()
+        for output in outputs:
+            forwards = [each for each in output_behind(output) if each in self._made]
+            if len(forwards) != 1:
+                return None
+            found.update(forwards)
+        return found.pop() if len(found) == 1 else None
 
     def drop(self) -> None:
         """Drop the forwards: the gradients through them were thrown away, or used."""
-        self.kept = []
+        self.kept, self.read, self.is_hooked = [], [], False
+
+    def arrive_at_term(
+        self, known: TermCurvature, forward: KeptForward | None, place: int, output_nr: int, gradient: Tensor
+    ) -> None:
+        """Note that a backward has come to what a criterion reads; `forward` is what it is the output of."""
+        window = self._window()
+        if window is None or not window.listening or known.term.factor is None:
+            return
+        params = [param for param in self._params() or () if param.requires_grad]
+        if not any(reaches(param) for param in params):
+            return
+        self.is_hooked = True
+        if forward is not None and len(forward.readers) == 1:
+            return  # run again
+        window.aside = True
+        try:
+            with window.shards.passing_within_backward():
+                known.arrive(place, output_nr, gradient, params)
+        finally:
+            window.aside = False
+        if known not in self.read:
+            self.read.append(known)
 
     def arrive(self, forward: KeptForward, root: RootCall, terms: int, place: int, gradient: Tensor) -> None:
         """Note that a backward has come to an output of `forward`; it counts if it goes on into the parameters."""
@@ -147,15 +209,36 @@ class Objective:
     Args:
         recorder: has kept the forwards.
         likelihood: of the loss.
+
+    Attributes:
+        loss_scale: what the training loop multiplies its loss by, which the gradients at criteria hold.
     """
 
     def __init__(self, recorder: ForwardRecorder, likelihood: Likelihood) -> None:
+        self.loss_scale = 1.0
         self._recorder = recorder
         self._likelihood = likelihood
 
-    def check(self, params: Iterable[nn.Parameter]) -> None:
-        """Raise RuntimeError where the curvature along these parameters cannot be had."""
-        self._names(params)
+    @property
+    def is_hooked(self) -> bool:
+        """Return whether criteria have told what their terms weigh, the loss scale included."""
+        return self._recorder.is_hooked
+
+    def check(self, params: Iterable[nn.Parameter], *, before_step: bool) -> None:
+        """Raise RuntimeError where the curvature along these parameters cannot be had.
+
+        Args:
+            params: that have a gradient.
+            before_step: whether it will be asked for before the parameters move, and not after it alone.
+        """
+        if self._recorder.read and not before_step:
+            raise RuntimeError(
+                "kfac_optim: LevenbergMarquardt is asked to judge a step of a loss whose criterion reads something "
+                "else than the output of the model, and only a step size that knows the curvature there can tell what "
+                "was to be expected of the step. Pass step_size=QuadraticModel() as well."
+            )
+        if not self.is_hooked:
+            self._names(params)
 
     def curvature(
         self, at: Mapping[nn.Parameter, Tensor], directions: Sequence[Mapping[nn.Parameter, Tensor]], count: LossCount
@@ -167,12 +250,36 @@ class Objective:
             directions: `vᵢ`.
             count: terms of the loss.
         """
-        names = self._names(at)
-        named = [{names[param]: part for param, part in direction.items()} for direction in directions]
-        values = {names[param]: value for param, value in at.items()}
-        product = gauss_newton(self._recorder.kept, self._likelihood, values, named)
+        if self.is_hooked:
+            return self._at_criteria(at, directions)
+        product = self._run_again(self._recorder.kept, self._names(at), at, directions)
         # A stated number may lie on another device of the model.
         return product / (count.averaged.to(product.device) if isinstance(count.averaged, Tensor) else count.averaged)
+
+    def _at_criteria(
+        self, at: Mapping[nn.Parameter, Tensor], directions: Sequence[Mapping[nn.Parameter, Tensor]]
+    ) -> Tensor:
+        """Return `curvature` of what criteria have read, each call weighed as the loss weighs it."""
+        like = torch.zeros((), dtype=_dtype(at.values()), device=next(iter(at.values())).device)
+        total = like.expand(len(directions), len(directions))
+        for forward in self._recorder.kept:
+            if len(forward.readers) == 1 and forward.readers[0].factor is not None:
+                names = {param: name for name, param in forward.model.named_parameters() if param in at}
+                forms = self._run_again([forward], names, at, directions)
+                total = total + forms * forward.readers[0].weight(forms)
+        for term in self._recorder.read:
+            total = total + term.forms(directions, like)
+        return total / self.loss_scale
+
+    def _run_again(
+        self,
+        forwards: Sequence[KeptForward],
+        names: Mapping[nn.Parameter, str],
+        at: Mapping[nn.Parameter, Tensor],
+        directions: Sequence[Mapping[nn.Parameter, Tensor]],
+    ) -> Tensor:
+        named = [{names[param]: part for param, part in each.items() if param in names} for each in directions]
+        return gauss_newton(forwards, self._likelihood, {name: at[param] for param, name in names.items()}, named)
 
     def _names(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, str]:
         kept = self._recorder.kept
@@ -208,7 +315,7 @@ def gauss_newton(
     """
     k = len(directions)
     device = next(iter(params.values())).device
-    forms = torch.zeros(k, k, device=device, dtype=_dtype(params))
+    forms = torch.zeros(k, k, device=device, dtype=_dtype(params.values()))
     for forward in forwards:
         pushed = [forward.push_forward(params, direction) for direction in directions]
         for i, (outputs, left) in enumerate(pushed):
@@ -223,9 +330,9 @@ def gauss_newton(
     return forms + forms.tril(-1).mT
 
 
-def _dtype(params: Tangents) -> torch.dtype:
+def _dtype(params: Iterable[Tensor]) -> torch.dtype:
     dtype = torch.float32
-    for param in params.values():
+    for param in params:
         dtype = torch.promote_types(dtype, param.dtype)
     return dtype
 

@@ -106,6 +106,8 @@ class Engine:
         _follow_model(state, blocks)
         count = self.window.close()._replace(summed=agreement.summed)
         scale = self.choices.estimate.scale(count, admission.loss_scale)
+        if objective is not None:
+            objective.loss_scale = admission.loss_scale
         with profiled("kfac.fold"):
             fold_all([block for block in blocks if block in agreement.sampled], count, scale)
             executor.statistics.settle()

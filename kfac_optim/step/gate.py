@@ -95,7 +95,7 @@ class Gate:
         if self.executor.several and self.binding.model is None and not gradients:
             self.warnings.no_gradients()
         if self.objective is not None and gradients and (judged or self.choices.step_size.needs_objective):
-            self.objective.check(gradients)
+            self.objective.check(gradients, before_step=self.choices.step_size.needs_objective)
         self.window.drop_stale()
         gradient_check.conclude(block.check for block in self.binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
@@ -146,6 +146,7 @@ class Gate:
             handed: attributes of the optimizer, where `GradScaler` leaves what it found.
         """
         pending = any(block.has_pending() for block in self.binding.coverage.blocks)
+        pending |= self.objective is not None and self.objective.is_hooked
         scale = read_loss_scale(handed, self.scaler.find, measured=pending)
         if scale is None:
             found = self.window.probe.measure() if pending else ScaleChange()

@@ -209,6 +209,34 @@ def in_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def push_forward(pulled: Sequence[Tensor], through: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    """Return the derivative of a tensor along a change of others, `J v`, by two backward passes.
+
+    Args:
+        pulled: `Jᵀ u`, as `pull_back_differentiably` has returned them.
+        through: `u`.
+        vectors: `v`, shaped like `pulled`.
+    """
+    (derivative,) = torch.autograd.grad(pulled, through, vectors, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(through) if derivative is None else derivative
+
+
+def pull_back_differentiably(output: GradientEdge, vector: Tensor, to: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients at the leaves `to` of `⟨vector, output⟩` as functions of `vector`, which requires gradients.
+
+    None stands for those that do not depend on it. Hooks on the leaves are not called, nothing is accumulated, and the
+    graph is kept.
+    """
+    held = [(leaf, list(leaf._backward_hooks.items())) for leaf in to if leaf._backward_hooks]
+    for leaf, _ in held:
+        leaf._backward_hooks.clear()  # type: ignore[union-attr]
+    try:
+        return list(torch.autograd.grad([output], to, [vector], create_graph=True, allow_unused=True))
+    finally:
+        for leaf, hooks in held:
+            leaf._backward_hooks.update(hooks)  # type: ignore[union-attr]
+
+
 @contextmanager
 def differentiable() -> Iterator[None]:
     """Return a context in which what is computed can be differentiated in both modes, as torch's own formulas can be.

@@ -52,16 +52,15 @@ class PicklableHook:
         return _inert_hook, ()
 
 
-def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """Return a function that calls a bound method, with `args` first, where the object that it is of is there still."""
+def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Return a function that calls a bound method, with `args` first, and gives None once its object is gone."""
     return partial(call_if_there, weakref.WeakMethod(method), *args)
 
 
-def call_if_there(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+def call_if_there(method: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> Any:
     """Call it, where the object that it is of is there still."""
     found = method()
-    if found is not None:
-        found(*args)
+    return None if found is None else found(*args)
 
 
 def _do_nothing(*args: Any) -> None:
