@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -273,6 +274,8 @@ class KFACOptimizer(Optimizer):
         if isinstance(self._executor, DistributedExecutor):
             check_choices(self._executor.config, choices, in_shards=any(map(is_sharded, self._params())))
         estimate.arm(self._window)
+        if self._window.terms is not None:
+            self._window.terms.remembers = step_size.needs_closure
         self._recorder: ForwardRecorder | None = None
         self._objective: Objective | None = None
         self._judge: Judge | None = None
@@ -738,7 +741,9 @@ class KFACOptimizer(Optimizer):
         model = self._binding.model
         assert model is not None
         params = tuple(self._params())
-        return ClosureLoss(float(loss), Reevaluation(closure, random, self._window, model, params, backward=False))
+        again = Reevaluation(closure, random, self._window, model, params, backward=False)
+        terms, calls = self._window.terms, self._window.tally.calls
+        return ClosureLoss(float(loss), again, None if terms is None else partial(terms.changes, calls))
 
     def _params(self) -> list[nn.Parameter]:
         return params_of(self.param_groups)

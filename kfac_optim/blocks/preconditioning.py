@@ -76,6 +76,18 @@ def precondition_jointly(blocks: Sequence[KFACBlock], grads: Sequence[Sequence[T
     return [to_params(*each) for each in zip(blocks, found, grads, strict=True)]
 
 
+def acceleration(
+    blocks: Sequence[KFACBlock],
+    velocities: Sequence[Sequence[Tensor]],
+    change: Mapping[tuple[int, int], Tensor],
+    length: float,
+) -> list[Sequence[Tensor]] | None:
+    """Return how a step of `precondition_jointly` bends, in the shapes of the parameters (`Inverse.acceleration`)."""
+    matrices = [to_matrix(block, of_block) for block, of_block in zip(blocks, velocities, strict=True)]
+    found = blocks[0].inverse.acceleration([block.state for block in blocks], matrices, change, length)
+    return None if found is None else [to_params(*each) for each in zip(blocks, found, velocities, strict=True)]
+
+
 class Stacks:
     """Preconditions small blocks of equal shapes in one batch of products, since a launch takes longer than these.
 

@@ -1,5 +1,6 @@
 """What the capture window tells of forwards of the model, and of terms of its loss, and whom."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -27,8 +28,13 @@ class ForwardKeeper(Protocol):
 class TermObserver(Protocol):
     """Takes note of terms of the loss that the training loop states."""
 
+    remembers: bool
+
     def observe_residual(self, residual: Any, weight: float) -> None:
         """Note a term, before its backward."""
+
+    def changes(self, calls: Sequence[object | None], evaluate: Callable[[], object]) -> dict[tuple[int, int], Tensor]:
+        """Return how residuals change where `evaluate` evaluates the loss."""
 
 
 class ForwardListener:

@@ -99,6 +99,8 @@ class LossTally:
     Attributes:
         by_criterion: whether a backward has come through the criterion itself, which then says what its terms weigh.
         by_output: whether one has come to the output of a model that no criterion has read.
+        calls: of criteria since the last step, in order, where a choice asks for them: terms of the loss, or None for
+            what none was made of.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -111,6 +113,7 @@ class LossTally:
         self._stated: float | Tensor | None = None
         self.by_criterion = self.by_output = False
         self._criteria = 0
+        self.calls: list[object | None] = []
 
     def name_loss(self, *, mean: bool) -> None:
         """Take note of the loss, and with it of the terms of each call of the model."""
@@ -123,7 +126,7 @@ class LossTally:
 
     def restart_terms(self) -> None:
         """Note that calls of the criterion are counted from the beginning: a step was taken, or gradients dropped."""
-        self._criteria = 0
+        self._criteria, self.calls = 0, []
 
     def next_term(self) -> int:
         """Return the number of a call of the criterion, counted since the last step."""

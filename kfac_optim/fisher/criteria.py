@@ -42,6 +42,9 @@ class CriterionTerms:
         window: takes the statistics; held weakly.
         likelihood: of the loss.
         vectors: as of `ExtraBackward`, as are `several` and `seed`.
+
+    Attributes:
+        remembers: whether the calls of a step are kept for `changes`.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class CriterionTerms:
         self._several = several
         self._seed = seed
         self._aligned: set[tuple[Any, ...]] = set()
+        self._read_again: list[Outputs] | None = None
+        self.remembers = False
 
     def watch(self, criterion: nn.Module) -> None:
         """Hook the criterion."""
@@ -83,6 +88,36 @@ class CriterionTerms:
         if self._likelihood.mean:
             divisor = _terms(criterion, outputs, target)
         self.observe(outputs, self._of_criterion(outputs), divisor, loss)
+
+    def changes(self, calls: Sequence[object | None], evaluate: Callable[[], object]) -> dict[tuple[int, int], Tensor]:
+        """Return how residuals change, `[examples]` for each term and column, as `SampleSpace.acceleration` reads it.
+
+        Args:
+            calls: of the criteria in the step's own evaluation.
+            evaluate: evaluates the loss at other parameters.
+
+        Raises:
+            RuntimeError: criteria are called with other examples there.
+        """
+        self._read_again = []
+        try:
+            evaluate()
+            read = self._read_again
+        finally:
+            self._read_again = None
+        changes: dict[tuple[int, int], Tensor] = {}
+        for place, term in enumerate(calls):
+            if not isinstance(term, CriterionTerm) or term.factor is None:
+                continue
+            outputs = read[place] if place < len(read) else ()
+            if [output.numel() for output in outputs] != [output.numel() for output in term.outputs]:
+                raise RuntimeError(
+                    "kfac_optim: LineSearch evaluates the closure again, and the criterion did not read there what it "
+                    f"read at first ({len(calls)} calls at first, {len(read)} then). Have the closure do the same at "
+                    "each call, or pass LineSearch(geodesic=False)."
+                )
+            changes |= {(term.number, column): change for column, change in enumerate(term.change(outputs))}
+        return changes
 
     def _of_criterion(self, outputs: Outputs) -> Likelihood:
         """Return the likelihood of what the criterion reads, whose classes are where torch has them."""
@@ -110,8 +145,12 @@ class CriterionTerms:
             loss: whose gradient weighs the term; or a number that does.
         """
         window = self._window()
+        if self._read_again is not None:
+            self._read_again.append(tuple(output.detach() for output in outputs))
         if window is None or not window.listening:
             return
+        if self.remembers:
+            window.tally.calls.append(None)
         calls = calls_behind(outputs, window)
         if not calls and window.recorder is None:
             return
@@ -119,7 +158,9 @@ class CriterionTerms:
         if isinstance(likelihood, Categorical) and seen[0].dim() < 2:
             seen = tuple(output.detach() for output in outputs)
         examples = 1 if seen[0].dim() < 2 else len(seen[0])
-        term = CriterionTerm(likelihood, window.tally.next_term(), examples, divisor)
+        term = CriterionTerm(likelihood, window.tally.next_term(), examples, seen, divisor)
+        if self.remembers and calls:
+            window.tally.calls[-1] = term
         if isinstance(loss, Tensor):
             on_gradient(loss, _Weighed(window, term, [call for call, _ in calls]))
         else:

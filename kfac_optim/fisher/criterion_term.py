@@ -24,6 +24,7 @@ class CriterionTerm:
         likelihood: of the loss.
         number: of the call since the last step.
         examples: of what the criterion reads.
+        outputs: what the criterion reads, detached, the examples along the first dimension.
         divisor: `M_c`: terms that the criterion takes the mean of; 1 where it sums.
         factor: `f_c` `[]`, once the backward has come to the call's output.
     """
@@ -31,6 +32,7 @@ class CriterionTerm:
     likelihood: Likelihood
     number: int
     examples: int
+    outputs: Outputs
     divisor: float | Tensor
     factor: Tensor | None = None
 
@@ -100,6 +102,23 @@ class CriterionTerm:
         weights = torch.zeros(rows.shape[0], dtype=s.dtype, device=s.device)
         weights[index.flatten()] = s.repeat_interleave(index.shape[1])
         return weights.view(-1, *(1 for _ in rows.shape[1:]))
+
+    def change(self, outputs: Outputs) -> list[Tensor]:
+        """Return by how much residuals have changed, `[examples]` for each column of `B`: `√(f_c/M_c) Bᵀ(z - z₀)`.
+
+        Args:
+            outputs: `z`, what the criterion has read at other parameters.
+        """
+        moved = [new.reshape(old.shape) - old for new, old in zip(outputs, self.outputs, strict=True)]
+        changes = []
+        for column in self.likelihood.columns(self.outputs):
+            parts = [
+                (vector * by).reshape(self.examples, -1).sum(1)
+                for vector, by in zip(column, moved, strict=True)
+                if vector is not None
+            ]
+            changes.append(self.weighed(torch.stack(parts).sum(0)))
+        return changes
 
     def drawn(self, column: int, residuals: Tensor | None) -> Drawn:
         """Say where a gradient comes from."""

@@ -156,7 +156,7 @@ class ForwardRecorder:
         """Return the forward whose outputs these are, and all that its loss would read; None where they are not."""
         found: set[KeptForward] = set()
         for output in outputs:
-            forwards = [each for each in output_behind(output) if each in self._made]
+            forwards = [each for each in output_behind(output) if isinstance(each, KeptForward) and each in self._made]
             if len(forwards) != 1:
                 return None
             found.update(forwards)

@@ -103,7 +103,8 @@ class TermCurvature:
     def _push_forward(self, place: int, direction: Direction) -> Tensor:
         if place not in self._pulled:
             return torch.zeros_like(self.outputs[place])
-        return _explained(self._pulled[place].push_forward, direction)
+        pushed: Tensor = _explained(self._pulled[place].push_forward, direction)
+        return pushed
 
 
 def _varies(gradient: Tensor | None) -> TypeGuard[Tensor]:

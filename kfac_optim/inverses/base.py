@@ -1,7 +1,7 @@
 """What an inverse of the damped Fisher block must provide."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -80,6 +80,21 @@ class Inverse(ABC, Generic[S]):
     def apply_jointly(self, states: Sequence[S], grads: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
         """Return what `apply` does, of all blocks that share this representation; asked where `takes_rows`."""
         return [self.apply(*each) for each in zip(states, grads, dampings, strict=True)]
+
+    def acceleration(
+        self, states: Sequence[S], velocities: Sequence[Tensor], change: Mapping[tuple[int, int], Tensor], length: float
+    ) -> list[Tensor] | None:
+        """Return how a step bends so that residuals change along a line; None where that is not known.
+
+        It is asked where `takes_rows`, before the states' `end_step`.
+
+        Args:
+            states: all that `apply_jointly` has seen.
+            velocities: a step `v` as it begins, `[groups, out, in]` for each state.
+            change: how residuals change along `length · v`, `[examples]` for each term of the loss and column.
+            length: of the part of the step along which `change` was seen.
+        """
+        return None
 
     def applied_dtype(self, state: S) -> torch.dtype | None:
         """Return the dtype in which `apply` computes; None is that of the factors, but at least float32.

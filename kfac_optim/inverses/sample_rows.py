@@ -28,6 +28,10 @@ class SampleRows:
         centred: whether the mean over the examples of a term is taken off.
         like: a gradient matrix of the block, `[groups, out, in]`.
         dtype: of all products.
+
+    Attributes:
+        keys: as above.
+        count: rows of `ρ`.
     """
 
     def __init__(
@@ -39,7 +43,8 @@ class SampleRows:
         like: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        self._keys = keys
+        self.keys = keys
+        self.count = sum(keys.values())
         self._centred = centred
         self._shape = like.shape
         self._device = like.device
@@ -58,7 +63,7 @@ class SampleRows:
         if self._dense is not None:
             return self._dense
         parts = []
-        for key, examples in self._keys.items():
+        for key, examples in self.keys.items():
             if key in self._uses:
                 part = ExampleRows(examples, None, self._uses[key]).jacobians().movedim(1, 0).flatten(1)
                 parts.append(part - part.mean(0) if self._centred else part)
@@ -72,8 +77,7 @@ class SampleRows:
             whole = self._dense.new_empty(1, len(self._dense), len(self._dense))
             symmetric_product(self._dense.mT.unsqueeze(0), out=whole)
             return whole[0]
-        count = sum(self._keys.values())
-        result = torch.zeros(count, count, dtype=self._dtype, device=self._device)
+        result = torch.zeros(self.count, self.count, dtype=self._dtype, device=self._device)
         starts = self._starts()
         for key, start in starts.items():
             for other, beside in starts.items():
@@ -114,7 +118,7 @@ class SampleRows:
         if self._dense is not None:
             return self._dense @ matrix.flatten()
         parts = []
-        for key, examples in self._keys.items():
+        for key, examples in self.keys.items():
             total = torch.zeros(examples, dtype=self._dtype, device=self._device)
             for z, g in self._uses.get(key, ()):
                 total += ((z @ matrix.mT.unsqueeze(1)) * g).sum((0, 2, 3))
@@ -127,7 +131,7 @@ class SampleRows:
             return (self._dense.mT @ weights).view(self._shape)
         total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         for key, start in self._starts().items():
-            some = weights[start : start + self._keys[key]]
+            some = weights[start : start + self.keys[key]]
             some = some - some.mean() if self._centred else some
             for z, g in self._uses.get(key, ()):
                 weighed = g * some.view(1, -1, 1, 1)
@@ -136,7 +140,7 @@ class SampleRows:
 
     def _starts(self) -> dict[Key, int]:
         starts, start = {}, 0
-        for key, examples in self._keys.items():
+        for key, examples in self.keys.items():
             starts[key] = start
             start += examples
         return starts

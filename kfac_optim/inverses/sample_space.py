@@ -10,20 +10,14 @@ from torch import Tensor
 from kfac_optim.factors.example_rows import RowsByTerm
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.inverses.base import Inverse
-from kfac_optim.inverses.kronecker_guess import kronecker_guess
 from kfac_optim.inverses.sample_rows import Key, SampleRows
+from kfac_optim.inverses.sample_system import SampleSystem, total
 from kfac_optim.inverses.state import InverseState
-from kfac_optim.linalg.conjugate_gradients import conjugate_gradients
-from kfac_optim.linalg.regularised_systems import solve_gram, solve_tall
 from kfac_optim.specs import Cost, LayerSpec, Part
 from kfac_optim.utils.validation import check_flag, check_integer, check_number
-from kfac_optim.utils.warning import warn
 
 # Rounding errors that are allowed for where a gradient is compared with the residuals that account for it.
 _ROUNDINGS = 100
-# Conjugate gradients end at such a residual, as a share of the gradient.
-_TOLERANCE = 1e-8
-_MOST_ITERATIONS = 1000
 
 
 class SampleState(InverseState):
@@ -33,12 +27,16 @@ class SampleState(InverseState):
         rows: of the step that is being taken; none once the direction is known.
         scale: what the rows are multiplied by, for `F = ρᵀρ`.
         direction: of the last step, `[groups, out, in]`.
+        solved: the system that this step's direction was found by, for as long as the step lasts.
+        unit: what the block's part of that system is multiplied by.
     """
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name = spec.name
         self.rows = RowsByTerm(spec.name)
         self.scale: Tensor | float = 1.0
+        self.solved: SampleSystem | None = None
+        self.unit = 1.0
         self.direction = torch.zeros(spec.groups, spec.out_dim, spec.in_dim, dtype=dtype, device=device)
         self._pending = RowsByTerm(spec.name)
         self._was_sampled = False
@@ -51,6 +49,10 @@ class SampleState(InverseState):
 
     def discard(self) -> None:
         self._pending.clear()
+
+    def end_step(self) -> None:
+        self.rows.clear()
+        self.solved = None
 
     def has_statistics(self) -> bool:
         return self._was_sampled
@@ -167,65 +169,57 @@ class SampleSpace(Inverse[SampleState]):
         gradient = [grad.to(dtype) * unit for grad, unit in zip(grads, units, strict=True)]
         factor, rest = _split(rows, gradient, s, _ROUNDINGS * torch.finfo(grads[0].dtype).eps)
         s = s * factor
+        system = SampleSystem(rows, least, [grad.shape for grad in grads], self.dense_limit)
         before = [state.direction.to(dtype) / unit for state, unit in zip(states, units, strict=True)]
         target = s
         if self.momentum > 0:
-            target = s - self.momentum * _sum([each.along(part) for each, part in zip(rows, before, strict=True)])
-        found = self._range(rows, target, least, gradient)
+            target = s - self.momentum * system.along(before)
+        found = system.solve(target)
         if self.momentum > 0:
             found = [part + self.momentum * old for part, old in zip(found, before, strict=True)]
         if rest is not None:
-            found = self._with_rest(rows, found, rest, least)
+            found = _with_rest(system, found, rest)
         directions = [part * unit for part, unit in zip(found, units, strict=True)]
-        for state, direction in zip(states, directions, strict=True):
+        for state, direction, unit in zip(states, directions, units, strict=True):
             state.direction.copy_(direction)
-            state.rows.clear()
+            state.solved, state.unit = system, unit
         return [direction.to(grad.dtype) for direction, grad in zip(directions, grads, strict=True)]
 
-    def _range(self, rows: Sequence[SampleRows], target: Tensor, ridge: float, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return `ρᵀ(ρρᵀ + λI)⁻¹ target`, by block."""
-        count, width = len(target), sum(part.numel() for part in like)
-        if width < count and width <= self.dense_limit:
-            solution = solve_tall(torch.cat([each.dense() for each in rows], 1), target, ridge)
-            sizes = [part.numel() for part in like]
-            return [part.view(each.shape) for part, each in zip(torch.split(solution, sizes), like, strict=True)]
-        if count <= self.dense_limit:
-            weights = solve_gram(_sum([each.gram() for each in rows]), target, ridge)
-            return [each.combined(weights) for each in rows]
+    def acceleration(
+        self, states: Sequence[SampleState], velocities: Sequence[Tensor], change: Mapping[Key, Tensor], length: float
+    ) -> list[Tensor] | None:
+        """Return the geodesic acceleration `a` of a step `v` (Transtrum & Sethna 2012, arXiv 1201.5885, equation 8).
 
-        def product(vector: Sequence[Tensor]) -> list[Tensor]:
-            along = _sum([each.along(part) for each, part in zip(rows, vector, strict=True)])
-            return [each.combined(along) + ridge * part for each, part in zip(rows, vector, strict=True)]
+        Residuals are no linear function of the parameters: `r(θ + tv) = r + tρv + ½t² r″`. What `a = -(F + λI)⁻¹ρᵀr″`
+        adds to the path, `θ + tv + ½t²a`, keeps the residuals on the line that the step is meant for.
 
-        right = [each.combined(target) for each in rows]
-        guess = [kronecker_guess(each, ridge) for each in rows]
-        parts, iterations = conjugate_gradients(
-            product,
-            right,
-            lambda vector: [apply(part) for apply, part in zip(guess, vector, strict=True)],
-            tolerance=_TOLERANCE,
-            most=_MOST_ITERATIONS,
+        Args:
+            states: all that the step was found for, whose `end_step` was not called yet.
+            velocities: `v`, `[groups, out, in]` of each block.
+            change: `r(θ + hv) - r(θ)`, `[examples]` for each term and column, in the units of the residuals that the
+                rows came with.
+            length: `h`.
+        """
+        system = states[0].solved
+        if system is None or self.scope == "layer":  # whose step does not take the residuals along a line
+            return None
+        moved = [v.to(state.direction.dtype) / state.unit for state, v in zip(states, velocities, strict=True)]
+        parts = [change[key].to(moved[0].dtype) * states[0].scale for key in system.rows[0].keys]
+        known = torch.cat([part - part.mean() for part in parts] if self.centred else parts)
+        second = 2 / length * (known / length - system.along(moved))
+        found = system.solve(-second)
+        return [part * state.unit for state, part in zip(states, found, strict=True)]
+
+
+def _with_rest(system: SampleSystem, found: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+    """Add `(F + λI)⁻¹` times a part of the gradient that no residual accounts for, such as that of a penalty."""
+    if system.ridge <= 0:
+        raise ValueError(
+            "kfac_optim: a part of the gradient comes from no residual of the criterion, and without damping "
+            "SampleSpace has no curvature for it. Set damping above 0, or observe that part of the loss as well."
         )
-        if iterations == _MOST_ITERATIONS:
-            warn(
-                f"kfac_optim: the conjugate gradients of SampleSpace did not reach a residual of {_TOLERANCE:g} in "
-                f"{iterations} iterations, and the step is not exact. Raise damping, or raise dense_limit, which is "
-                f"{self.dense_limit}, to the number of residuals."
-            )
-        return parts
-
-    def _with_rest(
-        self, rows: Sequence[SampleRows], found: Sequence[Tensor], rest: Sequence[Tensor], ridge: float
-    ) -> list[Tensor]:
-        """Add `(F + λI)⁻¹` times a part of the gradient that no residual accounts for, such as that of a penalty."""
-        if ridge <= 0:
-            raise ValueError(
-                "kfac_optim: a part of the gradient comes from no residual of the criterion, and without damping "
-                "SampleSpace has no curvature for it. Set damping above 0, or observe that part of the loss as well."
-            )
-        along = _sum([each.along(part) for each, part in zip(rows, rest, strict=True)])
-        inside = self._range(rows, along, ridge, rest)
-        return [part + (other - within) / ridge for part, other, within in zip(found, rest, inside, strict=True)]
+    inside = system.solve(system.along(rest))
+    return [part + (other - within) / system.ridge for part, other, within in zip(found, rest, inside, strict=True)]
 
 
 def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key, Tensor]]:
@@ -260,17 +254,10 @@ def _split(
     That part is None where it is no more than rounding, of sums of as large terms as `ρ` and `s` have.
     """
     known = [each.combined(s) for each in rows]
-    square = _sum([(part * part).sum() for part in known])
-    inner = _sum([(part * other).sum() for part, other in zip(known, gradient, strict=True)])
+    square = total([(part * part).sum() for part in known])
+    inner = total([(part * other).sum() for part, other in zip(known, gradient, strict=True)])
     factor = torch.where(square > 0, inner / square, 1.0)
     rest = [other - factor * part for part, other in zip(known, gradient, strict=True)]
-    left = _sum([(part * part).sum() for part in rest])
-    largest = _sum([each.square() for each in rows]) * s.square().sum() * factor.square()
+    left = total([(part * part).sum() for part in rest])
+    largest = total([each.square() for each in rows]) * s.square().sum() * factor.square()
     return factor, rest if bool(left > rounding**2 * largest) else None
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

@@ -45,6 +45,9 @@ class InverseState(ABC):
     def discard(self) -> None:
         """Forget what was accumulated since the last fold."""
 
+    def end_step(self) -> None:  # noqa: B027 (most have nothing to drop)
+        """Drop what only the step that has ended needed; asked of representations that `takes_rows`."""
+
     @abstractmethod
     def has_statistics(self) -> bool:
         """Return whether any sample was ever accepted. Synchronises; asked only until the first yes."""

@@ -100,7 +100,8 @@ class Engine:
         step_size, executor, objective = self.choices.step_size, self.executor, self.objective
         agreement, finite = admission.agreement, admission.finite
         kl_clip = check(groups, blocks, step_size)
-        if any(block.inverse.takes_rows for block in blocks):
+        by_rows = [block for block in blocks if block.inverse.takes_rows]
+        if by_rows:
             kl_clip = None  # the curvature is exact, and its damping bounds the step
         trained = [param for group in groups for param in group["params"] if param.grad is not None]
         _follow_model(state, blocks)
@@ -134,6 +135,8 @@ class Engine:
         if covered or (trained and (step_size.needs_objective or step_size.needs_closure or step_size.directs_all)):
             with profiled("kfac.step_size"):
                 sized = step_size.size(proposal)
+            for block in by_rows:
+                block.state.end_step()
             if sized.memory is not None:
                 before = memory.to(sized.memory.device, non_blocking=True)
                 memory = sized.memory if finite is None else torch.where(finite, sized.memory, before)

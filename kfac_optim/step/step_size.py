@@ -38,6 +38,8 @@ class ClosureLoss(NamedTuple):
     """The loss where the step begins."""
     reevaluation: Reevaluation
     """Evaluates it at other parameters."""
+    changes: Callable[[Callable[[], object]], Mapping[tuple[int, int], Tensor]] | None = None
+    """Returns how residuals change where a function evaluates it, for `Inverse.acceleration`; None is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
