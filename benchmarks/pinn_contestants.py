@@ -115,7 +115,7 @@ CONTESTANTS = {
         tuple({"lr": lr, "history_size": size} for lr in (1.0, 0.5) for size in (50, 100, 200)),
     ),
     "KFAC": Contestant(
-        "SampleSpace of all layers jointly, LineSearch, ExactGGN",
+        "SampleSpace of all layers jointly, LineSearch with geodesic acceleration, ExactGGN",
         _kfac,
         tuple({"damping": damping, "momentum": each} for each in (0.0, 0.8) for damping in (1e-12, 1e-10, 1e-8)),
         baseline=False,
