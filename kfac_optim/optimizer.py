@@ -26,7 +26,8 @@ from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.factors.subsampling import Subsample
 from kfac_optim.fisher.estimates import Empirical, Estimate, NamedLoss
-from kfac_optim.fisher.gauss_newton import ForwardRecorder, Objective
+from kfac_optim.fisher.gauss_newton import ForwardRecorder
+from kfac_optim.fisher.objective import Objective
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters

@@ -6,18 +6,17 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import _device_dtype_check_for_fused
-from torch.optim.sgd import sgd
+from torch import Tensor
 
 from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock
 from kfac_optim.blocks.folding import fold_all
 from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.fisher.gauss_newton import Objective
+from kfac_optim.fisher.objective import Objective
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Agreement, Executor, Parts
+from kfac_optim.step.inner_step import sgd_step
 from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.scalars import Scalar, scalars, total
 from kfac_optim.step.scaling import by_group
@@ -143,7 +142,7 @@ class Engine:
         with profiled("kfac.update"):
             for group in groups:
                 params = executor.gradients.owned([param for param in group["params"] if param.grad is not None])
-                _sgd(group, params, sized, state, finite)
+                sgd_step(group, params, sized, state, finite)
             executor.publish()
         for block in blocks:
             if not block.is_ready and block not in agreement.sampled:
@@ -307,56 +306,3 @@ def _measure(
     products = list(zip(groups.values(), by_groups, strict=True))
     squares = {"direction_square": direction_square, "gradient_square": gradient_square}
     return products, {"inner": total(by_groups), **squares}
-
-
-def _sgd(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: State, finite: Tensor | None) -> None:
-    """Take torch's own SGD step on the direction, or on the raw gradient where there is none."""
-    numbers = {**group, **sized.sgd(group)}
-    # Where weight decay is part of the curvature, it is in the direction already.
-    decayed = {param for param in params if param in sized.direction} if group["l2_in_curvature"] else set()
-    undecayed = {**numbers, "weight_decay": 0.0}
-    others = [param for param in params if param not in decayed] if decayed else params
-    _update(others, numbers, sized.direction, state, finite)
-    _update(
-        [param for param in params if param in decayed] if decayed else (), undecayed, sized.direction, state, finite
-    )
-
-
-def _update(
-    params: Sequence[nn.Parameter],
-    numbers: Mapping[str, Any],
-    direction: Mapping[nn.Parameter, Tensor],
-    state: State,
-    finite: Tensor | None,
-) -> None:
-    if not params:
-        return
-    # torch's foreach path of Nesterov adds the momentum to the gradients in place; `.grad` belongs to the user.
-    overwritten = numbers["nesterov"] and numbers["foreach"] is not False
-    grads: list[Tensor] = []
-    for param in params:
-        assert param.grad is not None
-        raw = param.grad.clone() if overwritten and param not in direction else param.grad
-        grads.append(direction.get(param, raw))
-    if numbers["fused"]:
-        for param in params:
-            _device_dtype_check_for_fused(param)
-    has_momentum = numbers["momentum"] != 0
-    buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
-    sgd(
-        list(params),
-        grads,
-        buffers,
-        has_sparse_grad=any(grad.is_sparse for grad in grads),
-        foreach=numbers["foreach"],
-        fused=numbers["fused"],
-        found_inf=None if finite is None else (~finite).float(),  # with it torch's fused kernels change nothing
-        weight_decay=numbers["weight_decay"],
-        momentum=numbers["momentum"],
-        lr=numbers["lr"],
-        dampening=numbers["dampening"],
-        nesterov=numbers["nesterov"],
-        maximize=numbers["maximize"],
-    )
-    for param, buffer in zip(params, buffers, strict=False):
-        state[param]["momentum_buffer"] = buffer

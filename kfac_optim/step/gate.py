@@ -14,7 +14,7 @@ from kfac_optim.blocks.replaced_params import refuse_replaced
 from kfac_optim.capture import gradient_check
 from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.fisher.gauss_newton import Objective
+from kfac_optim.fisher.objective import Objective
 from kfac_optim.step import engine
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Executor, Trained

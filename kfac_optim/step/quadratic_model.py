@@ -22,7 +22,9 @@ class QuadraticModel(StepSize):
     The step is `δ = -α Δ + β δ₋₁`, with `Δ` the preconditioned gradient and `δ₋₁` the step before; `α` and `β` minimise
     `∇hᵀδ + ½ δᵀ (C + (λ + η) I) δ`. `C` is the Gauss-Newton matrix of this step's examples, not its Kronecker
     approximation: `α` thus mends what the factors get wrong of its scale. It costs two Jacobian-vector products (about
-    four forwards) a step, and the examples are held until the step.
+    four forwards) a step, and the examples are held until the step. What the criterion that `estimate` names reads is
+    where `C` is taken, each call weighed as the loss weighs it: if that is no output of the model, such as a residual
+    that holds derivatives, it is differentiated a second time, and its graph is held until the step.
 
     For full or very large batches. On small ones `α` fits the batch, not the data: it comes out too large.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.capture.loss_terms import LossCount
-from kfac_optim.fisher.gauss_newton import Objective
+from kfac_optim.fisher.objective import Objective
 from kfac_optim.inverses.auto import AutoInverse
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.step.execution import Executor, Parts

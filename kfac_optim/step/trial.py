@@ -12,7 +12,8 @@ from kfac_optim.blocks.block import KFACBlock, l2
 from kfac_optim.blocks.state_keys import MOMENTUM
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.fisher.gauss_newton import ForwardRecorder, KeptForward, Objective
+from kfac_optim.fisher.gauss_newton import ForwardRecorder, KeptForward
+from kfac_optim.fisher.objective import Objective
 from kfac_optim.step.engine import StepRecord
 from kfac_optim.step.execution import Executor
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt

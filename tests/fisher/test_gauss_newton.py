@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_optim import KFACOptimizer, MonteCarlo, QuadraticModel
 from kfac_optim.fisher.estimates import NamedLoss
-from kfac_optim.fisher.gauss_newton import Objective
 from kfac_optim.fisher.named_losses import likelihood_of
+from kfac_optim.fisher.objective import Objective
 
 pytestmark = pytest.mark.usefixtures("float64")
 

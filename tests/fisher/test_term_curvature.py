@@ -228,16 +228,16 @@ def test_gradients_and_hooks_of_the_loop_see_nothing_of_it() -> None:
         residual_loss(model, criterion).backward()
         calls.append(len(seen))
     assert calls == [1, 1]
-    assert len(optimizer._recorder.read) == 1  # type: ignore[union-attr]
+    assert len(optimizer._recorder.read) == 1
     for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_the_graphs_are_freed_by_the_step() -> None:
     model, criterion = network(), nn.MSELoss()
     optimizer = quadratic(model, criterion)
     residual_loss(model, criterion).backward()
-    held = [weakref.ref(term) for term in optimizer._recorder.read]  # type: ignore[union-attr]
+    held = [weakref.ref(term) for term in optimizer._recorder.read]
     gc.disable()
     try:
         optimizer.step()
@@ -250,7 +250,7 @@ def test_parameters_outside_the_model_may_stand_behind_a_criterion() -> None:
     model, criterion = network(3), nn.MSELoss()
     head = nn.Linear(3, 1)
     groups = [{"params": list(model.parameters())}, {"params": list(head.parameters())}]
-    optimizer = quadratic(groups, criterion, model=model)  # type: ignore[arg-type]
+    optimizer = quadratic(groups, criterion, model=model)
     before = criterion(head(model(inputs())), targets(6, 1)).item()
     for _ in range(3):
         optimizer.zero_grad()
@@ -270,7 +270,7 @@ def test_damping_is_judged_by_the_curvature_at_the_criterion() -> None:
         loss.backward()
         return loss
 
-    losses = [optimizer.step(closure).item() for _ in range(20)]  # type: ignore[arg-type]
+    losses = [optimizer.step(closure).item() for _ in range(20)]
     assert losses[-1] < losses[0] / 2
     assert all(later <= earlier for earlier, later in pairwise(losses))
 
@@ -287,7 +287,7 @@ def test_without_the_step_size_that_knows_it_damping_is_not_adapted_by_another_c
 
     before = [param.detach().clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match=r"Pass step_size=QuadraticModel\(\) as well"):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
     assert_same(before, list(model.parameters()))
 
 

@@ -99,8 +99,8 @@ def test_the_second_step_is_the_dense_one(name: str, momentum: float) -> None:
             return torch.cat([torch.einsum("noc,no->nc", b, z).flatten() for b, z in zip(roots, read(at), strict=True)])
 
         rho = jacrev(residuals)(before)
-        optimizer.step(closure)  # type: ignore[arg-type]
-        grad = torch.cat([param.grad.flatten() for param in names.values()])  # type: ignore[union-attr]
+        optimizer.step(closure)
+        grad = torch.cat([param.grad.flatten() for param in names.values()])
         damped = rho.T @ rho + _DAMPING * torch.eye(len(before))
         earlier = momentum * direction
         direction = earlier + torch.linalg.solve(damped, grad - rho.T @ (rho @ earlier))
@@ -137,7 +137,7 @@ def test_where_residuals_are_linear_in_the_parameters_steps_are_straight(name: s
             return loss.detach()
 
         for _ in range(2):
-            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.step(closure)
         moved.append(list(model.parameters()))
     assert_same(*moved, rtol=1e-7)
 
@@ -172,10 +172,10 @@ def test_parameters_of_other_inverses_go_straight_and_are_no_part_of_the_bend() 
 
     at = torch.cat([part.flatten() for part in before[:2]])
     rho = jacrev(residuals)(at)
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)
     grads = [param.grad for param in model.parameters()]
     damped = rho.T @ rho + _DAMPING * torch.eye(len(at))
-    direction = torch.linalg.solve(damped, torch.cat([grad.flatten() for grad in grads[:2]]))  # type: ignore[union-attr]
+    direction = torch.linalg.solve(damped, torch.cat([grad.flatten() for grad in grads[:2]]))
     second = 2 / _SEEN * ((residuals(at - _SEEN * direction) - residuals(at)) / _SEEN + rho @ direction)
     acceleration = -torch.linalg.solve(damped, rho.T @ second)
     t = optimizer.metrics()["step_length"]
@@ -183,7 +183,7 @@ def test_parameters_of_other_inverses_go_straight_and_are_no_part_of_the_bend() 
     bent = -t * direction + t**2 / 2 * acceleration
     torch.testing.assert_close(torch.cat([part.flatten() for part in moved[:2]]), bent, rtol=1e-8, atol=1e-10)
     for part, grad in zip(moved[2:], grads[2:], strict=True):
-        torch.testing.assert_close(part, -t * grad, rtol=1e-9, atol=1e-12)  # type: ignore[operator]
+        torch.testing.assert_close(part, -t * grad, rtol=1e-9, atol=1e-12)
 
 
 def test_a_criterion_that_reads_something_else_at_the_second_evaluation_is_told_of() -> None:
@@ -202,7 +202,7 @@ def test_a_criterion_that_reads_something_else_at_the_second_evaluation_is_told_
 
     before = [param.detach().clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match=r"did not read there what it read at first.*LineSearch\(geodesic=False\)"):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
     assert_same(before, list(model.parameters()))
 
 
