@@ -135,7 +135,7 @@ def _lookup(
     """Read a call of `F.embedding`; None where it is not that of the module, as far as gradients see it."""
     if padding_idx != module.padding_idx or scale_grad_by_freq or sparse:
         return None
-    return Noted(weight, input, examples_of(input, 0))
+    return Noted(weight, input, examples_of(input, 0), is_lookup=True)
 
 
 class TableAdapter(WeightBiasAdapter[Table]):
