@@ -112,11 +112,11 @@ class _NotedOutput(Function):
         return None if tangent is None else tangent.clone()
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        output, layer_input = (
-            tensor if tensor is None or dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(inputs[:2], in_dims, strict=False)
-        )
-        if layer_input is not None and in_dims[1] is None:
-            layer_input = layer_input.expand(info.batch_size, *layer_input.shape)
-        return _NotedOutput.of(output, layer_input, inputs[2]), 0
+    def vmap(
+        _: Any, in_dims: tuple[int | None, ...], output: Tensor, layer_input: Tensor | None, note: Any
+    ) -> tuple[Tensor, int]:
+        of_output, of_input, _ = in_dims
+        assert of_output is not None, "what torch.vmap runs over in the input it runs over in the output"
+        if layer_input is not None and of_input is not None:
+            layer_input = layer_input.movedim(of_input, 0)
+        return _NotedOutput.of(output.movedim(of_output, 0), layer_input, note), 0
