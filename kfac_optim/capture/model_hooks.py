@@ -146,7 +146,8 @@ class _RootHooks:
                     window.listener.expect_derivatives()
                 if window.recorder is not None:
                     window.recorder.begin(model)
-            window.roots.enter(id(model), is_mapped=any(map(is_mapped, _tensors((args, kwargs)))))
+            transformed = in_function_transform()
+            window.roots.enter(id(model), is_mapped=transformed and any(map(is_mapped, _tensors((args, kwargs)))))
 
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window = self._window()
