@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, WeightSharing
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,10 +39,9 @@ def mixtral(experts: str) -> Case:
     return language("MixtralForCausalLM", "MixtralConfig", **options)
 
 
-def qwen_moe() -> Case:
-    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    options |= {"shared_expert_intermediate_size": 24}
-    return language("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **SMALL, **HEADS, **options)
+def qwen_moe(number: int, **own: Any) -> Case:
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **own}
+    return language(f"Qwen{number}MoeForCausalLM", f"Qwen{number}MoeConfig", **SMALL, **HEADS, **options)
 
 
 def gpt_oss(experts: str) -> Case:
@@ -127,7 +126,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "Mixtral, expert by expert": lambda: mixtral("eager"),
     "Mixtral, gathered": lambda: mixtral("batched_mm"),
     "Mixtral, grouped": lambda: mixtral("grouped_mm"),
-    "Qwen2-MoE": qwen_moe,
+    "Qwen2-MoE": lambda: qwen_moe(2, shared_expert_intermediate_size=24),
+    "Qwen3-MoE": lambda: qwen_moe(3, head_dim=8),
     "gpt-oss, expert by expert": lambda: gpt_oss("eager"),
     "gpt-oss, gathered": lambda: gpt_oss("batched_mm"),
     "gpt-oss, grouped": lambda: gpt_oss("grouped_mm"),
@@ -141,8 +141,16 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-# The curvature of CTC, of a sum over places, is larger than that of a mean of cross-entropies.
-DAMPING = {"wav2vec 2": 0.1}
+# What models want of the optimizer besides the defaults, at which all others end no higher than by SGD.
+SETTINGS: dict[str, dict[str, Any]] = {
+    # Three seeds end at 0.02, 0.004 and 0.004, at the default damping at 0.02, 0.02 and 0.06, by SGD at 0.02. Where the
+    # loss is next to nothing, so is the empirical Fisher, and damping alone holds the steps. With any one layer left to
+    # SGD it is the same.
+    "Qwen3-MoE": {"damping": 0.01},
+    # CTC has one likelihood for all frames of a sequence, whose gradients go together. Taken one by one, they have a
+    # thirtieth of the curvature along the gradient in the output layer (11.6 of 339, of 31 frames); their sums, 322.
+    "wav2vec 2": {"damping": 0.01, "weight_sharing": WeightSharing.REDUCE},
+}
 
 
 def last_loss(case: Case, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[float, Any]:
@@ -166,7 +174,7 @@ def last_loss(case: Case, make_optimizer: Callable[[nn.Module], torch.optim.Opti
 @pytest.mark.parametrize("name", CASES)
 def test_nearly_all_is_measured_and_the_loss_ends_no_higher_than_by_sgd(name: str) -> None:
     case = CASES[name]()
-    options = {"factor_update_period": 1, "inverse_update_period": 10, "damping": DAMPING.get(name, 1e-3)}
+    options: dict[str, Any] = {"factor_update_period": 1, "inverse_update_period": 10, **SETTINGS.get(name, {})}
     loss, optimizer = last_loss(case, lambda model: KFACOptimizer(model, lr=0.03, momentum=0.9, **options))
     by_sgd = [
         last_loss(case, lambda model, rate=rate: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))[0]

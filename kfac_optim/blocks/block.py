@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
@@ -188,6 +188,7 @@ class KFACBlock:
         """Make statistics of all uses of the matrix together from now on; those of this step begin again."""
         if not self.joins_uses:
             self.state.discard()
+            self.revise(replace(self.spec, opposed=False))  # rows of the transpose are turned to those of the matrix
             self.joint = RowsByTerm(self.name)
 
     def accumulate(self, stats: LayerStatistics) -> None:

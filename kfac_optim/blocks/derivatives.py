@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock, LayerUse
-from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.function_modes import Function, Product
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.capture.loss_terms import RootCall, examples_of
 from kfac_optim.capture.weight_maps import ConvolutionMap, MatrixMap, WeightMap
-from kfac_optim.capture.weight_uses import ForwardUse
+from kfac_optim.capture.weight_uses import ForwardUse, Noted
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.call_rows import CallRows
 from kfac_optim.factors.layer_call import LayerCall
@@ -37,7 +36,7 @@ from kfac_optim.layers.convolution.conv import zeros_around
 from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.layers.weight_uses import UseStatistics, of_forward, use_context
 from kfac_optim.specs import LayerSpec
-from kfac_optim.utils.autograd import edge
+from kfac_optim.utils.autograd import edge, mapped
 from kfac_optim.utils.hooks import Handle
 
 _CONVOLUTION_ADAPTERS = (ConvAdapter, ConvTransposeAdapter)
@@ -184,6 +183,7 @@ class _Notes:
         adds_bias: whether the block's bias is added to the product.
         of_function: what the adapter wants to know of the call.
         is_derived: whether the uses are those that derivatives of the forward make.
+        depth: how many dimensions of `torch.vmap` stand before those of the layer.
     """
 
     window: "weakref.ref[CaptureWindow]"
@@ -194,19 +194,38 @@ class _Notes:
     adds_bias: bool
     of_function: tuple[int, ...]
     is_derived: bool = False
+    depth: int = 0
+
+    @property
+    def batch_dim(self) -> int:
+        return 0 if self._runs_over_examples else self.depth
+
+    def below_vmap(self) -> "_Notes":
+        return replace(self, depth=self.depth + 1)
+
+    def batch_first(self) -> "_Notes":
+        return replace(self, depth=0)
 
     @property
     def derived(self) -> "_Notes":
         return self if self.is_derived else replace(self, adds_bias=False, is_derived=True)
 
-    def note(self, tensor: Tensor, *, transposed: bool) -> tuple[ForwardCall | None, Callable[[Tensor], None] | None]:
+    @property
+    def _runs_over_examples(self) -> bool:
+        """Return whether the outermost `torch.vmap`, if there is one, runs over the examples."""
+        return self.root is None or self.root.is_mapped
+
+    def for_each_example(self, tensor: Tensor) -> Tensor:
+        return mapped(tensor) if self._runs_over_examples else tensor
+
+    def note(self, tensor: Tensor, *, transposed: bool) -> Noted:
         window, watch, block = self.window(), self.watch(), self.block()
         if window is None or watch is None or block is None or window.aside:
             return None, None
         if self.is_derived:
             block.join_uses()
         context = use_context(transposed != self.opposed, self.adds_bias, *self.of_function)
-        return window.note_use(watch, tensor, self.root, context)
+        return window.note_use(watch, tensor, self.root, context, examples=examples_of(tensor, 1))
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,9 @@ class FunctionalUses(ForwardListener):
             return None
         opposed = product.transposed != block.adapter.transposes
         if opposed and not block.joins_uses:
-            return None  # such a product by itself has factors of its own, see `_opposes`
+            if not (in_function_transform() or block.strikes):
+                return None  # such a product by itself has factors of its own, see `_opposes`
+            block.join_uses()
         return self.derivatives.product(product, known, block, opposed=opposed)
 
     def follow_convolution(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -9,22 +9,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.attachment import Sink
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.calls import ForwardCall
-from kfac_optim.capture.contractions import TensorProduct, whole_parameter
+from kfac_optim.capture.contractions import TensorProduct, added, whole_parameter
 from kfac_optim.capture.function_modes import Function
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of
+from kfac_optim.capture.noted_outputs import note_below
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.layers.base import WeightBiasAdapter, watch_of
 from kfac_optim.layers.convolution.base import PatchAdapter
 from kfac_optim.layers.tensors import TensorAdapter, TensorStatistics
-from kfac_optim.utils.autograd import no_view
+from kfac_optim.utils.autograd import in_function_transform, no_view
 from kfac_optim.utils.hooks import Handle
 
 Claim = Callable[[TensorProduct], KFACBlock | None]
@@ -73,8 +75,10 @@ class TensorUses:
         Returns:
             What stands for the output from now on, and the block if it was claimed now.
         """
-        window, claimed = self._window(), None
-        if window is None or not window.takes(output):
+        window, claimed, transformed = self._window(), None, in_function_transform()
+        if window is None or not (torch.is_grad_enabled() if transformed else window.takes(output)):
+            return output, None
+        if transformed and (product.added is None or in_place):
             return output, None
         weight = window.shards.known(product.weight)
         if weight in self._candidates:
@@ -85,7 +89,9 @@ class TensorUses:
         if product.ids is not None and product.ids.is_meta:  # which tell nothing
             return output, claimed
         watch, rows, examples = self._watch(window, block), product.rows(), product.input_shape[1]
-        if in_place:
+        if transformed:
+            output = note_below(window, watch, output, None, partial(_read_sum, product))
+        elif in_place:
             window.note(watch, rows, output, examples=examples, context=product.context())
         else:
             output = window.note_output(watch, rows, output, examples=examples, context=product.context())
@@ -167,6 +173,13 @@ class TensorUses:
             watch = watch_of(weight, sink, 0, partial(_statistics, block))
             self._watches[weight] = (block, watch, window.watch_calls(watch))
         return self._watches[weight][1]
+
+
+def _read_sum(product: TensorProduct, output: Tensor, _: Tensor | None) -> tuple[Tensor, int, tuple[int, ...]]:
+    """Read a sum as it is below all transforms."""
+    below = None if product.added is None else added(product.added, tuple(output.shape))
+    assert below is not None, "the same was read within the transform"
+    return below.rows(), below.input_shape[1], below.context()
 
 
 def _is_of(block: KFACBlock, product: TensorProduct) -> bool:

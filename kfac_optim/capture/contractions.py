@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.utils.autograd import gathered_from
+from kfac_optim.utils.autograd import below_transforms, gathered_from, in_function_transform
 
 Label = Hashable
 Sides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -35,6 +35,7 @@ class TensorProduct(NamedTuple):
         first: number of the first group that was used.
         used: how many were used, one after the other.
         ids: the group of each of the batch, `[batch]`; None where all rows are for all groups that were used.
+        added: what was added to rows, where that is what the function did.
     """
 
     weight: nn.Parameter
@@ -47,6 +48,7 @@ class TensorProduct(NamedTuple):
     first: int
     used: int
     ids: Tensor | None
+    added: Tensor | None = None
 
     def context(self) -> tuple[int, ...]:
         """Return all but the tensors of weight and input, as `LayerCall.context`. The host waits for the ids."""
@@ -84,6 +86,7 @@ def source_of(matrix: Any) -> Source | None:
     """Find the parameter that a tensor is, is a view of, or was gathered from; None if there is none."""
     if not isinstance(matrix, Tensor) or matrix.is_nested or matrix.layout is not torch.strided:
         return None
+    matrix = below_transforms(matrix)
     base = matrix if matrix._base is None else matrix._base
     if not isinstance(base, nn.Parameter):
         return _gathered(matrix, base)
@@ -218,7 +221,12 @@ def contract(
 
 
 def added(bias: Tensor, shape: tuple[int, ...]) -> TensorProduct | None:
-    """Describe that a parameter is added to rows of an output of this shape."""
+    """Describe that a parameter is added to rows of an output of this shape.
+
+    Within transforms of `torch.func`, of which one may hide the batch, there is one more dimension.
+    """
+    if in_function_transform():
+        shape = (1, *shape)
     source = source_of(bias)
     if source is None:
         return None
@@ -230,4 +238,5 @@ def added(bias: Tensor, shape: tuple[int, ...]) -> TensorProduct | None:
     rows = [label for label in out if label not in of_weight or (source.ids is not None and label == labels[0])]
     ones = bias.detach().new_ones(()).expand([shape[label] for label in rows])
     last = max(of_weight)
-    return contract(ones, rows, source, labels, out, frozenset(of_weight - {last}))
+    found = contract(ones, rows, source, labels, out, frozenset(of_weight - {last}))
+    return found and found._replace(added=bias)

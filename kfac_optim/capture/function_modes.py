@@ -15,7 +15,7 @@ from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.tensor_products import IN_PLACE, products_of, reads
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.taylor.stacked_product import stacked_product
-from kfac_optim.utils.autograd import no_view
+from kfac_optim.utils.autograd import below_transforms, no_view
 from kfac_optim.utils.dynamo import as_one_node, call_as_it_is, inline_only
 from kfac_optim.utils.hooks import Handle, is_any_on, is_on
 
@@ -124,6 +124,7 @@ def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transpose
     """Return the product with `matrix`, a parameter or its transpose; None for any other tensor."""
     if isinstance(matrix, nn.Parameter):
         return Product(matrix, layer_input, bias, transposed) if matrix.dim() == 2 else None
+    matrix = below_transforms(matrix)
     base = matrix._base
     if not isinstance(base, nn.Parameter) or base.dim() != 2:
         return None

@@ -44,12 +44,14 @@ class RootCall:
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
         number: of the forward among those since the last step.
         by_criterion: whether what the criterion reads was computed from it, so that its own output does not count.
+        is_mapped: whether the outermost `torch.vmap` at work in it runs over what the model was handed.
     """
 
     __slots__ = (
         "batched",
         "by_criterion",
         "counted_in",
+        "is_mapped",
         "model",
         "number",
         "of_layers",
@@ -67,7 +69,7 @@ class RootCall:
         self.counted_in = -1
         self.batched = False
         self.unbatched = False
-        self.recomputes = False
+        self.recomputes = self.is_mapped = False
 
 
 _OUTSIDE = 0

@@ -36,12 +36,13 @@ class Roots:
         """Return whether a forward of the model is running."""
         return bool(self._under_way)
 
-    def enter(self, model: int) -> None:
+    def enter(self, model: int, *, is_mapped: bool = False) -> None:
         """Note that a forward of the model with this identity begins; if it calls itself only the outermost counts."""
         if self._under_way:
             self._under_way.append(self._under_way[-1])
         else:
             self._under_way.append(RootCall(model, self._entered))
+            self._under_way[-1].is_mapped = is_mapped
             self._entered += 1
 
     def leave(self) -> RootCall | None:

@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms
+from kfac_optim.capture.noted_outputs import note_lookup
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import adds_bias_to_first
 from kfac_optim.taylor.carried import Carried, StackedProduct
-from kfac_optim.utils.autograd import in_function_transform
+from kfac_optim.utils.autograd import in_function_transform, is_mapped
 from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on
 
 _NO_MODE = BaseTorchFunctionMode()
@@ -101,14 +102,20 @@ class _LayerHook:
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
         if layer_input is None:
             return None
+        if self._unbatched_ndim == 0 and not torch.compiler.is_compiling() and in_function_transform():
+            return note_lookup(window, watch, layer_input, output, training=module.training)
         examples = examples_of(layer_input, self._unbatched_ndim)
         return window.note_output(watch, layer_input, output, examples=examples, training=module.training)
 
 
 def _is_differentiated(inputs: Any) -> bool:
     """Return whether a derivative with respect to the model's inputs is to be expected: one is a leaf that wants it."""
-    leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    leaves = _tensors(inputs)
     return any(leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, nn.Parameter) for leaf in leaves)
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def _note_stacked(window: CaptureWindow, watch: LayerWatch, product: StackedProduct, training: bool) -> None:
@@ -139,7 +146,8 @@ class _RootHooks:
                     window.listener.expect_derivatives()
                 if window.recorder is not None:
                     window.recorder.begin(model)
-            window.roots.enter(id(model))
+            transformed = in_function_transform()
+            window.roots.enter(id(model), is_mapped=transformed and any(map(is_mapped, _tensors((args, kwargs)))))
 
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window = self._window()

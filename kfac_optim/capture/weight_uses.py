@@ -10,9 +10,9 @@ example. A hook on the layer's output sees the forward alone.
 So the two products are a pair of autograd functions whose derivatives are made of the two again: `ForwardUse`, whose
 derivative with respect to its input is `BackwardUse`, and `BackwardUse`, whose derivative is `ForwardUse`. Under
 `torch.func` a use is carried through the transforms; below all of them it meets plain tensors, where it is noted, and
-where the training loop's own backward comes to it. There the batch is the first dimension, as long as the outermost
-`torch.vmap` runs over the examples: what does not depend on the example, such as the unit vectors of
-`torch.func.jacrev`, is first expanded to all of them.
+where the training loop's own backward comes to it. Each `torch.vmap` has put a dimension before the others. Where the
+outermost runs over what the model is handed, that dimension is the batch: what does not depend on the example, such as
+the unit vectors of `torch.func.jacrev`, is first expanded to all of them. Else the model is handed the batch.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,9 @@ from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.weight_maps import WeightMap
 from kfac_optim.utils.autograd import Function, differentiable, in_function_transform, is_asked, is_batched_by_grad
 
+Noted = tuple[ForwardCall | None, Callable[[Tensor], None] | None]
+"""A call, and what is called with the gradient of its output in each backward; None where nobody asks."""
+
 
 class UseNotes(Protocol):
     """Takes notes of the uses of one weight in one forward of the model, and in what is derived from it."""
@@ -33,12 +36,21 @@ class UseNotes(Protocol):
     def derived(self) -> "UseNotes":
         """Return what takes notes of the uses that derivatives of the product make."""
 
-    def note(self, tensor: Tensor, *, transposed: bool) -> tuple[ForwardCall | None, Callable[[Tensor], None] | None]:
-        """Note a use that multiplies `tensor` by the weight, or by its transpose.
+    @property
+    def batch_dim(self) -> int:
+        """Give the dimension of the batch, behind those of `torch.vmap` if none of these runs over the examples."""
 
-        Returns:
-            The call, and what is called with the gradient of the product in each backward; None where nobody asks.
-        """
+    def below_vmap(self) -> "UseNotes":
+        """Return what takes notes of the use below a `torch.vmap`, which has put its dimension first."""
+
+    def batch_first(self) -> "UseNotes":
+        """Return what takes notes of the use once the batch was put first."""
+
+    def for_each_example(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, expanded over the `torch.vmap` that runs over the examples, if there is one."""
+
+    def note(self, tensor: Tensor, *, transposed: bool) -> Noted:
+        """Note a use that multiplies `tensor` by the weight, or by its transpose; the gradient is of the product."""
 
 
 class _Use(Function):
@@ -50,6 +62,9 @@ class _Use(Function):
     @classmethod
     def of(cls, tensor: Tensor, weight: Tensor, bias: Tensor | None, weight_map: WeightMap, notes: UseNotes) -> Tensor:
         """Compute the product."""
+        if not in_function_transform() and (dim := notes.batch_dim) > 0:
+            return cls.of(tensor.movedim(dim, 0), weight, bias, weight_map, notes.batch_first()).movedim(0, dim)
+        tensor = notes.for_each_example(tensor)
         result: Tensor = cls.apply(tensor, weight, bias, weight_map, notes)  # type: ignore[no-untyped-call]
         return result
 
@@ -75,19 +90,31 @@ class _Use(Function):
             )
         if tangent is None:
             return None
-        tensor, weight = ctx.saved_tensors
+        _, weight = ctx.saved_tensors
         with differentiable():
-            result: Tensor = of.of(_for_each_example(tangent, tensor), weight, None, ctx.map, ctx.notes.derived)
+            result: Tensor = of.of(tangent, weight, None, ctx.map, ctx.notes.derived)
         return result
 
     @staticmethod
-    def pulled(ctx: Any, gradient: Tensor, tensor: Tensor, weight: Tensor, of: "type[_Use]") -> Tensor:
-        """Return the gradient of `tensor`, by another use if it may be differentiated itself."""
+    def pulled(ctx: Any, gradient: Tensor, weight: Tensor, of: "type[_Use]") -> Tensor:
+        """Return the gradient of what was multiplied, by another use if it may be differentiated itself."""
         if torch.is_grad_enabled() and not is_batched_by_grad(gradient):
-            result: Tensor = of.of(_for_each_example(gradient, tensor), weight, None, ctx.map, ctx.notes.derived)
+            result: Tensor = of.of(gradient, weight, None, ctx.map, ctx.notes.derived)
             return result
         weight_map: WeightMap = ctx.map
         return (weight_map.backward if of.transposed else weight_map.forward)(gradient, weight)
+
+    @staticmethod
+    def lowered(in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], of: "type[_Use]") -> Tensor:
+        """Return the product below a `torch.vmap`, whose dimension is put first."""
+        tensor, weight, bias, weight_map, notes = inputs
+        dim, of_weight, of_bias, *_ = in_dims
+        if dim is None or of_weight is not None or of_bias is not None:
+            raise NotImplementedError(
+                "kfac_optim: torch.vmap runs over the weight of a layer that is preconditioned, not over its inputs. "
+                "List the layer in skip_layers."
+            )
+        return of.of(tensor.movedim(dim, 0), weight, bias, weight_map, notes.below_vmap())
 
 
 class ForwardUse(_Use):
@@ -114,7 +141,7 @@ class ForwardUse(_Use):
             ctx.arrive(gradient)
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_input = _Use.pulled(ctx, gradient, layer_input, weight, BackwardUse)
+            of_input = _Use.pulled(ctx, gradient, weight, BackwardUse)
         if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
             of_weight = ctx.map.weight_gradient(layer_input, gradient, weight)
         if ctx.needs_input_grad[2] and (not ctx.is_plain or is_asked(ctx.bias)):
@@ -126,8 +153,8 @@ class ForwardUse(_Use):
         return _Use.pushed(ctx, tangents, ForwardUse)
 
     @staticmethod
-    def vmap(_: Any, in_dims: tuple[int | None, ...], layer_input: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        return ForwardUse.of(_with_batch_first(in_dims, layer_input), *rest), 0
+    def vmap(_: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return _Use.lowered(in_dims, inputs, ForwardUse), 0
 
 
 class BackwardUse(_Use):
@@ -152,7 +179,7 @@ class BackwardUse(_Use):
             ctx.arrive(second)
         of_gradient = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_gradient = _Use.pulled(ctx, second, gradient, weight, ForwardUse)
+            of_gradient = _Use.pulled(ctx, second, weight, ForwardUse)
         if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
             of_weight = ctx.map.weight_gradient(second, gradient, weight)
         return of_gradient, of_weight, None, None, None
@@ -162,23 +189,5 @@ class BackwardUse(_Use):
         return _Use.pushed(ctx, tangents, BackwardUse)
 
     @staticmethod
-    def vmap(_: Any, in_dims: tuple[int | None, ...], gradient: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        return BackwardUse.of(_with_batch_first(in_dims, gradient), *rest), 0
-
-
-def _for_each_example(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return `tensor` expanded over all dimensions of `torch.vmap` that `other` has."""
-    if not in_function_transform():
-        return tensor
-    return tensor + torch.zeros_like(other).sum()
-
-
-def _with_batch_first(in_dims: tuple[int | None, ...], tensor: Tensor) -> Tensor:
-    """Return the tensor that `torch.vmap` runs over, with that dimension first."""
-    dim, of_weight, of_bias, *_ = in_dims
-    if dim is None or of_weight is not None or of_bias is not None:
-        raise NotImplementedError(
-            "kfac_optim: torch.vmap runs over the weight of a layer that is preconditioned, not over its inputs. List "
-            "the layer in skip_layers."
-        )
-    return tensor.movedim(dim, 0)
+    def vmap(_: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return _Use.lowered(in_dims, inputs, BackwardUse), 0

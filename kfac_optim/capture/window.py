@@ -21,9 +21,10 @@ from kfac_optim.capture.graph_calls import GraphCalls
 from kfac_optim.capture.graph_walk import mark
 from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.listeners import ForwardKeeper, ForwardListener, TermObserver
-from kfac_optim.capture.loss_terms import LossCount, RootCall, examples_of
+from kfac_optim.capture.loss_terms import LossCount, RootCall
 from kfac_optim.capture.model_calls import OutputPass, Roots, on_output_gradients, outputs_with_gradient
 from kfac_optim.capture.scale_probe import ScaleProbe
+from kfac_optim.capture.weight_uses import Noted
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import GradientEdge, edge, in_function_transform, no_view, on_gradient
 from kfac_optim.utils.hooks import Handle, LayerHooks, ModeStack
@@ -146,24 +147,32 @@ class CaptureWindow(Ledger):
         return call
 
     def note_use(
-        self, watch: LayerWatch, tensor: Tensor, root: RootCall | None, context: tuple[int, ...]
-    ) -> tuple[ForwardCall | None, Callable[[Tensor], None] | None]:
-        """Note one of several uses of a weight in and behind a forward, as `weight_uses.UseNotes` asks for.
+        self,
+        watch: LayerWatch,
+        tensor: Tensor,
+        root: RootCall | None,
+        context: tuple[int, ...],
+        *,
+        examples: int | None,
+        training: bool = True,
+    ) -> Noted:
+        """Note one of several uses of a weight in and behind a forward, which is part of a graph already.
 
         Args:
             watch: the weight.
             tensor: what is multiplied by it, or by its transpose.
             root: the forward of the model that it is part of, or derived from.
             context: becomes `LayerCall.context`.
+            examples: as of `note`.
+            training: as of `note`.
         """
         if not watch.weight.requires_grad or not watch.wanted():
             return None, None
-        examples = examples_of(tensor, 1)
         if root is not None:
             root.batched |= examples is not None
             if root.terms is None and self.rule is LossTerms.EXAMPLES:
                 root.terms = examples  # `torch.vmap` hides the batch from the forward of the model
-        call = ForwardCall(self, watch, root, examples, tensor, True, context, 0 if root is None else root.number)
+        call = ForwardCall(self, watch, root, examples, tensor, training, context, 0 if root is None else root.number)
         self.probe.listen()
         verifies = watch.awaits_gradient(self.shards)
         if self.estimate is None:

@@ -200,7 +200,47 @@ class Gaussian(Likelihood):
 
 
 @dataclass(frozen=True)
-class GaussianWithVariance(Likelihood):
+class _GaussianOfTwo(Likelihood):
+    """Describes a normal distribution of which the model gives the mean, and how wide it is: a term for each element.
+
+    `H` is diagonal, and so is `B`.
+    """
+
+    outputs = 2
+
+    @abstractmethod
+    def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
+        """Return the diagonal of `B` at the mean, which is 1 / σ, and at the other output."""
+
+    def terms(self, outputs: Outputs) -> int:
+        return outputs[0].numel()
+
+    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        of_mean, of_width = self._roots(outputs)
+        # y = f + σ z: the gradients are -z / σ and a multiple of 1 - z², whose variance is 2.
+        z = _normal(outputs[0], generator)
+        return -of_mean * z, of_width * (1 - z.square()) / 2**0.5
+
+    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
+        of_mean, of_width = self._roots(outputs)
+        return of_mean * _signs(of_mean, generator), of_width * _signs(of_width, generator)
+
+    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
+        of_mean, of_width = self._roots(outputs)
+        for unit in _units(of_mean):
+            yield of_mean * unit, None
+            yield None, of_width * unit
+
+    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
+        return _alternating(_by_example(gradient / self._roots(outputs)[place]), place)
+
+    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
+        of_mean, of_width = self._roots(outputs)
+        return of_mean.square() * vectors[0], of_width.square() * vectors[1]
+
+
+@dataclass(frozen=True)
+class GaussianWithVariance(_GaussianOfTwo):
     """Describes `nn.GaussianNLLLoss` of a model that returns means and variances: a term for each element.
 
     `ℓ = (log v + (f - y)² / v) / 2`, `H = diag(1 / v, 1 / (2 v²))` for the mean and the variance.
@@ -210,34 +250,6 @@ class GaussianWithVariance(Likelihood):
     """
 
     eps: float = 1e-6
-
-    outputs = 2
-
-    def terms(self, outputs: Outputs) -> int:
-        return outputs[0].numel()
-
-    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        of_mean, of_variance = self._roots(outputs)
-        z = _normal(outputs[0], generator)
-        # y = f + √v z: the gradients are -z / √v and (1 - z²) / (2 v), whose variance is 1 / (2 v²).
-        return -of_mean * z, of_variance * (1 - z.square()) / 2**0.5
-
-    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        of_mean, of_variance = self._roots(outputs)
-        return of_mean * _signs(of_mean, generator), of_variance * _signs(of_variance, generator)
-
-    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
-        of_mean, of_variance = self._roots(outputs)
-        for unit in _units(of_mean):
-            yield of_mean * unit, None
-            yield None, of_variance * unit
-
-    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
-        return _alternating(_by_example(gradient / self._roots(outputs)[place]), place)
-
-    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
-        of_mean, of_variance = self._roots(outputs)
-        return of_mean.square() * vectors[0], of_variance.square() * vectors[1]
 
     def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
         mean, variance = outputs
@@ -251,35 +263,8 @@ class GaussianWithVariance(Likelihood):
 
 
 @dataclass(frozen=True)
-class GaussianWithScale(Likelihood):
+class GaussianWithScale(_GaussianOfTwo):
     """Describes a normal distribution by its mean and standard deviation `σ`: `H = diag(1 / σ², 2 / σ²)`."""
-
-    outputs = 2
-
-    def terms(self, outputs: Outputs) -> int:
-        return outputs[0].numel()
-
-    def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        of_mean, _ = self._roots(outputs)
-        z = _normal(outputs[0], generator)
-        return -of_mean * z, of_mean * (1 - z.square())
-
-    def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        of_mean, of_scale = self._roots(outputs)
-        return of_mean * _signs(of_mean, generator), of_scale * _signs(of_scale, generator)
-
-    def columns(self, outputs: Outputs) -> Iterator[Vectors]:
-        of_mean, of_scale = self._roots(outputs)
-        for unit in _units(of_mean):
-            yield of_mean * unit, None
-            yield None, of_scale * unit
-
-    def solved(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
-        return _alternating(_by_example(gradient / self._roots(outputs)[place]), place)
-
-    def curved(self, outputs: Outputs, vectors: Outputs) -> Outputs:
-        of_mean, of_scale = self._roots(outputs)
-        return of_mean.square() * vectors[0], of_scale.square() * vectors[1]
 
     def _roots(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
         _, scale = outputs

@@ -7,6 +7,7 @@ diagonal, exactly so for weight sharing `expand` (as in kfac-jax and tensorflow/
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from kfac_optim.layers.base import StatisticsSink, WeightBiasAdapter, own_forwar
 from kfac_optim.layers.noted_function import Noted, note_function
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 from kfac_optim.utils.hooks import Handle
+
+Table = TypeVar("Table", bound=nn.Embedding | nn.EmbeddingBag)
 
 
 class EmbeddingStatistics(RowStatistics):
@@ -132,21 +135,38 @@ def _lookup(
     """Read a call of `F.embedding`; None where it is not that of the module, as far as gradients see it."""
     if padding_idx != module.padding_idx or scale_grad_by_freq or sparse:
         return None
-    return Noted(weight, input, examples_of(input, 0))
+    return Noted(weight, input, examples_of(input, 0), is_lookup=True)
 
 
-class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):
-    """Its weight is `[in, out]`."""
+class TableAdapter(WeightBiasAdapter[Table]):
+    """Handles a module whose weight `[in, out]` has a row for each token."""
 
     in_rows = True
-    transposes = True
 
-    def refusal(self, module: nn.Embedding) -> str | None:
+    def refusal(self, module: Table) -> str | None:
         if module.sparse:
-            return "the gradient is sparse: Embedding(sparse=True)"
+            return f"the gradient is sparse: {type(module).__name__}(sparse=True)"
         if module.scale_grad_by_freq:
             return "scale_grad_by_freq divides the gradient by token counts: it is no longer the loss's"
         return super().refusal(module)
+
+    def unbatched_ndim(self, module: Table) -> int:
+        return 0
+
+    def spec(self, module: Table, name: str, params: tuple[str, ...]) -> LayerSpec:
+        kept = (Structure.DIAGONAL, Structure.DENSE)
+        return LayerSpec(name, params, module.num_embeddings, module.embedding_dim, structure=kept)
+
+    def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
+        (weight,) = tensors
+        return weight.mT.unsqueeze(0)
+
+    def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
+        return (matrix.squeeze(0).mT,)
+
+
+class EmbeddingAdapter(TableAdapter[nn.Embedding]):
+    transposes = True
 
     def capture(
         self, module: nn.Embedding, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink
@@ -157,19 +177,5 @@ class EmbeddingAdapter(WeightBiasAdapter[nn.Embedding]):
         watch = self._watch(module, specs, sink)
         return note_function(window, module, watch, F.embedding, partial(_lookup, module))
 
-    def unbatched_ndim(self, module: nn.Embedding) -> int:
-        return 0
-
-    def spec(self, module: nn.Embedding, name: str, params: tuple[str, ...]) -> LayerSpec:
-        kept = (Structure.DIAGONAL, Structure.DENSE)
-        return LayerSpec(name, params, module.num_embeddings, module.embedding_dim, structure=kept)
-
     def statistics(self, module: nn.Embedding, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
         return EmbeddingStatistics(module, spec, call, dtype)
-
-    def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
-        (weight,) = tensors
-        return weight.mT.unsqueeze(0)
-
-    def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
-        return (matrix.squeeze(0).mT,)

@@ -17,7 +17,8 @@ from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import linear_rows, product_along
-from kfac_optim.layers.base import StatisticsSink, WeightBiasAdapter, own_forward
+from kfac_optim.layers.base import StatisticsSink, own_forward
+from kfac_optim.layers.embedding import TableAdapter
 from kfac_optim.layers.noted_function import Noted, note_function
 from kfac_optim.specs import LayerSpec, Sketched, Structure
 from kfac_optim.utils.hooks import Handle
@@ -74,26 +75,11 @@ class EmbeddingBagStatistics(RowStatistics):
         return counts.unsqueeze(0).to(self.dtype)
 
 
-class EmbeddingBagAdapter(WeightBiasAdapter[nn.EmbeddingBag]):
-    """Its weight is `[in, out]`."""
-
-    in_rows = True
-
+class EmbeddingBagAdapter(TableAdapter[nn.EmbeddingBag]):
     def refusal(self, module: nn.EmbeddingBag) -> str | None:
         if module.mode == "max":
             return "EmbeddingBag(mode='max') is not linear in its weight"
-        if module.sparse:
-            return "the gradient is sparse: EmbeddingBag(sparse=True)"
-        if module.scale_grad_by_freq:
-            return "scale_grad_by_freq divides the gradient by token counts: it is no longer the loss's"
         return own_forward(module, nn.EmbeddingBag) or super().refusal(module)
-
-    def unbatched_ndim(self, module: nn.EmbeddingBag) -> int:
-        return 0
-
-    def spec(self, module: nn.EmbeddingBag, name: str, params: tuple[str, ...]) -> LayerSpec:
-        kept = (Structure.DIAGONAL, Structure.DENSE)
-        return LayerSpec(name, params, module.num_embeddings, module.embedding_dim, structure=kept)
 
     def statistics(
         self, module: nn.EmbeddingBag, spec: LayerSpec, call: LayerCall, dtype: torch.dtype
@@ -105,13 +91,6 @@ class EmbeddingBagAdapter(WeightBiasAdapter[nn.EmbeddingBag]):
     ) -> Handle:
         watch = self._watch(module, specs, sink)
         return note_function(window, module, watch, F.embedding_bag, partial(_places, module))
-
-    def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
-        (weight,) = tensors
-        return weight.mT.unsqueeze(0)
-
-    def unpack(self, spec: LayerSpec, matrix: Tensor) -> tuple[Tensor, ...]:
-        return (matrix.squeeze(0).mT,)
 
 
 def _places(

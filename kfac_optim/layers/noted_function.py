@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from kfac_optim.capture.function_modes import Function, substitute, traceable
 from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.noted_outputs import note_lookup
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.utils.autograd import is_cast_of
+from kfac_optim.utils.autograd import in_function_transform, is_cast_of
 from kfac_optim.utils.hooks import Handle, Handles, is_on
 
 
@@ -25,12 +27,14 @@ class Noted(NamedTuple):
         input: as `LayerCall.input` will hand it over.
         examples: as `CaptureWindow.note` has it.
         bias: what it was handed for the bias.
+        is_lookup: whether rows of the weight are looked up by an input of integers.
     """
 
     weight: Tensor
     input: Tensor
     examples: int | None
     bias: Tensor | None = None
+    is_lookup: bool = False
 
 
 Read = Callable[..., Noted | None]
@@ -95,4 +99,6 @@ class _NotedCalls:
         own_bias = noted.bias is not None and is_cast_of(noted.bias, module._parameters.get("bias"))
         if self._has_bias != own_bias:
             return output
+        if noted.is_lookup and not torch.compiler.is_compiling() and in_function_transform():
+            return note_lookup(window, watch, noted.input, output, training=module.training)
         return window.note_output(watch, noted.input, output, examples=noted.examples, training=module.training)

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
@@ -235,6 +236,46 @@ def pull_back_differentiably(output: GradientEdge, vector: Tensor, to: Sequence[
     finally:
         for leaf, hooks in held:
             leaf._backward_hooks.update(hooks)  # type: ignore[union-attr]
+
+
+def below_transforms(tensor: Tensor) -> Tensor:
+    """Return what a tensor is without the transforms of `torch.func` that differentiate by it.
+
+    One that `torch.vmap` runs over stays as it is from there on.
+    """
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Return whether the outermost `torch.vmap` that is at work runs over a tensor."""
+    found = _outermost_vmap()
+    while found is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor) and torch._C._functorch.maybe_get_level(tensor) == found[0]:
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def mapped(tensor: Tensor) -> Tensor:
+    """Return a tensor of numbers expanded over the outermost `torch.vmap` that is at work, if there is one."""
+    found = _outermost_vmap()
+    if found is None or is_mapped(tensor):
+        return tensor
+    level, size = found
+    with temporarily_clear_interpreter_stack():
+        zeros = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
+    return tensor + torch._C._functorch._add_batch_dim(zeros, 0, level)
+
+
+def _outermost_vmap() -> tuple[int, int] | None:
+    """Return level and size of the outermost `torch.vmap` that is at work."""
+    functorch = torch._C._functorch
+    for interpreter in functorch.get_interpreter_stack() or ():
+        if interpreter.key() == functorch.TransformType.Vmap:
+            return interpreter.level(), functorch.CVmapInterpreterPtr(interpreter).batchSize()
+    return None
 
 
 @contextmanager

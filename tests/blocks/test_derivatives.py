@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.oracles import assert_same
 from helpers.plain import block, clones
 from torch import Tensor, nn
@@ -26,6 +27,40 @@ class TiedAutoencoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(x @ self.matrix)
         return torch.tanh(hidden @ self.matrix.T) @ self.matrix
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        return 3 * super().forward(input)
+
+
+class Conditioned(nn.Module):
+    """Adds a row of a table for the class of each example, and parameters of several shapes."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.first, self.table = nn.Linear(6, 12, bias=False), Scaled(3, 4)
+        self.last = None if tied else nn.Linear(4, 2)
+        self.shift = nn.Parameter(torch.randn(4))
+        self.places = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        classes = (x[..., 0] > 0).long() + (x[..., 1] > 0)
+        hidden = self.first(x).unflatten(-1, (3, 4)) + self.table(classes).unsqueeze(-2) + self.places[:3]
+        hidden = torch.tanh(torch.tanh(hidden).sum(-2)) + self.shift
+        return F.linear(hidden.sin(), self.table.weight) if self.last is None else self.last(hidden.sin())
+
+
+class Places(nn.Module):
+    """Looks up, and multiplies, what is the same for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.first, self.last = nn.Embedding(3, 4), nn.Linear(4, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.unflatten(-1, (3, 2)) + self.first(self.places(torch.arange(3)).sin())
+        return self.last(hidden.tanh().sum(-2))
 
 
 def linear() -> nn.Module:
@@ -73,8 +108,41 @@ def along(model: nn.Module, x: Tensor) -> Tensor:
     return jvp(lambda z: functional_call(model, params, (z,)).sum(1), (x,), (torch.ones_like(x),))[1]
 
 
-STYLES = {"nested": slope, "reverse": slope_by_transform(jacrev), "forward": slope_by_transform(jacfwd), "jvp": along}
-MODELS = {"linear": linear, "convolutions": convolutions, "images": images, "tied": TiedAutoencoder}
+def slope_by_directions(model: nn.Module, x: Tensor) -> Tensor:
+    """The same by directional derivatives of the whole batch, one for each feature."""
+    params = dict(model.named_parameters())
+
+    def push(direction: Tensor) -> Tensor:
+        return jvp(lambda z: functional_call(model, params, (z,)).sum(1), (x,), (direction.expand_as(x),))[1]
+
+    return vmap(push)(torch.eye(x.shape[1], dtype=x.dtype)).square().sum(0)
+
+
+def along_each(model: nn.Module, x: Tensor) -> Tensor:
+    """The same of one example after the other, in one direction for all."""
+    params, ones = dict(model.named_parameters()), torch.ones_like(x[0])
+    return vmap(lambda one: jvp(lambda z: functional_call(model, params, (z,)).sum(), (one,), (ones,))[1])(x)
+
+
+STYLES = {
+    "nested": slope,
+    "reverse": slope_by_transform(jacrev),
+    "forward": slope_by_transform(jacfwd),
+    "jvp": along,
+    "jvp of each": along_each,
+    "directions": slope_by_directions,
+}
+OF_EACH = ("reverse", "forward", "jvp of each")
+"""The styles in which `torch.vmap` runs over the examples."""
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": linear,
+    "convolutions": convolutions,
+    "images": images,
+    "tied": TiedAutoencoder,
+    "conditioned": Conditioned,
+    "conditioned, tied": lambda: Conditioned(tied=True),
+    "places": Places,
+}
 
 
 def jacobians(model: nn.Module, x: Tensor, style: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Tensor]:
@@ -84,7 +152,7 @@ def jacobians(model: nn.Module, x: Tensor, style: Callable[[nn.Module, Tensor], 
         def value(z: Tensor) -> Tensor:
             return functional_call(model, params, (z,)).sum()
 
-        if style is along:
+        if style in (along, along_each):
             return jvp(value, (one,), (torch.ones_like(one),))[1]
         return jacrev(value)(one).square().sum()
 
@@ -94,8 +162,8 @@ def jacobians(model: nn.Module, x: Tensor, style: Callable[[nn.Module, Tensor], 
 
 @pytest.mark.parametrize(
     ("style", "name"),
-    # The transpose of a bare matrix is not known within torch.func.
-    [(style, name) for style in STYLES for name in MODELS if name != "tied" or style == "nested"],
+    # Only there has each example a part of its own in what they all share.
+    [(style, name) for style in STYLES for name in MODELS if name != "places" or style in OF_EACH],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_rows_of_all_uses_make_each_examples_jacobian(style: str, name: str, dtype: torch.dtype) -> None:
@@ -142,6 +210,26 @@ def test_factors_are_those_of_the_jacobians_whatever_the_style(style: str) -> No
         assert a is not None
         assert g is not None
         assert_same((a[0], g[0]), (right / right.trace(), left))
+
+
+@pytest.mark.parametrize("style", ["reverse", "forward", "directions"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_and_what_is_added_have_the_same_factors_within_torch_func(style: str, tied: bool) -> None:
+    def factors(style: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, x = Conditioned(tied=tied).double(), torch.randn(5, 6, dtype=torch.float64)
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            STYLES[style](model, x).square().mean().backward()
+            optimizer.step()
+        assert optimizer.metrics()["measured_parameters"] == 1
+        return optimizer.factors()
+
+    within, ordinary = factors(style), factors("nested")
+    assert within.keys() == ordinary.keys()
+    for name, pair in within.items():
+        assert_same(pair, ordinary[name])
 
 
 def test_the_empirical_factors_and_the_second_moments_of_ekfac_are_of_the_jacobians_too() -> None:
