@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,32 @@ def test_the_second_step_is_the_dense_one(name: str, momentum: float) -> None:
         length = optimizer.metrics()["step_length"]
         step = -length * direction + length**2 / 2 * acceleration
         torch.testing.assert_close(flat(names) - before, step, rtol=1e-8, atol=1e-9)
+
+
+def test_steps_that_layers_find_by_themselves_are_straight() -> None:
+    """Each layer's step takes the residuals along the line that is meant for all: together they overshoot."""
+    moved = []
+    for geodesic in (True, False):
+        criterion, model = nn.MSELoss(), network(2, 4, 3)
+        optimizer = KFACOptimizer(
+            model,
+            lr=1.0,
+            momentum=0,
+            damping=_DAMPING,
+            inverse=SampleSpace(scope="layer"),
+            step_size=LineSearch(geodesic=geodesic),
+            estimate=ExactGGN(criterion),
+        )
+
+        def closure(model: nn.Module = model, optimizer: KFACOptimizer = optimizer, loss: Any = criterion) -> Tensor:
+            optimizer.zero_grad()
+            found = loss(model(numbers(5, 2)), numbers(5, 3))
+            found.backward()
+            return found.detach()
+
+        optimizer.step(closure)
+        moved.append(list(model.parameters()))
+    assert_same(*moved, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["two terms", "classes"])
