@@ -24,18 +24,25 @@ class FactorPair:
         g: output factor, or None for the identity.
         rows: rows accumulated since the last fold: of all groups, or of each `[groups]`; a tensor, `[]` at least, where
             only the device knows how many count.
+        trace: `LayerStatistics.trace` of the pending sum of `A`, `[]`; None of a plain sum.
+        everywhere: what `counts` of all ranks add up to, where they tell each other in this step; else None.
         refused: non-finite samples refused so far, `[]` int64.
         refused_in_a_row: since the last that was accepted, `[]` int64.
     """
 
-    __slots__ = ("a", "g", "refused", "refused_in_a_row", "rows")
+    __slots__ = ("_layer", "_masses", "a", "everywhere", "g", "refused", "refused_in_a_row", "rows", "trace")
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.a, self.g = (
-            None if structure is Structure.IDENTITY else Factor(groups, dim, structure, dtype=dtype, device=device)
-            for structure, groups, dim in spec.factors()
+            None
+            if shape.structure is Structure.IDENTITY
+            else Factor(shape.groups, shape.dim, shape.structure, shape.masses, dtype=dtype, device=device)
+            for shape in spec.factors()
         )
+        self._layer, self._masses = spec.name, spec.masses
         self.rows: float | Tensor = 0
+        self.trace: Tensor | None = None
+        self.everywhere: Tensor | None = None
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         self.refused_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -44,7 +51,14 @@ class FactorPair:
             self.a.add(stats.input_moment(self.a.structure), stats.groups)
         if self.g is not None:
             self.g.add(stats.output_moment(self.g.structure), stats.groups)
-        self.rows = self.rows + stats.count
+        self.trace = stats.trace
+        rows = stats.count
+        if isinstance(rows, Tensor) and rows.dim() > 0 and self._masses == 1:
+            raise ValueError(
+                f"kfac_optim: the groups of layer {self._layer!r} have rows of their own, {list(rows.shape)}, and its "
+                "LayerSpec does not say so. Have the adapter give it own_rows=True, or count the rows of all groups."
+            )
+        self.rows = self.rows + rows
 
     def has_pending(self) -> bool:
         """Return whether anything was accumulated since the last fold."""
@@ -53,33 +67,82 @@ class FactorPair:
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
         """Fold `A = Σ a aᵀ / rows` of mass `rows`, and `G = M Σ g gᵀ` of mass `M`; the loss scale is taken off.
 
-        Where groups have rows of their own, those without any (experts that got no token) keep both averages.
+        Where groups have rows of their own, those without any (experts that got no token) keep both averages. What is
+        known of other ranks' rows makes of this rank's sample its share of that of all.
         """
+        used = self.used()
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
             possible = loss_terms.isfinite() & (loss_terms > 0)
             loss_terms = torch.where(possible, loss_terms, 1)
             accept = accept & possible
+        if self.everywhere is not None:
+            accept = accept & self.everywhere[-1].isfinite()
         if self.a is not None:
-            scale, mass, sampled = _normalised(self.rows, self.a)
-            self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)
+            rows = self._by_mass(self.rows)
+            # Rows that only the device could count may turn out to be none.
+            scale = 1 / rows.clamp(min=1).to(self.a.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
+            if self.everywhere is not None and self.trace is not None:
+                own = self.counts(loss_terms, loss_scale)
+                ratio = torch.where(self.everywhere > 0, own / self.everywhere, 0.0)
+                scale = scale * (ratio[-1] / ratio[0])  # of two means, here and of all ranks
+            self.a.fold(scale=scale, mass=rows, decay=decay, accept=accept)
         if self.g is not None:
-            # Where the device found no row the loss did not use the layer, and the zeros are no sample.
-            used = (self.rows > 0).any().to(self.g.mass.dtype) if isinstance(self.rows, Tensor) else 1
-            sampled = self.rows > 0 if isinstance(self.rows, Tensor) and self.rows.dim() > 0 else None
-            scale, mass = loss_terms / loss_scale**2, loss_terms * used
-            self.g.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)
+            # Where there was no row the loss did not use the layer, and the zeros are no sample.
+            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
         self.refused += ~accept
         self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
-        self.rows = 0
+        self._clear()
 
     def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
         """Fold without a row: what is held weighs less, and `loss_terms` of the loss add nothing to `G`."""
+        terms = self.zeros(loss_terms)
         if self.a is not None:
             self.a.age(decay)
         if self.g is not None:
-            self.g.age(decay, loss_terms)
+            self.g.age(decay, terms)
+        self._clear()
+
+    def used(self) -> float | Tensor:
+        """Return 1 where the step had rows, on any rank as far as is known, and 0 elsewhere.
+
+        A tensor `[]` where the host does not know, and `[groups, 1]` where groups have rows of their own.
+        """
+        if self.everywhere is not None:
+            here = self._by_mass(self.everywhere[:-1]) > 0
+            return (here & self.everywhere[-1].isfinite()).to(self.everywhere.dtype)
+        rows, kept = self._by_mass(self.rows), self.a if self.g is None else self.g
+        assert kept is not None, "one factor is measured"
+        return (rows > 0).to(kept.mass.dtype) if isinstance(rows, Tensor) else int(rows > 0)
+
+    def zeros(self, loss_terms: float | Tensor) -> float | Tensor:
+        """Return what zeros weigh in `G`, at a step in which other ranks had rows and this one had none."""
+        return loss_terms if self.everywhere is None else loss_terms * self.used()
+
+    def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
+        """Return what ranks add up to know the sample of all: rows, one number or `[groups]`, and then the trace.
+
+        In float64; the trace is that of the loss as one process would have it, as the terms of `G` are.
+        """
+        rows = torch.as_tensor(self.rows, dtype=torch.float64, device=self.refused.device).expand(self._masses)
+        if self.trace is None:
+            return torch.cat([rows, rows.new_zeros(1)])
+        terms = torch.as_tensor(loss_terms, dtype=torch.float64, device=rows.device)
+        return torch.cat([rows, (self.trace.to(rows.dtype) * (terms / loss_scale).square()).reshape(1)])
+
+    def tell(self, everywhere: Tensor) -> None:
+        """Take what `counts` of all ranks add up to in this step."""
+        self.everywhere = everywhere
+
+    def _by_mass(self, rows: float | Tensor) -> float | Tensor:
+        """Return rows in the shape of masses; `[]` of all groups as they are."""
+        if not isinstance(rows, Tensor) or rows.dim() == 0:
+            return rows
+        return rows.view(-1, 1) if self._masses > 1 else rows.squeeze(0)
+
+    def _clear(self) -> None:
+        self.rows, self.trace, self.everywhere = 0, None, None
 
     def averages(self, part: str) -> tuple[Factor, ...]:
         """Return the running averages behind one part of the block's inverse, as `Part.sums` lists them."""
@@ -92,7 +155,7 @@ class FactorPair:
         for factor in (self.a, self.g):
             if factor is not None:
                 factor.pending = None
-        self.rows = 0
+        self._clear()
 
     def held(self) -> Tensor:
         """Return whether any sample was ever accepted, `[]` bool."""
@@ -148,7 +211,7 @@ class SeveralPairs(FactorPair):
             if pair.has_pending():
                 pair.fold(loss_terms, decay, loss_scale)
             else:
-                pair.age(decay)
+                pair.age(decay, 0 if pair.everywhere is None else loss_terms)
         self._count_refusals()
         self.combine()
 
@@ -156,6 +219,21 @@ class SeveralPairs(FactorPair):
         for pair in self.members().values():
             pair.age(decay, loss_terms)
         self.combine()
+
+    def used(self) -> float | Tensor:
+        return torch.stack([torch.as_tensor(pair.used()) for pair in self.members().values()]).amax(0)
+
+    def zeros(self, loss_terms: float | Tensor) -> float | Tensor:
+        told = any(pair.everywhere is not None for pair in self.members().values())
+        return loss_terms * self.used() if told else loss_terms
+
+    def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
+        return torch.cat([pair.counts(loss_terms, loss_scale) for pair in self.members().values()])
+
+    def tell(self, everywhere: Tensor) -> None:
+        members = self.members().values()
+        for pair, part in zip(members, everywhere.chunk(len(members)), strict=True):
+            pair.tell(part)
 
     def averages(self, part: str) -> tuple[Factor, ...]:
         return tuple(factor for pair in self.members().values() for factor in pair.averages(part))
@@ -232,12 +310,11 @@ class PairPerTerm(SeveralPairs):
         of_terms: the pairs, by the number of the term (`LayerStatistics.term`).
     """
 
-    __slots__ = ("_layer", "of_terms")
+    __slots__ = ("of_terms",)
 
     def __init__(self, spec: LayerSpec, terms: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype=dtype, device=device)
         self.of_terms = [make_pair(spec, dtype=dtype, device=device) for _ in range(terms)]
-        self._layer = spec.name
 
     def accumulate(self, stats: LayerStatistics) -> None:
         """Add one call's moments to those of its term.
@@ -299,18 +376,3 @@ def _counts(rows: float | Tensor) -> bool:
     if isinstance(rows, Tensor):
         return not on_host(rows) or bool((rows > 0).any())
     return rows > 0
-
-
-def _normalised(rows: float | Tensor, factor: Factor) -> tuple[float | Tensor, float | Tensor, Tensor | None]:
-    """Return the scale that makes a mean of the pending sum of `factor`, the mass of that mean, and its groups.
-
-    Groups with rows of their own share one mass, that of the first (of an attention the queries), or of the largest
-    where the first has none.
-    """
-    if not isinstance(rows, Tensor):
-        return 1 / rows, rows, None
-    # Rows that only the device could count may turn out to be none.
-    scale = 1 / rows.clamp(min=1).to(factor.mass.dtype)
-    if rows.dim() == 0:
-        return scale, rows, None
-    return scale, torch.where(rows[0] > 0, rows[0], rows.amax()), rows > 0
