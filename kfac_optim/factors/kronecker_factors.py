@@ -118,7 +118,11 @@ class FactorPair:
 
     def zeros(self, loss_terms: float | Tensor) -> float | Tensor:
         """Return what zeros weigh in `G`, at a step in which other ranks had rows and this one had none."""
-        return loss_terms if self.everywhere is None else loss_terms * self.used()
+        return loss_terms * self.used() if self.is_told() else loss_terms
+
+    def is_told(self) -> bool:
+        """Return whether it is known what all ranks have counted in this step."""
+        return self.everywhere is not None
 
     def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
         """Return what ranks add up to know the sample of all: rows, one number or `[groups]`, and then the trace.
@@ -211,7 +215,7 @@ class SeveralPairs(FactorPair):
             if pair.has_pending():
                 pair.fold(loss_terms, decay, loss_scale)
             else:
-                pair.age(decay, 0 if pair.everywhere is None else loss_terms)
+                pair.age(decay, loss_terms if pair.is_told() else 0)
         self._count_refusals()
         self.combine()
 
@@ -223,9 +227,8 @@ class SeveralPairs(FactorPair):
     def used(self) -> float | Tensor:
         return torch.stack([torch.as_tensor(pair.used()) for pair in self.members().values()]).amax(0)
 
-    def zeros(self, loss_terms: float | Tensor) -> float | Tensor:
-        told = any(pair.everywhere is not None for pair in self.members().values())
-        return loss_terms * self.used() if told else loss_terms
+    def is_told(self) -> bool:
+        return all(pair.is_told() for pair in self.members().values())
 
     def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
         return torch.cat([pair.counts(loss_terms, loss_scale) for pair in self.members().values()])

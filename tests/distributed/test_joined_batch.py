@@ -3,6 +3,7 @@
 It is of losses that hold derivatives of the model, of experts, and of terms of the loss that have factors of their own.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -86,6 +87,19 @@ def train_derivatives(
         optimizer.step()
 
 
+def train_means(model: nn.Module, optimizer: KFACOptimizer, rank: int | None) -> None:
+    """Each rank's loss is the mean over its own points, however many: the parameters stay as they are."""
+    for step in range(STEPS):
+        batch = points(step, ((2,), (6,)))
+        (x,) = batch.joined() if rank is None else batch.of_ranks[rank]
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "kfac_optim: the processes have counted different numbers of loss terms")
+            (helmholtz(model, x) + 1 + step).square().mean().backward()
+            optimizer.step()
+
+
 def train_apart(model: nn.Module, optimizer: KFACOptimizer, criterion: nn.Module, rank: int | None) -> None:
     """The loss of the second rank holds no derivatives; on one process nothing is."""
     for step in range(STEPS if rank is not None else 0):
@@ -140,6 +154,7 @@ NO_BOUNDARY = ((3, 2), (5, 0))
 CASES: dict[str, tuple[Any, ...]] = {
     "derivatives": (train_derivatives, Cholesky(), UNEVEN),
     "derivatives, accumulated": (train_derivatives, Cholesky(), UNEVEN, 2),
+    "derivatives, means": (train_means, Cholesky()),
     "derivatives on one rank": (train_apart, Cholesky()),
     "a term on one rank": (train_derivatives, SumOfTerms(), NO_BOUNDARY),
     "experts": (train_experts, Cholesky()),
@@ -151,20 +166,20 @@ def trained(name: str, rank: int | None, strategy: Strategy | None) -> tuple[lis
     """The parameters, and the running averages of all layers; of ranks on the first."""
     train: Callable[..., None]
     train, inverse, *others = CASES[name]
-    of_experts = train is train_experts
+    named = train in (train_derivatives, train_apart)
     torch.manual_seed(0)
-    bare = (Experts() if of_experts else network()).double()
+    bare = (Experts() if train is train_experts else network()).double()
     criterion = nn.MSELoss()
     # Between refreshes EKFAC applies the second moments of the last one.
     options = {**OPTIONS, "inverse": inverse, "factor_update_period": 3 if isinstance(inverse, EKFAC) else 1}
-    if not of_experts:
+    if named:
         options["estimate"] = ExactGGN(criterion)
     if strategy is None:
         model, distributed = bare, False
     else:
         model, distributed = DistributedDataParallel(bare), DistributedConfig(strategy=strategy)
     optimizer = KFACOptimizer(model, **options, distributed=distributed)
-    train(model, optimizer, *([] if of_experts else [criterion]), rank, *others)
+    train(model, optimizer, *([criterion] if named else []), rank, *others)
     if strategy is not None:
         optimizer.consolidate_state_dict(to=0)
     return [param.detach().clone() for param in bare.parameters()], {} if rank else averages(optimizer.state_dict())
@@ -194,6 +209,7 @@ def on_rank(rank: int, name: str, strategy: Strategy) -> tuple[list[Tensor], dic
         ("experts", Sharded()),
         ("experts, EKFAC", Replicated(1)),
         ("derivatives, accumulated", Sharded()),
+        ("derivatives, means", Sharded()),
     ],
     ids=str,
 )
