@@ -233,7 +233,7 @@ class DistributedExecutor(Executor):
     def _join(self, verdict: Ballot) -> bool:
         """Make statistics of all uses together where some rank does; whether ranks must vote again, as all then know.
 
-        A rank whose own loss holds no derivatives of the model drops what it has measured otherwise.
+        A rank whose own loss holds no derivatives of the model drops what it has measured otherwise in this step.
         """
         assert self.shared is not None, "there is a plan that all ranks agree on"
         marked = zip(self.agreement.blocks, verdict.marks, strict=False)  # marks of buckets follow

@@ -57,8 +57,9 @@ class SumOfTerms(PairInverse[SumOfTermsState]):
 
     Refreshing costs about twice what it does with `Eigen`, applying four matrix products instead of two. Until a term
     has had statistics it counts nothing, and the inverse is that of `Cholesky`; one that has had some keeps its last
-    average where the loss leaves it out. On several processes each term has to have examples on each rank, or is
-    averaged over those that have. More than two terms are refused at their first backward, with a ValueError.
+    average where the loss leaves it out. On several processes a term may have examples on some ranks alone, where all
+    ranks call the criterion in the same order. More than two terms are refused at their first backward, with a
+    ValueError.
 
     `factors()` gives one pair whose product has the trace of the sum. Condition numbers in `metrics()` are those of
     the first term's damped factors, in the 1-norm.

@@ -120,11 +120,8 @@ class Experts(nn.Module):
         self.first, self.experts = nn.Linear(2, 3), nn.Parameter(torch.randn(3, 3, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        ids, hidden = x[:, 0].long(), self.first(x[:, 1:]).tanh()
-        out = hidden.new_zeros(len(x), 2)
-        for expert in ids.unique().tolist():
-            out[ids == expert] = hidden[ids == expert] @ self.experts[expert]
-        return out
+        hidden = self.first(x[:, 1:]).tanh()
+        return torch.bmm(hidden.unsqueeze(1), self.experts[x[:, 0].long()]).squeeze(1)
 
 
 # Experts of the examples of each rank: in turn the third has none, some on one rank, some on the other.
