@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import FactorPair, make_pair, of_part
+from kfac_optim.factors.kronecker_factors import FactorPair, of_part
 from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.several_pairs import make_pair
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.state import InverseState, Result
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure

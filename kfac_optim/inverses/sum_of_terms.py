@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import FactorPair, PairPerTerm
+from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.several_pairs import PairPerTerm
 from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damped.base import identity_like
 from kfac_optim.inverses.damping import Damped, factored_tikhonov

@@ -25,7 +25,8 @@ from kfac_optim import (
     NewtonSchulz,
     SumOfTerms,
 )
-from kfac_optim.factors.kronecker_factors import FactorPair, SeveralPairs
+from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.several_pairs import SeveralPairs
 from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure

@@ -548,6 +548,12 @@ def test_every_group_is_averaged_over_its_own_rows_and_one_without_stays_as_it_i
     assert masses == [[2, 5, 3], [3, 5, 7], [3, 11, 10], [3, 11, 10]]
 
 
+def test_groups_that_count_their_rows_are_refused_where_the_layer_has_one_mass() -> None:
+    pair = FactorPair(LayerSpec("mine", ("weight",), 2, 1, groups=3), dtype=torch.float64, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"groups of layer 'mine' have rows of their own, \[3\].*own_rows=True"):
+        pair.accumulate(GroupsOfTheirOwn([1, 2, 0]))
+
+
 class NoWaiting(TorchDispatchMode):
     """Fails where the host would have to know what a tensor holds."""
 
