@@ -296,4 +296,4 @@ def _with_solver_of_products(cost: CostModel) -> CostModel:
 
 def _dense_dims(each: object) -> list[int]:
     spec = getattr(each, "spec", None)
-    return [] if spec is None else [dim for kept, _, dim in spec.factors() if kept is Structure.DENSE]
+    return [] if spec is None else [each.dim for each in spec.factors() if each.structure is Structure.DENSE]

@@ -139,12 +139,19 @@ class LayerSpec:
     """Whether all groups read one input, as far as was seen: they then share one `A`."""
     shared_output: bool = False
     """Whether all groups have one `G`: where they are the blocks of a `BlockDiagonal` `A`."""
+    own_rows: bool = False
+    """Whether groups that do not share their input have rows of their own, as experts have: each then has a mass."""
     opposed: bool = False
     """Whether some uses multiply by the transposed matrix, as an output layer tied to an embedding does."""
 
     @property
     def has_bias(self) -> bool:
         return len(self.params) > 1
+
+    @property
+    def masses(self) -> int:
+        """Return how many masses each running average has: one, or that of each group."""
+        return self.groups if self.own_rows and not (self.shared_input or self.shared_output) else 1
 
     def transposed(self) -> "LayerSpec":
         """Describe the matrix as an opposed use sees it: its inputs are the outputs here."""
@@ -190,7 +197,12 @@ class LayerSpec:
             (self.structure[1], self.shared_output, self.out_dim),
         )
         a, g = (
-            FactorShape(Structure.DENSE if isinstance(kept, BlockDiagonal) else kept, 1 if shared else self.groups, dim)
+            FactorShape(
+                Structure.DENSE if isinstance(kept, BlockDiagonal) else kept,
+                1 if shared else self.groups,
+                dim,
+                self.masses,
+            )
             for kept, shared, dim in sides
         )
         return a, g
@@ -202,6 +214,8 @@ class FactorShape(NamedTuple):
     structure: Structure | Sketched
     groups: int
     dim: int
+    masses: int = 1
+    """Masses of its running average: one, or one for each group."""
 
     @property
     def packed(self) -> int:

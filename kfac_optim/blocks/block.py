@@ -184,6 +184,15 @@ class KFACBlock:
         """Return whether statistics are made of the rows of all uses together."""
         return self.joint is not None or self.inverse.takes_rows
 
+    @property
+    def counts_together(self) -> bool:
+        """Return whether its sample of a step is known by the rows of all ranks alone, whatever the loss is made of."""
+        return self.inverse.keeps_terms or (self.spec.own_rows and self.adapter.routes_rows)
+
+    def counts(self, count: LossCount, gradient_scale: float | Tensor) -> Tensor | None:
+        """Return `InverseState.counts` of this step, as `fold` would take it."""
+        return self.state.counts(*self._of_loss(count, gradient_scale))
+
     def join_uses(self) -> None:
         """Make statistics of all uses of the matrix together from now on; those of this step begin again."""
         if not self.joins_uses:
@@ -278,8 +287,11 @@ class KFACBlock:
 
     def fold_into(self, state: InverseState, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take the sums of a state, this block's or a copy of it, into the averages of that state."""
-        averaged, scale = (on_device_of(self.params[0], number) for number in (count.averaged, gradient_scale))
+        averaged, scale = self._of_loss(count, gradient_scale)
         state.fold(averaged, self.decay(), scale)
+
+    def _of_loss(self, count: LossCount, gradient_scale: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
+        return on_device_of(self.params[0], count.averaged), on_device_of(self.params[0], gradient_scale)
 
     def decay(self) -> float:
         """Return the decay of the averages since the last fold."""

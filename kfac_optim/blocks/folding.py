@@ -1,7 +1,7 @@
 """The sums of a step are taken into the averages of all blocks, those of small equal blocks in one batch."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 
 from torch import Tensor
 
@@ -11,11 +11,23 @@ from kfac_optim.factors.batched_fold import fold_together, shared_by
 from kfac_optim.factors.kronecker_factors import FactorPair
 
 
-def fold_all(blocks: Iterable[KFACBlock], count: LossCount, gradient_scale: float | Tensor) -> None:
-    """Take this step's sums into the averages of blocks; see `KFACBlock.fold`."""
-    blocks = list(blocks)
+def fold_all(
+    blocks: Sequence[KFACBlock],
+    count: LossCount,
+    gradient_scale: float | Tensor,
+    tell: Callable[[Sequence[KFACBlock], LossCount, float | Tensor], None],
+) -> None:
+    """Take this step's sums into the averages of blocks; see `KFACBlock.fold`.
+
+    Args:
+        blocks: the blocks.
+        count: as of `KFACBlock.fold`.
+        gradient_scale: as of `KFACBlock.fold`.
+        tell: tells blocks what other ranks have counted, with these arguments, once the sums are complete.
+    """
     for block in blocks:
         block.settle()
+    tell(blocks, count, gradient_scale)
     averaged, alike = count.averaged, defaultdict[Hashable, list[tuple[KFACBlock, FactorPair]]](list)
     if isinstance(averaged, Tensor) or isinstance(gradient_scale, Tensor):  # not looked at here
         for block in blocks:

@@ -37,7 +37,7 @@ from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
-_UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _UNACCOUNTED = range(4)
+_UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(5)
 
 
 class DistributedExecutor(Executor):
@@ -223,9 +223,21 @@ class DistributedExecutor(Executor):
 
     def _vote(self, **known: Any) -> Ballot:
         """Return what all ranks say, once all of them go by the same plan."""
-        while not self.agreement.is_settled(verdict := self.agreement.vote(self._marks, **known)):
-            self._adopt_plan()
-        return verdict
+        while True:
+            verdict = self.agreement.vote(self._marks, **known)
+            if not self.agreement.is_settled(verdict):
+                self._adopt_plan()
+            elif not self._join(verdict):
+                return verdict
+
+    def _join(self, verdict: Ballot) -> bool:
+        """Make statistics of all uses together where some rank does; whether ranks must vote again, as all then know.
+
+        A rank whose own loss holds no derivatives of the model drops what it has measured otherwise in this step.
+        """
+        assert self.shared is not None, "there is a plan that all ranks agree on"
+        marked = zip(self.agreement.blocks, verdict.marks, strict=False)  # marks of buckets follow
+        return self.shared.join([block.name for block, mark in marked if mark == _JOINS_USES])
 
     def _marks(self) -> list[int]:
         """Return what this rank says of each block, and of each bucket that it has sent early."""
@@ -271,7 +283,7 @@ def _mark(block: KFACBlock) -> int:
     if block.check.differs:
         return _UNACCOUNTED
     if block.has_pending():
-        return _HAS_STATISTICS
+        return _HAS_STATISTICS if block.joint is None else _JOINS_USES
     return _HAS_GRADIENT if has_gradient(block) else _UNUSED
 
 

@@ -19,7 +19,7 @@ _SMALL = 2**14
 
 def shared_by(pair: FactorPair) -> Hashable | None:
     """Return what pairs share that can be folded together; None for a pair that is folded alone."""
-    if type(pair) is not FactorPair or isinstance(pair.rows, Tensor) or pair.rows <= 0:
+    if type(pair) is not FactorPair or pair.everywhere is not None or isinstance(pair.rows, Tensor) or pair.rows <= 0:
         return None
     sides = pair.a, pair.g
     if not all(side is None or _is_small(side) for side in sides):
@@ -59,7 +59,7 @@ def fold_together(pairs: Sequence[FactorPair], loss_terms: float, decay: float, 
     torch._foreach_add_([pair.refused for pair in pairs], list((~accept).to(in_a_row.dtype).unbind()))
     torch._foreach_copy_([pair.refused_in_a_row for pair in pairs], list(in_a_row.unbind()))
     for pair in pairs:
-        pair.rows = 0
+        pair.rows, pair.trace = 0, None
 
 
 def _stacked(factors: Sequence[Factor | None]) -> Factor | None:

@@ -130,7 +130,9 @@ class JointStatistics(LayerStatistics):
     """Computes the factors of a matrix that the loss uses several times, as where it holds derivatives of the model.
 
     With `L = Σ J_n J_nᵀ` and `R = Σ J_nᵀ J_n` over the examples of all terms, `Σ vec(J_n) vec(J_n)ᵀ` is taken to be
-    `R ⊗ L / tr L`, which has its trace, and is exact for one example of rank one. `A` has the trace 1.
+    `R ⊗ L / tr L`, which has its trace, and is exact for one example of rank one. `A` has the trace 1, that of the
+    moments of all ranks in the step where several see examples, so that each step weighs in the average of `A` by the
+    number of its examples, however large the derivatives are.
 
     Args:
         spec: the block.
@@ -144,6 +146,7 @@ class JointStatistics(LayerStatistics):
         self._dtype = dtype
         self._terms: Sequence[ExampleRows] = list(terms)
         self._term = term
+        self._trace: Tensor | None = None
 
     @property
     def term(self) -> int:
@@ -153,9 +156,13 @@ class JointStatistics(LayerStatistics):
     def count(self) -> int:
         return sum(each.count for each in self._terms)
 
+    @property
+    def trace(self) -> Tensor | None:
+        return self._trace
+
     def input_moment(self, structure: Structure | Sketched) -> Tensor:
-        moment, trace = self._moment(structure, 0)
-        return moment * (self.count / trace.clamp(min=torch.finfo(trace.dtype).tiny))
+        moment, self._trace = self._moment(structure, 0)
+        return moment * (self.count / self._trace.clamp(min=torch.finfo(self._trace.dtype).tiny))
 
     def output_moment(self, structure: Structure | Sketched) -> Tensor:
         return self._moment(structure, 1)[0]

@@ -18,7 +18,7 @@ class Elsewhere(NamedTuple):
     trace: Tensor
     """`[groups]`."""
     mass: Tensor
-    """`[]`."""
+    """`[]`, the largest where groups have masses of their own."""
 
 
 class Factor:
@@ -29,7 +29,8 @@ class Factor:
         w ← ε·w + n,    S ← S + (n / w)·(sample − S).
 
     The first sample is taken whole, so the average is unbiased from the start; `ε = 1` is a plain mean. As the
-    mass travels with the average, two averages merge exactly: `(w₁S₁ + w₂S₂) / (w₁ + w₂)`.
+    mass travels with the average, two averages merge exactly: `(w₁S₁ + w₂S₂) / (w₁ + w₂)`. Where groups have rows of
+    their own, as experts, each has a mass of its own, and one without rows in a step keeps its average.
 
     Within a step, moments are summed as they are (`add`) and normalised once (`fold`): only then is it known
     how many rows and loss terms the step had.
@@ -46,7 +47,8 @@ class Factor:
         dim: `d`.
         packed: the average as it is kept and sent: triangles `[groups, d(d + 1)/2]` (dense, see `linalg.triangles`),
             diagonals `[groups, d]`, or sketches with the trace behind them, `[groups, d·columns + 1]`.
-        mass: `[]`, on the factor's device so that refusing a sample needs no host synchronisation.
+        mass: `[]`, or `[groups, 1]` of their own; on the factor's device so that refusing a sample needs no host
+            synchronisation.
         pending: raw sum since the last fold, or None: of a dense factor `[groups, d, d]`, of which a triangle counts,
             else shaped like `packed`.
         elsewhere: of the whole, where another rank merges it; the average is then this rank's share, and not solved for
@@ -56,13 +58,21 @@ class Factor:
     __slots__ = ("dim", "elsewhere", "mass", "packed", "pending", "structure")
 
     def __init__(
-        self, groups: int, dim: int, structure: Structure | Sketched, *, dtype: torch.dtype, device: torch.device
+        self,
+        groups: int,
+        dim: int,
+        structure: Structure | Sketched,
+        masses: int = 1,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         numbers = FactorShape(structure, 1, dim).packed
         self.structure = structure
         self.dim = dim
         self.packed = torch.zeros(groups, numbers, dtype=dtype, device=device)
-        self.mass = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+        shape = () if masses == 1 else (masses, 1)
+        self.mass = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.pending: Tensor | None = None
         self.elsewhere: Elsewhere | None = None
 
@@ -131,32 +141,23 @@ class Factor:
         mass: float | Tensor,
         decay: float,
         accept: Tensor,
-        *,
-        sampled: Tensor | None = None,
     ) -> None:
         """Take the sum of this step, times `scale`, into the average, and start a new sum.
 
         Args:
-            scale: turns the raw sum into a mean (`1/rows` for A) or a Fisher (`M` for G); `[groups]` where each has its
-                own.
-            mass: what the sample weighs.
+            scale: turns the raw sum into a mean (`1/rows` for A) or a Fisher (`M` for G); `[groups, 1]` where each has
+                its own.
+            mass: what the sample weighs; where groups have masses of their own `[groups, 1]`, or one for all.
             decay: `ε`, already raised to the number of optimizer steps since the last fold.
             accept: `[]` bool; where False the sample is refused and only the mass decays.
-            sampled: `[groups]` bool, which groups it is a sample of; the others stay as they are. None is all.
         """
         assert self.pending is not None
-        if isinstance(scale, Tensor) and scale.dim() > 0:
-            scale = scale.unsqueeze(-1)
         sample = pack_triangle(self.pending).mul_(scale) if self._is_dense else (self.pending * scale).to(self.dtype)
         sample.masked_fill_(~accept, 0)
         weight = mass * accept.to(self.mass.dtype)
         self.mass.mul_(decay).add_(weight)
         # Nothing held and nothing gained is 0/0: such a step leaves the average as it is.
         gain = torch.where(self.mass > 0, weight / self.mass, 0.0)
-        if sampled is not None:
-            # The groups share one mass: a group without a sample so far takes its first one whole all the same.
-            empty = ~self.packed.any(-1, keepdim=True) & (weight > 0)
-            gain = torch.where(sampled.unsqueeze(-1), torch.where(empty, 1.0, gain), 0.0)
         self.packed.lerp_(sample, gain.to(self.dtype))
         self.pending = None
 
@@ -173,9 +174,9 @@ class Factor:
 
         Args:
             total: `Σ w·S` of theirs, with as many numbers as `packed`, in the dtype of `mass` or a narrower one.
-            mass: `Σ w`, `[]`.
+            mass: `Σ w`, as many numbers as `mass` here.
         """
-        total = total.to(self.mass.dtype).view(self.packed.shape)
+        total, mass = total.to(self.mass.dtype).view(self.packed.shape), mass.view(self.mass.shape)
         any_held = mass > 0
         self.mass.add_(mass)
         gain = torch.where(any_held, mass / self.mass, 0.0)
@@ -190,7 +191,7 @@ class Factor:
 
     def held(self) -> Tensor:
         """Return whether any sample was ever accepted, here or, as far as is known, elsewhere; `[]` bool."""
-        held = self.mass > 0
+        held = (self.mass > 0).any()
         return held if self.elsewhere is None else held | (self.elsewhere.mass > 0)
 
     def trace(self) -> Tensor:

@@ -1,7 +1,6 @@
 """The two Kronecker factors of a block, as its layer's calls make them."""
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -24,27 +23,45 @@ class FactorPair:
         g: output factor, or None for the identity.
         rows: rows accumulated since the last fold: of all groups, or of each `[groups]`; a tensor, `[]` at least, where
             only the device knows how many count.
+        trace: `LayerStatistics.trace` of the pending sum of `A`, `[]`; None of a plain sum.
+        everywhere: what `counts` of all ranks add up to, where they tell each other in this step; else None.
         refused: non-finite samples refused so far, `[]` int64.
         refused_in_a_row: since the last that was accepted, `[]` int64.
     """
 
-    __slots__ = ("a", "g", "refused", "refused_in_a_row", "rows")
+    __slots__ = ("_layer", "_masses", "a", "everywhere", "g", "refused", "refused_in_a_row", "rows", "trace")
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.a, self.g = (
-            None if structure is Structure.IDENTITY else Factor(groups, dim, structure, dtype=dtype, device=device)
-            for structure, groups, dim in spec.factors()
+            None
+            if shape.structure is Structure.IDENTITY
+            else Factor(shape.groups, shape.dim, shape.structure, shape.masses, dtype=dtype, device=device)
+            for shape in spec.factors()
         )
+        self._layer, self._masses = spec.name, spec.masses
         self.rows: float | Tensor = 0
+        self.trace: Tensor | None = None
+        self.everywhere: Tensor | None = None
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         self.refused_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def accumulate(self, stats: LayerStatistics) -> None:
+        """Add one call's moments.
+
+        Raises:
+            ValueError: groups have rows of their own, which the layer's spec does not say.
+        """
+        rows = stats.count
+        if isinstance(rows, Tensor) and rows.dim() > 0 and self._masses == 1:
+            raise ValueError(
+                f"kfac_optim: the groups of layer {self._layer!r} have rows of their own, {list(rows.shape)}, and its "
+                "LayerSpec does not say so. Have the adapter give it own_rows=True, or count the rows of all groups."
+            )
         if self.a is not None and stats.has_input:
             self.a.add(stats.input_moment(self.a.structure), stats.groups)
         if self.g is not None:
             self.g.add(stats.output_moment(self.g.structure), stats.groups)
-        self.rows = self.rows + stats.count
+        self.rows, self.trace = self.rows + rows, stats.trace
 
     def has_pending(self) -> bool:
         """Return whether anything was accumulated since the last fold."""
@@ -53,33 +70,86 @@ class FactorPair:
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
         """Fold `A = Σ a aᵀ / rows` of mass `rows`, and `G = M Σ g gᵀ` of mass `M`; the loss scale is taken off.
 
-        Where groups have rows of their own, those without any (experts that got no token) keep both averages.
+        Where groups have rows of their own, those without any (experts that got no token) keep both averages. What is
+        known of other ranks' rows makes of this rank's sample its share of that of all.
         """
+        used = self.used()
         present = [factor for factor in (self.a, self.g) if factor is not None]
         accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
             possible = loss_terms.isfinite() & (loss_terms > 0)
             loss_terms = torch.where(possible, loss_terms, 1)
             accept = accept & possible
+        if self.everywhere is not None:
+            accept = accept & self.everywhere[-1].isfinite()
         if self.a is not None:
-            scale, mass, sampled = _normalised(self.rows, self.a)
-            self.a.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)
+            rows = self._by_mass(self.rows)
+            # Rows that only the device could count may turn out to be none.
+            scale = 1 / rows.clamp(min=1).to(self.a.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
+            if self.everywhere is not None and self.trace is not None:
+                own = self.counts(loss_terms, loss_scale)
+                ratio = torch.where(self.everywhere > 0, own / self.everywhere, 0.0)
+                scale = scale * (ratio[-1] / ratio[0])  # of two means, here and of all ranks
+            self.a.fold(scale=scale, mass=rows, decay=decay, accept=accept)
         if self.g is not None:
-            # Where the device found no row the loss did not use the layer, and the zeros are no sample.
-            used = (self.rows > 0).any().to(self.g.mass.dtype) if isinstance(self.rows, Tensor) else 1
-            sampled = self.rows > 0 if isinstance(self.rows, Tensor) and self.rows.dim() > 0 else None
-            scale, mass = loss_terms / loss_scale**2, loss_terms * used
-            self.g.fold(scale=scale, mass=mass, decay=decay, accept=accept, sampled=sampled)
+            # Where there was no row the loss did not use the layer, and the zeros are no sample.
+            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
         self.refused += ~accept
         self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
-        self.rows = 0
+        self._clear()
 
     def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
         """Fold without a row: what is held weighs less, and `loss_terms` of the loss add nothing to `G`."""
+        terms = self.zeros(loss_terms)
         if self.a is not None:
             self.a.age(decay)
         if self.g is not None:
-            self.g.age(decay, loss_terms)
+            self.g.age(decay, terms)
+        self._clear()
+
+    def used(self) -> float | Tensor:
+        """Return 1 where the step had rows, on any rank as far as is known, and 0 elsewhere.
+
+        A tensor `[]` where the host does not know, and `[groups, 1]` where groups have rows of their own.
+        """
+        if self.everywhere is not None:
+            here = self._by_mass(self.everywhere[:-1]) > 0
+            return (here & self.everywhere[-1].isfinite()).to(self.everywhere.dtype)
+        rows, kept = self._by_mass(self.rows), self.a if self.g is None else self.g
+        assert kept is not None, "one factor is measured"
+        return (rows > 0).to(kept.mass.dtype) if isinstance(rows, Tensor) else int(rows > 0)
+
+    def zeros(self, loss_terms: float | Tensor) -> float | Tensor:
+        """Return what zeros weigh in `G`, at a step in which other ranks had rows and this one had none."""
+        return loss_terms * self.used() if self.is_told() else loss_terms
+
+    def is_told(self) -> bool:
+        """Return whether it is known what all ranks have counted in this step."""
+        return self.everywhere is not None
+
+    def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
+        """Return what ranks add up to know the sample of all: rows, one number or `[groups]`, and then the trace.
+
+        In float64; the trace is that of the loss as one process would have it, as the terms of `G` are.
+        """
+        rows = torch.as_tensor(self.rows, dtype=torch.float64, device=self.refused.device).expand(self._masses)
+        if self.trace is None:
+            return torch.cat([rows, rows.new_zeros(1)])
+        terms = torch.as_tensor(loss_terms, dtype=torch.float64, device=rows.device)
+        return torch.cat([rows, (self.trace.to(rows.dtype) * (terms / loss_scale).square()).reshape(1)])
+
+    def tell(self, everywhere: Tensor) -> None:
+        """Take what `counts` of all ranks add up to in this step."""
+        self.everywhere = everywhere
+
+    def _by_mass(self, rows: float | Tensor) -> float | Tensor:
+        """Return rows in the shape of masses; `[]` of all groups as they are."""
+        if not isinstance(rows, Tensor) or rows.dim() == 0:
+            return rows
+        return rows.view(-1, 1) if self._masses > 1 else rows.squeeze(0)
+
+    def _clear(self) -> None:
+        self.rows, self.trace, self.everywhere = 0, None, None
 
     def averages(self, part: str) -> tuple[Factor, ...]:
         """Return the running averages behind one part of the block's inverse, as `Part.sums` lists them."""
@@ -92,7 +162,7 @@ class FactorPair:
         for factor in (self.a, self.g):
             if factor is not None:
                 factor.pending = None
-        self.rows = 0
+        self._clear()
 
     def held(self) -> Tensor:
         """Return whether any sample was ever accepted, `[]` bool."""
@@ -122,176 +192,10 @@ class FactorPair:
                 factor.load(tensors[name])
 
 
-class SeveralPairs(FactorPair):
-    """Keeps a pair of factors for each kind of call, and as the block's own `A` and `G` one pair that stands for all.
-
-    With `n` the mean eigenvalue, the calls of kind i give the sides `P_i`, `Q_i` and the weight `s_i = n(P_i) n(Q_i)`;
-    the block's factors are `Σ s_i P̂_i / Σ s_i` and `Σ s_i Q̂_i`, where `F̂ = F / n(F)`. Their product has the trace of
-    `Σ P_i ⊗ Q_i`, and equals it where the `P̂_i` or the `Q̂_i` are all equal.
-    """
-
-    __slots__ = ()
-
-    @abstractmethod
-    def members(self) -> Mapping[str, FactorPair]:
-        """Return the pairs by their names in checkpoints."""
-
-    @abstractmethod
-    def sides(self) -> Sequence[tuple[Factor | None, Factor | None]]:
-        """Return `P_i` and `Q_i`, None for the identity."""
-
-    def has_pending(self) -> bool:
-        return any(pair.has_pending() for pair in self.members().values())
-
-    def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor) -> None:
-        for pair in self.members().values():
-            if pair.has_pending():
-                pair.fold(loss_terms, decay, loss_scale)
-            else:
-                pair.age(decay)
-        self._count_refusals()
-        self.combine()
-
-    def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
-        for pair in self.members().values():
-            pair.age(decay, loss_terms)
-        self.combine()
-
-    def averages(self, part: str) -> tuple[Factor, ...]:
-        return tuple(factor for pair in self.members().values() for factor in pair.averages(part))
-
-    def discard(self) -> None:
-        for pair in self.members().values():
-            pair.discard()
-
-    def held(self) -> Tensor:
-        return torch.stack([pair.held() for pair in self.members().values()]).any()
-
-    def tensors(self) -> dict[str, Any]:
-        return {name: pair.tensors() for name, pair in self.members().items()}
-
-    def ranges(self) -> dict[str, Any]:
-        return {name: pair.ranges() for name, pair in self.members().items()}
-
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        for name, pair in self.members().items():
-            pair.load(tensors[name])
-        self._count_refusals()
-        self.combine()
-
-    def _count_refusals(self) -> None:
-        pairs = self.members().values()
-        self.refused.copy_(torch.stack([pair.refused for pair in pairs]).sum())
-        self.refused_in_a_row.copy_(torch.stack([pair.refused_in_a_row for pair in pairs]).amax())
-
-    def combine(self) -> None:
-        for pair in self.members().values():
-            pair.combine()
-        a_sides, g_sides = zip(*self.sides(), strict=True)
-        a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
-        weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # []
-        total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
-        if self.a is not None:
-            self.a.packed.copy_(_mix(a_sides, [_divide(w, n * total) for w, n in zip(weights, a_means, strict=True)]))
-        if self.g is not None:
-            self.g.packed.copy_(_mix(g_sides, [_divide(w, n) for w, n in zip(weights, g_means, strict=True)]))
-
-
-class OpposedPair(SeveralPairs):
-    """Keeps `A` and `G` of a matrix that some calls multiply by and others by its transpose, as with tied embeddings.
-
-    Each kind of call has a pair of its own: on one side of the matrix inputs meet output gradients, which have other
-    units.
-
-    Attributes:
-        own: of the calls that multiply by the matrix.
-        opposed: of those that multiply by its transpose; its `A` is on the side of `G`.
-    """
-
-    __slots__ = ("opposed", "own")
-
-    def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, dtype=dtype, device=device)
-        self.own = FactorPair(spec, dtype=dtype, device=device)
-        self.opposed = FactorPair(spec.transposed(), dtype=dtype, device=device)
-
-    def accumulate(self, stats: LayerStatistics) -> None:
-        (self.opposed if stats.opposed else self.own).accumulate(stats)
-
-    def members(self) -> Mapping[str, FactorPair]:
-        return {"own": self.own, "opposed": self.opposed}
-
-    def sides(self) -> Sequence[tuple[Factor | None, Factor | None]]:
-        return (self.own.a, self.own.g), (self.opposed.g, self.opposed.a)
-
-
-class PairPerTerm(SeveralPairs):
-    """Keeps `A` and `G` of each term of a loss, whose curvature is the sum `A₁ ⊗ G₁ + A₂ ⊗ G₂ + …`.
-
-    Attributes:
-        of_terms: the pairs, by the number of the term (`LayerStatistics.term`).
-    """
-
-    __slots__ = ("_layer", "of_terms")
-
-    def __init__(self, spec: LayerSpec, terms: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, dtype=dtype, device=device)
-        self.of_terms = [make_pair(spec, dtype=dtype, device=device) for _ in range(terms)]
-        self._layer = spec.name
-
-    def accumulate(self, stats: LayerStatistics) -> None:
-        """Add one call's moments to those of its term.
-
-        Raises:
-            ValueError: the loss has more terms than there are pairs.
-        """
-        if stats.term >= len(self.of_terms):
-            raise ValueError(
-                f"kfac_optim: a gradient of layer {self._layer!r} comes from call {stats.term + 1} of a criterion "
-                f"since the last step, and SumOfTerms keeps factors of {len(self.of_terms)} terms. Join terms in one "
-                "call (cat their residuals, each times the root of its weight), take one backward for each step, or "
-                "choose inverse=Cholesky(), which keeps one pair of factors for all."
-            )
-        self.of_terms[stats.term].accumulate(stats)
-
-    def members(self) -> Mapping[str, FactorPair]:
-        return {f"term{number}": pair for number, pair in enumerate(self.of_terms)}
-
-    def sides(self) -> Sequence[tuple[Factor | None, Factor | None]]:
-        return [(pair.a, pair.g) for pair in self.of_terms]
-
-
 def of_part(part: str, a: T | None, g: T | None) -> tuple[T, ...]:
     """Give what belongs to one part of a block (`Part.name`), from the values for `A` and for `G`."""
     assert part in ("A", "G", ""), part
     return tuple(each for name, each in (("A", a), ("G", g)) if each is not None and part in (name, ""))
-
-
-def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> FactorPair:
-    """Return a pair that has seen nothing."""
-    kind = OpposedPair if spec.opposed else FactorPair
-    return kind(spec, dtype=dtype, device=device)
-
-
-def _mean_eigenvalue(factor: Factor | None) -> Tensor:
-    """Return the mean eigenvalue of all blocks of the factor, `[]`; 1 for the identity."""
-    return torch.ones(()) if factor is None else factor.trace().mean() / factor.dim
-
-
-def _divide(left: Tensor, right: Tensor) -> Tensor:
-    """Return the quotient, and 0 where the divisor is 0."""
-    return torch.where(right > 0, left / right, 0.0)
-
-
-def _mix(factors: Sequence[Factor | None], weights: Sequence[Tensor]) -> Tensor:
-    """Return `Σ weight · average`, packed; all factors are there."""
-    mixed: Tensor | None = None
-    for factor, weight in zip(factors, weights, strict=True):
-        assert factor is not None
-        part = factor.packed * weight.to(factor.dtype)
-        mixed = part if mixed is None else mixed + part
-    assert mixed is not None
-    return mixed
 
 
 def _counts(rows: float | Tensor) -> bool:
@@ -299,18 +203,3 @@ def _counts(rows: float | Tensor) -> bool:
     if isinstance(rows, Tensor):
         return not on_host(rows) or bool((rows > 0).any())
     return rows > 0
-
-
-def _normalised(rows: float | Tensor, factor: Factor) -> tuple[float | Tensor, float | Tensor, Tensor | None]:
-    """Return the scale that makes a mean of the pending sum of `factor`, the mass of that mean, and its groups.
-
-    Groups with rows of their own share one mass, that of the first (of an attention the queries), or of the largest
-    where the first has none.
-    """
-    if not isinstance(rows, Tensor):
-        return 1 / rows, rows, None
-    # Rows that only the device could count may turn out to be none.
-    scale = 1 / rows.clamp(min=1).to(factor.mass.dtype)
-    if rows.dim() == 0:
-        return scale, rows, None
-    return scale, torch.where(rows[0] > 0, rows[0], rows.amax()), rows > 0

@@ -35,7 +35,8 @@ class LayerStatistics(ABC):
     def count(self) -> float | Tensor:
         """Return rows behind the input moment, each as often as it is weighed; 0 without one.
 
-        A tensor where only the device can count them, `[]`, and where the groups have rows of their own, `[groups]`.
+        A tensor where only the device can count them, `[]`, and where the groups have rows of their own
+        (`LayerSpec.own_rows`), `[groups]`.
         """
 
     @property
@@ -54,6 +55,14 @@ class LayerStatistics(ABC):
 
         Statistics of adapters that say `in_rows` are asked for sketches as well, as `second_moments.gram` gives them.
         """
+
+    @property
+    def trace(self) -> Tensor | None:
+        """Return by what the input moment of a row was divided, `[]`, where that depends on the rows of the step.
+
+        Ranks that see other rows tell each other. None of a plain sum.
+        """
+        return None
 
     @abstractmethod
     def output_moment(self, structure: Structure | Sketched) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import FactorPair, make_pair, of_part
+from kfac_optim.factors.kronecker_factors import FactorPair, of_part
 from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.several_pairs import make_pair
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.state import InverseState, Result
 from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
@@ -164,6 +165,12 @@ class PairState(InverseState, Generic[S]):
     def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
         self.pair.age(decay, loss_terms)
 
+    def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor | None:
+        return self.pair.counts(loss_terms, loss_scale)
+
+    def tell(self, everywhere: Tensor) -> None:
+        self.pair.tell(everywhere)
+
     def measures(self, part: str) -> tuple[Tensor, ...]:
         side = side_of(part)
         return self.condition[side], self.failed_in_a_row[side]
@@ -260,7 +267,7 @@ class PairInverse(Inverse[P]):
 
 def dense_sides(spec: LayerSpec) -> list[tuple[int, int]]:
     """Return size, and number of groups, of each factor that is dense."""
-    return [(dim, groups) for kept, groups, dim in spec.factors() if kept is Structure.DENSE]
+    return [(dim, groups) for kept, groups, dim, _ in spec.factors() if kept is Structure.DENSE]
 
 
 def dense_flops(spec: LayerSpec, per_cube: float, products: int) -> Cost:

@@ -153,6 +153,22 @@ class InverseState(ABC):
         """
         self._refuse_sharing()
 
+    def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor | None:
+        """Return numbers of this step that ranks add up before they fold, `[k]` float64; None if they need none.
+
+        They are asked of blocks whose sample is of the rows of all ranks together: of experts, of the terms of a loss,
+        and of losses that hold derivatives of the model. `k` is the same on all ranks.
+
+        Args:
+            loss_terms: as in `fold`.
+            loss_scale: as in `fold`.
+        """
+        return None
+
+    def tell(self, everywhere: Tensor) -> None:
+        """Take what `counts` of all ranks add up to, for the fold that follows."""
+        self._refuse_sharing()
+
     def results(self, part: str) -> tuple[Result, ...]:
         """Return what a rank that did not recompute the part needs to apply it, or to take statistics; no copies.
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import FactorPair, PairPerTerm
+from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.several_pairs import PairPerTerm
 from kfac_optim.inverses.batching import FactorJob, batches
 from kfac_optim.inverses.damped.base import identity_like
 from kfac_optim.inverses.damping import Damped, factored_tikhonov
@@ -57,8 +58,9 @@ class SumOfTerms(PairInverse[SumOfTermsState]):
 
     Refreshing costs about twice what it does with `Eigen`, applying four matrix products instead of two. Until a term
     has had statistics it counts nothing, and the inverse is that of `Cholesky`; one that has had some keeps its last
-    average where the loss leaves it out. On several processes each term has to have examples on each rank, or is
-    averaged over those that have. More than two terms are refused at their first backward, with a ValueError.
+    average where the loss leaves it out. On several processes a term may have examples on some ranks alone, where all
+    ranks call the criterion in the same order. More than two terms are refused at their first backward, with a
+    ValueError.
 
     `factors()` gives one pair whose product has the trace of the sum. Condition numbers in `metrics()` are those of
     the first term's damped factors, in the 1-norm.

@@ -104,7 +104,7 @@ class MultiheadAttentionAdapter(LayerAdapter[nn.MultiheadAttention]):
                 in_dim = inputs + len(params) - 1
                 shared = groups > 1 and wide > 1  # numbers are damped by their own kind, group by group
                 label = f"{name}.{label}".lstrip(".")
-                specs.append(LayerSpec(label, params, in_dim, wide, groups, shared_input=shared))
+                specs.append(LayerSpec(label, params, in_dim, wide, groups, shared_input=shared, own_rows=True))
         return tuple(specs)
 
     def capture(

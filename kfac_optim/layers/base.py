@@ -92,6 +92,9 @@ class LayerAdapter(ABC, Generic[M]):
 
     `BlockDiagonal` factors and `Subsample` are refused elsewhere."""
 
+    routes_rows = False
+    """Whether the data decide which groups get rows, as of experts, so that ranks have to tell each other."""
+
     owns_children = False
     """Whether the specs also take in parameters of the module's children, which are then no layers of their own."""
 

@@ -180,6 +180,8 @@ class TensorAdapter(ProductAdapter):
         sides: which dimensions number groups, outputs and inputs.
     """
 
+    routes_rows = True
+
     def __init__(self, shape: tuple[int, ...], sides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
         self.transposes = None
         self.shape, self.sides = shape, sides

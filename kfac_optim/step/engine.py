@@ -109,7 +109,8 @@ class Engine:
         if objective is not None:
             objective.loss_scale = admission.loss_scale
         with profiled("kfac.fold"):
-            fold_all([block for block in blocks if block in agreement.sampled], count, scale)
+            sampled = [block for block in blocks if block in agreement.sampled]
+            fold_all(sampled, count, scale, executor.statistics.tell_counts)
             executor.statistics.settle()
             if agreement.sampled and kl_clip is not None and self.choices.adapt_damping is None:
                 unit = step_size.loss_unit(memory)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out, precondition_jointly
+from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.utils.sharded_params import Shards, is_part
 
@@ -63,6 +64,15 @@ class Statistics:
 
     def emitted(self, block: KFACBlock) -> None:
         """Take notice, during backward, that `block` took statistics; they may be sent at once."""
+
+    def tell_counts(self, blocks: Sequence[KFACBlock], count: LossCount, gradient_scale: float | Tensor) -> None:
+        """Tell blocks that took statistics on some rank what all ranks have counted, as far as a fold asks for it.
+
+        Args:
+            blocks: the same on all ranks.
+            count: as of `KFACBlock.fold`.
+            gradient_scale: as of `KFACBlock.fold`.
+        """
 
     def settle(self) -> None:
         """Finish what `emitted` has begun, when the statistics of the step are folded."""

@@ -27,7 +27,7 @@ def test_shapes_are_those_of_the_models(model: shapes.Model, parameters: int, wi
     """Parameters as published; operations of one forward of the matrix products, two for each multiply-add."""
     assert sum(each.words for each in model) == parameters
     covered = [each for each in model if isinstance(each, Covered)]
-    assert max(dim for each in covered for kept, _, dim in each.spec.factors() if kept is DENSE) == widest
+    assert max(side.dim for each in covered for side in each.spec.factors() if side.structure is DENSE) == widest
     assert len({each.name for each in model}) == len(model)
     assert sum(2 * each.rows * each.words for each in covered) == pytest.approx(gigaflops * 1e9, rel=5e-3)
 

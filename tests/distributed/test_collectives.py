@@ -51,7 +51,7 @@ def reduced(comm: Communicator, bucket: ReduceBucket) -> dict[str, tuple[Tensor,
 
 def uneven_bucket(world_size: int, payload: torch.dtype) -> ReduceBucket:
     """With more than two ranks some own nothing."""
-    slots = (Slot("a", 3, 1), Slot("b", 2, 0), Slot("c", 5, 0, weighted=False), Slot("d", 7, 1))
+    slots = (Slot("a", 3, 1), Slot("b", 2, 0), Slot("c", 5, 0, masses=0), Slot("d", 7, 1))
     return ReduceBucket("uneven", slots, world_size, payload)
 
 
@@ -82,7 +82,7 @@ def check_sums(ranks: Ranks) -> None:
                     expected += (values.to(wide) * weight).to(payload).to(wide)
                 assert torch.equal(total, expected)
                 assert total.dtype == wide
-                if slot.weighted:
+                if slot.masses:
                     assert mass.dtype == wide
                     assert mass == sum(weight for _, weight in shares)
                 else:
@@ -105,8 +105,8 @@ class Scattering(Communicator):
 
 
 def scatter(_: int) -> tuple[list[dict[str, tuple[Tensor, Tensor | None]]], list[bool]]:
-    slots = (Slot("a", 3, 1), Slot("b", 2, 0), Slot("c", 2, 0, weighted=False))
-    even = ReduceBucket("even", (*slots, Slot("d", 1, 1, weighted=False)), 2, torch.float64)
+    slots = (Slot("a", 3, 1), Slot("b", 2, 0), Slot("c", 2, 0, masses=0))
+    even = ReduceBucket("even", (*slots, Slot("d", 1, 1, masses=0)), 2, torch.float64)
     with communicator(kind=Scattering) as comm, communicator() as exchanging:
         merged = [reduced(each, even) for each in (comm, exchanging)]
         narrow = ReduceBucket("narrow", even.slots, 2, torch.bfloat16)

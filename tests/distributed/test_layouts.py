@@ -33,10 +33,11 @@ def exchanged(bucket: ReduceBucket, given_: list[Contributions]) -> dict[str, Me
 @st.composite
 def reduce_buckets(draw: st.DrawFn) -> ReduceBucket:
     world_size = draw(st.integers(1, 4))
-    slots = [
-        Slot(f"layer{i}", draw(st.integers(0, 5)), draw(st.integers(0, world_size - 1)), draw(st.booleans()))
-        for i in range(draw(st.integers(1, 5)))
-    ]
+    slots = []
+    for i in range(draw(st.integers(1, 5))):
+        masses = draw(st.integers(0, 2))
+        elements = draw(st.integers(0, 5)) * max(masses, 1)
+        slots.append(Slot(f"layer{i}", elements, draw(st.integers(0, world_size - 1)), masses))
     return ReduceBucket("bucket", tuple(slots), world_size, draw(st.sampled_from(PAYLOADS)))
 
 
@@ -50,29 +51,30 @@ def test_every_slot_comes_out_as_the_sum_of_what_travelled_and_masses_are_exact(
 ) -> None:
     contributions = [Contributions(bucket, rank, CPU) for rank in range(bucket.world_size)]
     totals = {slot.name: torch.zeros(slot.elements, dtype=bucket.sum_dtype) for slot in bucket.slots}
-    masses = dict.fromkeys(totals, 0.0)
+    masses = {slot.name: torch.zeros(max(slot.masses, 1), 1, dtype=bucket.sum_dtype) for slot in bucket.slots}
     for rank, each in enumerate(contributions):
         for slot in bucket.slots:
             if slot.owner != rank and data.draw(st.booleans()):
-                values, mass = torch.randn(slot.elements, dtype=torch.float64), data.draw(MASSES)
+                values = torch.randn(slot.elements, dtype=torch.float64)
+                mass = torch.tensor([[data.draw(MASSES)] for _ in masses[slot.name]], dtype=bucket.sum_dtype)
                 each.put(slot.name, values, mass)
-                sent = (values.to(bucket.sum_dtype) * mass).to(bucket.payload)
-                totals[slot.name] += sent.to(bucket.sum_dtype)
+                parts = values.to(bucket.sum_dtype).view(len(mass), slot.elements // len(mass))
+                totals[slot.name] += (parts * mass).to(bucket.payload).to(bucket.sum_dtype).flatten()
                 masses[slot.name] += mass
     merged = exchanged(bucket, contributions)
     assert set(merged) == set(bucket.names)
     for slot in bucket.slots:
         total, mass = merged[slot.name]
         assert torch.equal(total, totals[slot.name])
-        assert (mass is not None) == slot.weighted
+        assert (mass is not None) == bool(slot.masses)
         if mass is not None:
-            assert float(mass) == masses[slot.name]
+            assert torch.equal(mass, masses[slot.name].flatten())
 
 
 @given(bucket=reduce_buckets())
 def test_bytes_are_those_of_the_values_and_of_one_mass_in_the_dtype_of_sums(bucket: ReduceBucket) -> None:
     mass = max(bucket.payload.itemsize, 4)
-    size = {slot.name: slot.elements * bucket.payload.itemsize + mass * slot.weighted for slot in bucket.slots}
+    size = {slot.name: slot.elements * bucket.payload.itemsize + mass * slot.masses for slot in bucket.slots}
     for rank in range(bucket.world_size):
         sent = sum(size[slot.name] for slot in bucket.slots if slot.owner != rank)
         assert bucket.sent_bytes(rank) == sent

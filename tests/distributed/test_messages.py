@@ -121,7 +121,7 @@ def test_each_rank_gets_what_it_needs(plan: Plan) -> None:
             part = each.part
             for number, factor in enumerate(part.sums if merges else ()):
                 slot = slots.pop(slot_name(layer.name, part.name, number))
-                assert (slot.elements, slot.owner, slot.weighted) == (factor.packed, each.owner, True)
+                assert (slot.elements, slot.owner, slot.masses) == (factor.packed, each.owner, factor.masses)
             takers = set(ranks) if merges else {*layer.workers, each.owner}
             for measuring, words, group in (
                 (True, part.measuring, takers),
@@ -156,7 +156,7 @@ def test_gradients_and_parameters_change_between_owners_and_all_others(
     assert {slot.name: (slot.owner, slot.elements) for slot in gradients} == owners
     assert {parcel.name: (parcel.source, parcel.elements) for parcel in parcels} == owners
     assert [slot.name for slot in gradients] == [parcel.name for parcel in parcels][::-1]
-    assert not any(slot.weighted for slot in gradients)
+    assert not any(slot.masses for slot in gradients)
     for parcel in parcels:
         assert parcel.targets == tuple(rank for rank in range(plan.ranks) if rank != parcel.source)
 

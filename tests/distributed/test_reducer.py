@@ -69,7 +69,7 @@ def programs(draw: st.DrawFn) -> tuple[list[ReduceBucket], list[list[Move]]]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     buckets, names = [], []
     for i, size in enumerate(sizes):
-        slots = tuple(Slot(f"{i}.{j}", 1, draw(st.integers(0, world_size - 1)), weighted=False) for j in range(size))
+        slots = tuple(Slot(f"{i}.{j}", 1, draw(st.integers(0, world_size - 1)), masses=0) for j in range(size))
         buckets.append(ReduceBucket(f"bucket {i}", slots, world_size, torch.float64))
         names += [slot.name for slot in slots]
     # Powers of two: no sum rounds, and no two sums are equal by chance.
@@ -178,7 +178,7 @@ def test_a_bucket_goes_when_it_and_all_before_it_are_complete_and_not_before(
 
 
 def one_slot_each(world_size: int, *names: str) -> list[ReduceBucket]:
-    return [ReduceBucket(f"of {name}", (Slot(name, 1, 0, weighted=False),), world_size) for name in names]
+    return [ReduceBucket(f"of {name}", (Slot(name, 1, 0, masses=0),), world_size) for name in names]
 
 
 def nothing(_: str) -> tuple[Tensor, float]:

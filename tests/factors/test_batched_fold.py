@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.batched_fold import fold_together, shared_by
-from kfac_optim.factors.kronecker_factors import FactorPair, make_pair
+from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.several_pairs import make_pair
 from kfac_optim.specs import LayerSpec, Structure
 
 STRUCTURES = [

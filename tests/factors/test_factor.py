@@ -265,17 +265,19 @@ def test_of_a_dense_average_one_triangle_is_kept_which_makes_it_exactly_symmetri
 @pytest.mark.parametrize("structure", [Structure.DENSE, Structure.DIAGONAL])
 @given(seen=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=4))
 def test_a_group_without_a_sample_stays_as_it_is(structure: Structure, seen: list[tuple[bool, bool, bool]]) -> None:
-    """Each group has a scale of its own; against a factor of that group alone, which counts the steps it was seen."""
-    factor = new_factor(structure, groups=3)
+    """Each group has a scale and a mass of its own; against a factor of that group alone, which ages in between."""
+    factor = Factor(3, 3, structure, 3, dtype=torch.float64, device=torch.device("cpu"))
     alone = [new_factor(structure, groups=1) for _ in range(3)]
     for of in ((True, True, True), *seen):
-        moment, scales = random_moment(factor), torch.tensor([1.0, 0.5, 0.1])
+        moment, scales, masses = random_moment(factor), torch.tensor([1.0, 0.5, 0.1]), torch.tensor([1.0, 2.0, 3.0])
         factor.add(moment.clone())
-        factor.fold(scale=scales, mass=1, decay=0.0, accept=YES, sampled=torch.tensor(of))
-        for one, part, scale, sampled in zip(alone, moment, scales, of, strict=True):
+        factor.fold(scale=scales.unsqueeze(1), mass=(masses * torch.tensor(of)).unsqueeze(1), decay=0.5, accept=YES)
+        for one, part, scale, mass, sampled in zip(alone, moment, scales, masses, of, strict=True):
             if sampled:
                 one.add(part[None].clone())
-                one.fold(scale=scale, mass=1, decay=0.0, accept=YES)
+                one.fold(scale=scale, mass=mass, decay=0.5, accept=YES)
+            else:
+                one.age(0.5)
     assert_same(factor.average, torch.cat([one.average for one in alone]), rtol=0)
 
 

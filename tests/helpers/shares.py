@@ -24,19 +24,43 @@ class Sample(NamedTuple):
     a: Tensor
     gradients: Tensor
     opposed: bool = False
+    groups: Tensor | None = None
+    """Which groups have these rows, `[groups]` bool; None is all."""
 
     @property
     def examples(self) -> int:
         return self.a.shape[1]
 
 
-def sample(spec: LayerSpec, examples: int, positions: int = 2, *, opposed: bool = False) -> Sample:
+class RoutedStatistics(OwnStatistics):
+    """Rows that some groups have."""
+
+    def __init__(self, a: Tensor, g: Tensor, groups: Tensor) -> None:
+        of_groups = groups.view(-1, 1, 1, 1)
+        super().__init__(a * of_groups, g * of_groups)
+        self.routed = groups
+
+    @property
+    def count(self) -> Tensor:  # type: ignore[override]
+        return self.a.shape[1] * self.a.shape[2] * self.routed
+
+
+def sample(
+    spec: LayerSpec, examples: int, positions: int = 2, *, opposed: bool = False, groups: Sequence[bool] | None = None
+) -> Sample:
     """Random rows, along each axis of another length, so that eigenvalues lie apart."""
     a, g = (
         torch.randn(shape.groups, examples, positions, shape.dim) * torch.arange(1, shape.dim + 1).sqrt()
         for shape in _sides(spec.transposed() if opposed else spec)
     )
-    return Sample(a, g, opposed)
+    return Sample(a, g, opposed, None if groups is None else torch.tensor(groups))
+
+
+def tell(states: Sequence[Any], terms: Sequence[float]) -> None:
+    """Tell each rank what all have counted in this step."""
+    everywhere = sum(state.counts(each, 1.0) for state, each in zip(states, terms, strict=True))
+    for state in states:
+        state.tell(everywhere)
 
 
 def _sides(spec: LayerSpec) -> tuple[FactorShape, FactorShape]:
@@ -55,6 +79,7 @@ class Ranks:
         owners: the rank that refreshes each part, by its name.
         workers: ranks that precondition.
         payload: dtype of what is sent.
+        tells: whether ranks tell each other what they have counted, before they fold.
     """
 
     inverse: Inverse[Any]
@@ -64,6 +89,7 @@ class Ranks:
     workers: set[int]
     dtype: torch.dtype = torch.float64
     payload: torch.dtype = torch.float64
+    tells: bool = False
     states: list[Any] = field(init=False)
     joint: Any = field(init=False)
 
@@ -92,19 +118,31 @@ class Ranks:
             elsewhere: how many examples of each rank do not.
         """
         elsewhere = elsewhere or [0] * self.size
-        for state, own, unseen in zip(self.states, samples, elsewhere, strict=True):
-            self._fold(state, own, unseen)
-        self._fold(self.joint, [each for own in samples for each in own], sum(elsewhere))
+        counts = [
+            self._accumulate(state, own, unseen)
+            for state, own, unseen in zip(self.states, samples, elsewhere, strict=True)
+        ]
+        if self.tells:
+            tell(self.states, counts)
+        everything = [each for own in samples for each in own]
+        counts.append(self._accumulate(self.joint, everything, sum(elsewhere)))
+        for state, terms in zip([*self.states, self.joint], counts, strict=True):
+            if state.has_pending():
+                state.fold(terms, DECAY)
+            else:
+                state.age(DECAY, terms)
 
-    def _fold(self, state: Any, samples: Sequence[Sample], unseen: int) -> None:
+    def _accumulate(self, state: Any, samples: Sequence[Sample], unseen: int) -> int:
+        """The terms of its loss."""
         terms = unseen + sum(each.examples for each in samples)
-        for a, gradients, opposed in samples:
-            gradients = gradients.to(self.dtype) / terms
-            state.accumulate(OwnStatistics(a.to(self.dtype), gradients, opposed=opposed))
-        if samples:
-            state.fold(terms, DECAY)
-        else:
-            state.age(DECAY, terms)
+        for a, gradients, opposed, groups in samples:
+            a, gradients = a.to(self.dtype), gradients.to(self.dtype) / terms
+            state.accumulate(
+                OwnStatistics(a, gradients, opposed=opposed)
+                if groups is None
+                else RoutedStatistics(a, gradients, groups)
+            )
+        return terms
 
     def refresh(self, damping: float, meanwhile: Callable[[], None] | None = None) -> None:
         """Merge, refresh and share; the refresh is of copies, taken over after `meanwhile`, where that is given."""
@@ -126,7 +164,8 @@ class Ranks:
             for index, own in enumerate(averages[owner]):
                 # Numbers of ranks without mass are never sent.
                 sent = [each[index] for each in averages if each[index] is not own]
-                total = sum((each.packed * each.mass for each in sent if each.mass > 0), 0 * own.packed * own.mass)
+                weighed = (torch.where(each.mass > 0, each.packed * each.mass, 0.0) for each in sent)
+                total = sum(weighed, 0 * own.packed * own.mass)
                 others.append((total, sum(each.mass for each in sent)))
             self.states[owner].merge(part, others)
             for rank, each in enumerate(averages):
@@ -137,7 +176,7 @@ class Ranks:
             for other in set(self.owners.values()) - {owner}:
                 (factor,) = self.states[owner].averages(part)
                 (told,) = self.states[other].averages(part)
-                told.elsewhere = Elsewhere(factor.trace(), factor.mass.clone())
+                told.elsewhere = Elsewhere(factor.trace(), factor.mass.amax())
 
     def share(self) -> None:
         for part, owner in self.owners.items():

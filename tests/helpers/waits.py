@@ -185,14 +185,14 @@ def steps(case: Case, waits: list[str], device: str) -> list[dict[str, Any]]:
 
 def sketched_dims(block: Any) -> list[int]:
     """The widths of the factors that are kept as sketches."""
-    return [dim for kept, _, dim in block.spec.by_blocks().factors() if isinstance(kept, Sketched)]
+    return [each.dim for each in block.spec.by_blocks().factors() if isinstance(each.structure, Sketched)]
 
 
 def dense_dims(block: Any) -> list[int]:
     """Sizes of the dense matrices that its inverse is made of."""
     if isinstance(block.inverse, DoublyFactored):
         return [inverse.shape[-1] for inverse in block.state.inverses.values()]
-    return [dim for kept, _, dim in block.spec.by_blocks().factors() if kept is Structure.DENSE]
+    return [each.dim for each in block.spec.by_blocks().factors() if each.structure is Structure.DENSE]
 
 
 # -- what waits, and what does not ---------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from kfac_optim import (
     NewtonSchulz,
     SumOfTerms,
 )
-from kfac_optim.factors.kronecker_factors import FactorPair, SeveralPairs
+from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.several_pairs import SeveralPairs
 from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.triangles import triangle_size, unpack_triangle
 from kfac_optim.specs import FactorShape, LayerSpec, Structure
@@ -164,7 +165,7 @@ def test_what_is_sent() -> None:
     assert [part.sent for part in Eigen().parts(layer)] == [2 * 21, 2 * 13]
     (part,) = EKFAC().parts(layer)
     assert (part.measuring, part.sent) == (2 * 26, 2 * 26 + 2 * 12)
-    assert part.sums == ((DENSE, 2, 4), (DENSE, 2, 3), (DIAGONAL, 2, 12))
+    assert part.sums == ((DENSE, 2, 4, 1), (DENSE, 2, 3, 1), (DIAGONAL, 2, 12, 1))
 
 
 def test_packed_and_whole_sizes_of_a_factor() -> None:

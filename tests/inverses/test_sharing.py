@@ -118,6 +118,24 @@ def test_a_refresh_is_that_of_one_process(
         assert_alike(ranks)
 
 
+@every_pair
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_refresh_of_groups_that_have_rows_on_some_ranks_is_that_of_one_process(
+    inverse: Inverse[Any], data: st.DataObject
+) -> None:
+    spec = LayerSpec("layer", ("weight",), 3, 2, groups=3, own_rows=True)
+    ranks = new_ranks(data.draw, inverse, spec, tells=True)
+    for _ in range(4):
+        routes = [data.draw(st.lists(st.booleans(), min_size=3, max_size=3)) for _ in ranks.states]
+        sizes = [data.draw(st.sampled_from([4, 9])) for _ in ranks.states]
+        shares = [[sample(spec, size, groups=of)] if any(of) else [] for size, of in zip(sizes, routes, strict=True)]
+        if any(shares):
+            ranks.fold(shares, [0 if share else 3 for share in shares])
+            ranks.refresh(DAMPING)
+            assert_one_process(ranks)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @given(data=st.data())
 def test_a_refresh_of_three_factors_is_that_of_one_process(bias: bool, data: st.DataObject) -> None:

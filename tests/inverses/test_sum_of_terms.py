@@ -8,7 +8,7 @@ import torch
 from helpers import oracles
 from helpers.oracles import assert_same
 from helpers.plain import assert_identical, edited, mlp, square_loss
-from helpers.shares import Ranks, Sample, sample
+from helpers.shares import Ranks, Sample, sample, tell
 from helpers.states import CPU, OwnStatistics, assert_resumes_bitwise, every_structure, spec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,25 +207,33 @@ def test_a_loaded_state_is_the_saved_one_to_the_bit(structure: tuple[Structure, 
 
 
 @pytest.mark.parametrize("opposed", [False, True])
-def test_ranks_that_each_have_both_terms_do_what_one_process_does(opposed: bool) -> None:
+def test_ranks_that_have_some_of_the_terms_do_what_one_process_does(opposed: bool) -> None:
     layer = LayerSpec("layer", ("weight",), 4, 3, opposed=opposed)
     ranks = Ranks(INVERSE, layer, 3, {"": 1}, {0, 1})
 
-    def both(*examples: int) -> list[Sample]:
+    def some(**examples: int) -> list[tuple[int, Sample]]:
         kinds = (False, True) if opposed else (False,)
-        return [sample(layer, count, opposed=kind) for count in examples for kind in kinds]
+        names = ("first", "second")
+        return [
+            (names.index(name), sample(layer, count, opposed=kind))
+            for name, count in examples.items()
+            for kind in kinds
+        ]
 
     with pytest.MonkeyPatch.context() as patch:
-        for _ in range(3):
-            shares = [both(9, 4), both(5, 6), both(3, 3)]
-            everything = [each for share in shares for each in share]
-            for state, own in zip([*ranks.states, ranks.joint], [*shares, everything], strict=True):
-                terms = sum(each.examples for each in own)
-                for number, (a, gradients, kind) in enumerate(own):
-                    stats = OwnStatistics(a, gradients / terms, opposed=kind)
-                    # Every other count of examples is of the second term.
-                    patch.setattr(OwnStatistics, "term", number // (2 if opposed else 1) % 2)
-                    state.accumulate(stats)
+        for shares in (
+            [some(first=9, second=4), some(first=5), some(first=3, second=3)],
+            [some(first=9), some(first=5), some(second=6)],
+            [some(first=9), some(first=5), some(first=2)],
+        ):
+            everything, states = [each for share in shares for each in share], [*ranks.states, ranks.joint]
+            counts = [sum(each.examples for _, each in own) for own in (*shares, everything)]
+            for state, own, terms in zip(states, [*shares, everything], counts, strict=True):
+                for term, (a, gradients, kind, _) in own:
+                    patch.setattr(OwnStatistics, "term", term)
+                    state.accumulate(OwnStatistics(a, gradients / terms, opposed=kind))
+            tell(ranks.states, counts[:-1])
+            for state, terms in zip(states, counts, strict=True):
                 state.fold(terms, 0.7)
             ranks.refresh(0.3)
     grad = torch.randn(1, 3, 4)

@@ -533,18 +533,25 @@ class GroupsOfTheirOwn(LayerStatistics):
 
 @pytest.mark.usefixtures("place")
 def test_every_group_is_averaged_over_its_own_rows_and_one_without_stays_as_it_is() -> None:
-    pair = FactorPair(LayerSpec("", ("weight",), 2, 1, groups=3), dtype=torch.float64, device=torch.device("cpu"))
+    spec = LayerSpec("", ("weight",), 2, 1, groups=3, own_rows=True)
+    pair = FactorPair(spec, dtype=torch.float64, device=torch.device("cpu"))
     whole = GroupsOfTheirOwn([1, 1, 1]).input_moment(Structure.DENSE)
     masses = []
     for counts in ([2, 5, 3], [1, 0, 4], [0, 6, 3], [0, 0, 0]):
         pair.accumulate(GroupsOfTheirOwn(counts))
         if pair.has_pending():
             pair.fold(1.0, 1.0, 1.0)
-        masses.append(float(pair.a.mass))
+        masses.append(pair.a.mass.flatten().tolist())
         assert_same(pair.a.average, whole)
         assert_same(pair.g.average, torch.ones(3, 1, 1))
         pair.discard()
-    assert masses == [2, 3, 9, 9]  # of the first group, or of the largest
+    assert masses == [[2, 5, 3], [3, 5, 7], [3, 11, 10], [3, 11, 10]]
+
+
+def test_groups_that_count_their_rows_are_refused_where_the_layer_has_one_mass() -> None:
+    pair = FactorPair(LayerSpec("mine", ("weight",), 2, 1, groups=3), dtype=torch.float64, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"groups of layer 'mine' have rows of their own, \[3\].*own_rows=True"):
+        pair.accumulate(GroupsOfTheirOwn([1, 2, 0]))
 
 
 class NoWaiting(TorchDispatchMode):

@@ -171,6 +171,19 @@ def test_an_expert_without_rows_keeps_its_averages() -> None:
         assert not torch.equal(then[0], now[0])
 
 
+def test_an_expert_that_rests_is_averaged_as_a_layer_that_rests() -> None:
+    model, twin, *_ = pair("[experts, out, in], F.linear of a slice")
+    ours, theirs = (KFACOptimizer(each, lr=0.0, factor_update_period=1) for each in (model, twin))
+    for ids in ([0, 0, 1], [0, 2, 2, 2], [1], [0, 0, 1, 2]):
+        x = torch.randn(len(ids), IN)
+        step(model, ours, x, torch.tensor(ids))
+        step(twin, theirs, x, torch.tensor(ids))
+    a, g = ours.factors()[""]
+    for expert in (0, 1, 2):
+        of_layer = tuple(each[0] for each in theirs.factors()[f"experts.{expert}"])
+        assert_same((a[expert], g[expert]), of_layer)
+
+
 def test_an_expert_takes_its_first_rows_whole_however_late_they_come() -> None:
     (_, _), (a, g) = two_steps(UNEVEN, torch.tensor([2]))
     torch.manual_seed(0)

@@ -30,20 +30,21 @@ class Slot:
         name: of the layer, and of what it is of it: for messages, and to report it.
         elements: how many; those of a packed triangle for a symmetric matrix (`linalg.pack_triangle`).
         owner: rank that gets the sum.
-        weighted: whether the masses are summed too, which takes one more element. A plain sum needs none.
+        masses: how many are summed too, each in one more element, of as many equal parts of the tensor. A plain sum has
+            none.
     """
 
     name: str
     elements: int
     owner: int
-    weighted: bool = True
+    masses: int = 1
 
 
 class SlotPlace(NamedTuple):
     """A place is where a slot lies in a flat tensor."""
 
     values: slice
-    mass: int | None
+    masses: slice | None
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ class ReduceBucket:
     @cached_property
     def sections(self) -> tuple[int, ...]:
         """Return elements of each owner's section in the dtype of sums."""
-        return tuple(sum(slot.elements + slot.weighted for slot in slots) for slots in self.owned)
+        return tuple(sum(slot.elements + slot.masses for slot in slots) for slots in self.owned)
 
     @cached_property
     def wire_sections(self) -> tuple[int, ...]:
         """Return elements of each owner's section in the dtype of the payload."""
         words = self.sum_dtype.itemsize // self.payload.itemsize
-        return tuple(sum(slot.elements + words * slot.weighted for slot in slots) for slots in self.owned)
+        return tuple(sum(slot.elements + words * slot.masses for slot in slots) for slots in self.owned)
 
     @cached_property
     def places(self) -> Mapping[str, SlotPlace]:
@@ -109,9 +110,10 @@ class ReduceBucket:
         for slots in self.owned:
             start, mass = 0, sum(slot.elements for slot in slots)
             for slot in slots:
-                places[slot.name] = SlotPlace(slice(start, start + slot.elements), mass if slot.weighted else None)
+                masses = slice(mass, mass + slot.masses) if slot.masses else None
+                places[slot.name] = SlotPlace(slice(start, start + slot.elements), masses)
                 start += slot.elements
-                mass += slot.weighted
+                mass += slot.masses
         return places
 
     def sent_bytes(self, rank: int) -> int:
@@ -148,8 +150,8 @@ class ReduceBucket:
         """Return the slots of an owner as views of its summed section, `[sections[owner]]`."""
         views = {}
         for slot in self.owned[owner]:
-            values, mass = self.places[slot.name]
-            views[slot.name] = Merged(section[values], None if mass is None else section[mass])
+            values, masses = self.places[slot.name]
+            views[slot.name] = Merged(section[values], None if masses is None else section[masses])
         return views
 
     def _parts(self, section: Tensor, owner: int) -> tuple[Tensor, Tensor]:
@@ -164,12 +166,13 @@ class Merged(NamedTuple):
     total: Tensor
     """`Σ w·S`, `[elements]`."""
     mass: Tensor | None
-    """`Σ w`, `[]`, 0 where none of them had anything; None of a slot that is not weighted."""
+    """`Σ w`, `[masses]`, 0 where none of them had anything; None of a plain sum."""
 
     def mean(self) -> Tensor:
         """Return `Σ w·S / Σ w`, `[elements]`; zeros if no rank had anything."""
-        assert self.mass is not None, "a slot that is not weighted has no mean"
-        return torch.where(self.mass > 0, self.total / self.mass, 0.0)
+        assert self.mass is not None, "a plain sum has no mean"
+        mass = self.mass.unsqueeze(-1)
+        return torch.where(mass > 0, _by_mass(self.total, len(mass)) / mass, 0.0).flatten()
 
 
 class Contributions:
@@ -199,7 +202,8 @@ class Contributions:
         Args:
             name: of a slot that another rank owns.
             values: of as many elements as the slot, in any shape; copied.
-            mass: a number, or `[]` on the same device; of a plain sum what it is to be multiplied by.
+            mass: a number, or as many as the slot has masses, on the same device; of a plain sum what it is to be
+                multiplied by.
         """
         total, masses = self._slots[name]
         if values.numel() != total.numel():
@@ -208,12 +212,18 @@ class Contributions:
                 f"{values.numel()}; was the model changed after the plan was made?"
             )
         weight = mass if isinstance(mass, Tensor) else torch.full((), mass, device=total.device, dtype=total.dtype)
-        weight = weight.to(total.dtype)
+        weight = weight.to(total.dtype).view(-1, 1)
         counts = weight > 0
         # What weighs nothing may be anything: 0 · inf must not reach the sum.
-        total.copy_(torch.where(counts, values.detach().flatten().to(total.dtype) * weight, 0.0))
+        weighed = _by_mass(values.detach().to(total.dtype), len(weight)) * weight
+        total.copy_(torch.where(counts, weighed, 0.0).flatten())
         if masses is not None:
-            masses.copy_(torch.where(counts, weight, 0.0))
+            masses.copy_(torch.where(counts, weight, 0.0).flatten())
+
+
+def _by_mass(values: Tensor, masses: int) -> Tensor:
+    """Return values `[masses, elements / masses]`."""
+    return values.reshape(masses, values.numel() // masses)
 
 
 # -- parcels from their sources ----------------------------------------------------------------------------------

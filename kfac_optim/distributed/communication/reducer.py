@@ -43,8 +43,8 @@ class Reducer:
         Args:
             name: of a slot. Of one that this rank owns the report alone counts, not what it holds.
             values: a mean, of as many elements as the slot, in any shape; copied.
-            mass: that is behind it, a number, or `[]` on the same device; 0 if there is nothing, whatever the values
-                are then. Of a plain sum what it is to be multiplied by.
+            mass: that is behind it, a number, or as many as the slot has, on the same device; 0 if there is nothing,
+                whatever the values are then. Of a plain sum what it is to be multiplied by.
 
         Raises:
             ValueError: no bucket has the name, or the slot has another size.

@@ -61,7 +61,7 @@ def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]
     """
     slots = {
         part.name_in(layer.name): [
-            Slot(slot_name(layer.name, part.part.name, number), factor.packed, part.owner)
+            Slot(slot_name(layer.name, part.part.name, number), factor.packed, part.owner, factor.masses)
             for number, factor in enumerate(part.part.sums)
         ]
         for layer in plan.layers
@@ -87,7 +87,7 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
     _check_sharded(plan)
     dtype = plan.options.parameter_dtype
     return tuple(
-        ReduceBucket(name, tuple(Slot(i.name, i.words, i.rank, weighted=False) for i, _ in sent), plan.ranks, dtype)
+        ReduceBucket(name, tuple(Slot(i.name, i.words, i.rank, masses=0) for i, _ in sent), plan.ranks, dtype)
         for name, sent in _launches(plan, Payload.GRADIENTS, names)
     )
 

@@ -326,7 +326,10 @@ class _Planner:
 
 
 def _part_plans(parts: Sequence[Part], where: LayerPlace, mass: int) -> tuple[PartPlan, ...]:
-    return tuple(PartPlan(part, where.owners[part.name], _packed(part) + mass * len(part.sums)) for part in parts)
+    return tuple(
+        PartPlan(part, where.owners[part.name], _packed(part) + mass * sum(factor.masses for factor in part.sums))
+        for part in parts
+    )
 
 
 def _with_owner(workers: range, owner: int) -> range:

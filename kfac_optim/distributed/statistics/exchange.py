@@ -116,6 +116,13 @@ class StatisticsExchange:
             self.forget_others(blocks)
         self._tell_of_each_other([block for block in blocks if _is_apart(self._layers[block.name])])
 
+    def add_up(self, counts: Mapping[KFACBlock, Tensor]) -> dict[KFACBlock, Tensor]:
+        """Return the sum over ranks of each tensor, of the same blocks and shapes on all ranks, in float64."""
+        own = torch.cat([each.to(self._main.device, torch.float64) for each in counts.values()])
+        summed = self._main.all_reduce("counts", own, layers=[block.name for block in counts]).wait()
+        parts = torch.split(summed, [len(each) for each in counts.values()])
+        return {block: part.to(each.device) for (block, each), part in zip(counts.items(), parts, strict=True)}
+
     def abandon(self, blocks: Sequence[KFACBlock]) -> None:
         """Have no sums of these blocks under way; what was launched is thrown away."""
         self.reducer(blocks).abandon()
@@ -251,7 +258,7 @@ class StatisticsExchange:
             for factor in factors.values():
                 factor.elsewhere = None  # known from the last refresh
             # Samples come for both at once.
-            mass = torch.stack([factor.mass for factor in factors.values()]).amax()
+            mass = torch.stack([factor.mass.amax() for factor in factors.values()]).amax()
             self._told[block.name] = {
                 part.part.name: told.get(part.name_in(block.name), Elsewhere(factors[part.part.name].trace(), mass))
                 for _, part in self._parts([block])
@@ -268,7 +275,7 @@ class StatisticsExchange:
         for block, part in parts:
             (factor,) = block.state.averages(part.part.name)
             factor.elsewhere = None  # known from the last refresh
-            known = torch.cat([factor.trace().double(), factor.mass.double().reshape(1)])
+            known = torch.cat([factor.trace().double(), factor.mass.double().amax().reshape(1)])
             pieces.append(known if part.owner == self.rank else torch.zeros_like(known))
             factors.append(factor)
         summed = self._main.all_reduce("traces", torch.cat(pieces), layers=[block.name for block in blocks]).wait()

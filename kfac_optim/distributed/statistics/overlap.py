@@ -38,8 +38,8 @@ class EarlyReports:
 
     def emitted(self, block: KFACBlock, due: Callable[[], Sequence[KFACBlock]]) -> None:
         """Report a block that took statistics; `due` gives those that the coming step refreshes on all ranks."""
-        if block.joint is not None:
-            return  # statistics are made at the step
+        if block.joint is not None or block.counts_together:
+            return  # statistics are made at the step, or fold with what other ranks have counted by then
         if not block.has_pending():
             return  # a call without examples: whether the block is folded, other ranks decide
         if block in self._reported:

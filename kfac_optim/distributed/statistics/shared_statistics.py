@@ -1,10 +1,11 @@
 """Statistics and inverses of one plan, step by step: which blocks refresh, what is sent early, and what is left."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports
@@ -26,11 +27,13 @@ class SharedStatistics(Statistics):
     Attributes:
         exchange: as given.
         blocks: as given, or as `follow` has replaced them.
+        joined: names of blocks of which all ranks know that statistics are made of all uses of the matrix together.
     """
 
     def __init__(self, exchange: StatisticsExchange, reports: EarlyReports | None, blocks: Sequence[KFACBlock]) -> None:
         self.exchange = exchange
         self.blocks = blocks
+        self.joined: set[str] = set()
         self._reports = reports
         self._listens = True
         # What the plan was made of, and the states whose memory was laid out: to see when a block gets another.
@@ -106,6 +109,25 @@ class SharedStatistics(Statistics):
         # A forward may have shown another use of the weight since the plan was made: then the step plans again.
         if self._reports is not None and self._listens and self._specs.get(block) == block.spec:
             self._reports.emitted(block, self.coming)
+
+    def join(self, names: Collection[str]) -> bool:
+        """Have statistics of these blocks made of all uses together, as some rank does; whether that is new."""
+        new = not self.joined.issuperset(names)
+        self.joined.update(names)
+        for block in self.blocks:
+            if block.name in self.joined:
+                block.join_uses()
+        return new
+
+    def tell_counts(self, blocks: Sequence[KFACBlock], count: LossCount, gradient_scale: float | Tensor) -> None:
+        if not self.exchange.merges:
+            return
+        together = [block for block in blocks if block.counts_together or block.name in self.joined]
+        counted = {block: block.counts(count, gradient_scale) for block in together}
+        known = {block: each for block, each in counted.items() if each is not None}
+        if known:
+            for block, everywhere in self.exchange.add_up(known).items():
+                block.state.tell(everywhere)
 
     def settle(self) -> None:
         if coming := self.coming():

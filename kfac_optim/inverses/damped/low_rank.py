@@ -126,7 +126,7 @@ class LowRank(PairInverse[LowRankState]):
     def flops(self, spec: LayerSpec) -> Cost:
         refresh, per_element = 0.0, 0.0
         r = float(self.rank)
-        for structure, groups, dim in spec.factors():
+        for structure, groups, dim, _ in spec.factors():
             if isinstance(structure, Sketched):
                 refresh += groups * sketched_refresh(dim, structure.columns)
                 per_element += 4 * r

@@ -106,7 +106,7 @@ class InverseAndRoot(PairInverse[PowersState]):
 
     def flops(self, spec: LayerSpec) -> Cost:
         refresh, per_element = 0.0, 0.0
-        for structure, groups, dim in spec.factors():
+        for structure, groups, dim, _ in spec.factors():
             if isinstance(structure, Sketched):
                 refresh += groups * sketched_refresh(dim, structure.columns)
                 per_element += 4.0 * self.rank

@@ -89,7 +89,7 @@ class EKFAC(EigenbasisInverse[EKFACState]):
     def parts(self, spec: LayerSpec) -> tuple[Part, ...]:
         """Return one part: `S` belongs to both bases, in which every rank samples it."""
         parts = super().parts(spec)
-        scales = FactorShape(Structure.DIAGONAL, spec.groups, spec.out_dim * spec.in_dim)
+        scales = FactorShape(Structure.DIAGONAL, spec.groups, spec.out_dim * spec.in_dim, spec.masses)
         measured = Structure.IDENTITY not in spec.structure
         # Eigenvalues serve the rank that refreshes alone; `solved` goes once.
         bases = spec.groups + sum(groups * dim**2 for dim, groups in dense_sides(spec))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.factors.kronecker_factors import FactorPair, OpposedPair, of_part
+from kfac_optim.factors.kronecker_factors import of_part
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.inverses.eigenbasis.base import EigenState, Spectrum, outer
@@ -52,7 +52,8 @@ class EKFACState(EigenState):
         self._per_example = per_example
         self.shape = (spec.groups, spec.out_dim, spec.in_dim)
         compute = self.condition.dtype
-        self.scales = Factor(spec.groups, spec.out_dim * spec.in_dim, Structure.DIAGONAL, dtype=compute, device=device)
+        numbers = spec.out_dim * spec.in_dim
+        self.scales = Factor(spec.groups, numbers, Structure.DIAGONAL, spec.masses, dtype=compute, device=device)
         self.applied: Tensor | None = None
         self.measured = Structure.IDENTITY not in spec.structure
         self.expressed = True
@@ -121,7 +122,7 @@ class EKFACState(EigenState):
         if old.g is not None and g is not None:
             moments.copy_(_squared_overlaps(old.g, g).mT @ moments)
         self.scales.mass.mul_(old.ready)
-        moments.copy_(torch.where(self.scales.mass > 0, moments, self.eigenvalues()))
+        moments.copy_(torch.where(self.scales.mass.view(-1, 1, 1) > 0, moments, self.eigenvalues()))
 
     def expected(self) -> Tensor:
         """Return `S` as the factors' present averages would have it, `[groups, out, in]` or of size 1 along an axis.
@@ -152,7 +153,7 @@ class EKFACState(EigenState):
         self.forget_pending()
 
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
-        used, refused = _used(self.pair), self.pair.refused.clone()
+        used, refused = self.pair.used(), self.pair.refused.clone()
         super().fold(loss_terms, decay, loss_scale)
         accepted = self.pair.refused == refused
         if self.measured:
@@ -166,9 +167,10 @@ class EKFACState(EigenState):
         return super().averages(part) + ((self.scales,) if self.measured else ())
 
     def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
+        terms = self.pair.zeros(loss_terms)
         super().age(decay, loss_terms)
         if self.measured:
-            self.scales.age(decay, loss_terms)
+            self.scales.age(decay, terms)
 
     def take(self, part: str, received: Mapping[int, Tensor]) -> None:
         last = len(self.results(part)) - 1  # S
@@ -237,7 +239,12 @@ class EKFACState(EigenState):
         self.scales.add(sign * squares.flatten(1))
 
     def _fold_sample(
-        self, loss_terms: float | Tensor, used: int | Tensor, decay: float, loss_scale: float | Tensor, accepted: Tensor
+        self,
+        loss_terms: float | Tensor,
+        used: float | Tensor,
+        decay: float,
+        loss_scale: float | Tensor,
+        accepted: Tensor,
     ) -> None:
         scales = self.scales
         if isinstance(loss_terms, Tensor):  # what was refused may be the number of terms itself
@@ -281,15 +288,6 @@ def _diagonal_in(factor: Factor | None, spectrum: Spectrum | None) -> Tensor | N
     if spectrum.basis is None:
         return average
     return (spectrum.basis * (average @ spectrum.basis)).sum(-2).clamp(min=0)
-
-
-def _used(pair: FactorPair) -> int | Tensor:
-    """Return whether the step had any row, 1 or 0; a tensor `[]` if only an accelerator knows."""
-    counts = [pair.own.rows, pair.opposed.rows] if isinstance(pair, OpposedPair) else [pair.rows]
-    found: int | Tensor = 0
-    for rows in counts:
-        found = found + ((rows > 0).any().long() if isinstance(rows, Tensor) else int(rows > 0))
-    return found.clamp(max=1) if isinstance(found, Tensor) else min(found, 1)
 
 
 def _without_latest(stats: LayerStatistics, call: LayerCall) -> LayerStatistics:
