@@ -46,6 +46,7 @@ class CaptureWindow(Ledger):
             loop count.
         recorder: keeps forwards that are to be run again; None where none are.
         terms: takes the terms of the loss that the training loop states; None where the loss is not named.
+        terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
         worker: the number of this process among those that train the model, for the same use.
         graphs: what compiled graphs tell.
@@ -71,6 +72,7 @@ class CaptureWindow(Ledger):
         self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
         self.recorder: ForwardKeeper | None = None
         self.terms: TermObserver | None = None
+        self.terms_of: Callable[[Any], int | None] | None = None
 
     def hooked(self) -> Collection[LayerHooks]:
         """Give the hooks that are put on layers now."""
@@ -214,7 +216,7 @@ class CaptureWindow(Ledger):
 
     def captures(self) -> bool:
         """Return whether the graph that is being traced is one that captures."""
-        return self.capturing and self.estimate is None and torch.is_grad_enabled()
+        return self.capturing and torch.is_grad_enabled()
 
     def close(self) -> LossCount:
         count = super().close()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributions, nn
 
-from kfac_optim.capture.calls import ForwardCall, Ledger
-from kfac_optim.capture.graph_walk import calls_behind
+from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.graph_walk import Behind, look_behind
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criterion_term import CriterionTerm
@@ -28,7 +28,7 @@ from kfac_optim.fisher.likelihoods import (
     Outputs,
     Vectors,
 )
-from kfac_optim.utils.autograd import GradientEdge, in_function_transform, on_gradient
+from kfac_optim.utils.autograd import in_function_transform, on_gradient
 from kfac_optim.utils.hooks import PicklableHook
 
 Passes = Callable[[Likelihood, Outputs, torch.Generator], Iterator[Vectors]]
@@ -112,20 +112,20 @@ class CriterionTerms:
         window = self._window()
         if window is None or not window.listening:
             return
-        calls = calls_behind(outputs, window)
-        if not calls:
+        behind = look_behind(outputs, window, window.graphs.anchor)
+        if not behind.calls and not behind.in_graphs:
             return
+        calls = [call for call, _ in behind.calls] + (window.graphs.calls() if behind.in_graphs else [])
         seen = tuple(_with_batch(output.detach(), calls) for output in outputs)
         if isinstance(likelihood, Categorical) and seen[0].dim() < 2:
             seen = tuple(output.detach() for output in outputs)
         examples = 1 if seen[0].dim() < 2 else len(seen[0])
         term = CriterionTerm(likelihood, window.tally.next_term(), examples, divisor)
         if isinstance(loss, Tensor):
-            on_gradient(loss, _Weighed(window, term, [call for call, _ in calls]))
+            on_gradient(loss, _Weighed(window, term, behind))
         else:
             term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
-            for call, _ in calls:
-                call.note_criterion()
+            _note_criterion(behind)
         ExtraBackward(
             weakref.ref(window),
             likelihood,
@@ -133,7 +133,8 @@ class CriterionTerms:
             self._several,
             0,
             RootCall(0),
-            calls,
+            behind.calls,
+            behind.in_graphs,
             seen,
             self._seed,
             term,
@@ -173,19 +174,29 @@ class _Weighed:
     The backward comes here before it comes to what the criterion read, and to the output of the model.
     """
 
-    def __init__(self, ledger: Ledger, term: CriterionTerm, calls: Sequence[ForwardCall]) -> None:
-        self._ledger = weakref.ref(ledger)
+    def __init__(self, window: CaptureWindow, term: CriterionTerm, behind: Behind) -> None:
+        self._window = weakref.ref(window)
         self._term = term
-        self._calls = calls
+        self._behind = behind
 
     def __call__(self, gradient: Tensor) -> None:
-        ledger = self._ledger()
-        if ledger is None or not ledger.listening or not any(call.is_reached() for call in self._calls):
+        window = self._window()
+        if window is None or not window.listening:
             return
-        for call in self._calls:
-            call.note_criterion()
+        in_graphs = self._behind.in_graphs and window.is_reached()
+        if not in_graphs and not any(call.is_reached() for call, _ in self._behind.calls):
+            return
+        _note_criterion(self._behind)
         if self._term.factor is None:
             self._term.factor = gradient.detach()
+
+
+def _note_criterion(behind: Behind) -> None:
+    """Have the forwards behind what a criterion reads know it."""
+    for call, _ in behind.calls:
+        call.note_criterion()
+    for root in behind.forwards:
+        root.by_criterion = True
 
 
 def _read(criterion: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Outputs, Any] | None:
@@ -209,10 +220,10 @@ def _terms(criterion: nn.Module, outputs: Outputs, target: Any) -> float | Tenso
     return logits.numel() / max(1, logits.shape[1 if logits.dim() > 1 else 0])
 
 
-def _with_batch(output: Tensor, calls: Sequence[tuple[ForwardCall, GradientEdge]]) -> Tensor:
+def _with_batch(output: Tensor, calls: Sequence[ForwardCall]) -> Tensor:
     """Return `[examples, …]`: a criterion often reads one number for each example, `[examples]`."""
     if output.dim() > 1:
         return output
-    if output.numel() == 1 or any(call.batch() == len(output) for call, _ in calls):
+    if output.numel() == 1 or any(call.batch() == len(output) for call in calls):
         return output.reshape(-1, 1)
     return output
