@@ -141,13 +141,8 @@ class LossTally:
             self._counted[root.model] += 1 if self._is_single(root) else root.terms
 
     def pass_by(self, root: RootCall) -> None:
-        """Note that the training loop's backward goes on through a forward in a compiled graph.
-
-        The passes of an estimate come before, if any do.
-        """
+        """Note that a backward goes on through a forward in a graph, after the passes of an estimate if any come."""
         self.by_output |= not self.has_counted(root)
-        if self.is_sum:
-            self.count(root)
 
     def count_layer(self, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int) -> RootCall:
         """Count by a layer whose output a backward came to.

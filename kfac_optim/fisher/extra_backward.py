@@ -185,7 +185,7 @@ class _Passes:
             self.calls += self.found
         known = {call: gradient for call, _, gradient in commits}
         if not all(call in known for call in self.found):
-            # What a checkpoint dropped is computed again for each pass, in the same order.
+            # Calls that a checkpoint dropped are made again in each pass, and come in the same order.
             known = dict(zip(self.found, (gradient for _, _, gradient in commits), strict=True))
         return [known[call] for call in self.found]
 

@@ -327,7 +327,7 @@ def test_a_gradient_of_which_a_part_was_captured_is_found() -> None:
     torch.manual_seed(0)
     model = Borrowing().double()
     with pytest.warns(UserWarning, match=r"only a part was captured.*'first'"):
-        optimizer, _ = train(model, whole(model), nn.CrossEntropyLoss(), MonteCarlo, plain)
+        optimizer, _ = train(model, whole(model), nn.CrossEntropyLoss(), MonteCarlo, plain, 1)
     assert list(optimizer.factors()) == ["last"]
 
 
