@@ -61,7 +61,7 @@ class Empirical(Estimate):
     The resulting `A ⊗ G` approximates the empirical Fisher, which is not the Fisher: it vanishes with the
     residuals, so near a perfect fit steps are bounded by the damping and the trust region (Kunstner et al. 2019).
 
-    Use it where the loss is none of those that the others know, under `torch.compile`, and where steps must be cheap.
+    Use it where the loss is none of those that the others know, and where steps must be cheap.
     """
 
     def __repr__(self) -> str:
@@ -78,8 +78,9 @@ class NamedLoss(Estimate):
     """Knows the loss and does not look at its targets; it takes extra passes of backward on statistics steps.
 
     They run within the training loop's own `backward()`, through its own graph, before it goes on from the model's
-    output. Models under `torch.compile` have no such graph, and checkpointing with `use_reentrant=True` allows no such
-    pass: there use `Empirical`.
+    output. Under `torch.compile` they run the backward of the compiled graph, from what the criterion reads: call the
+    very `criterion` that is named here, outside of what is compiled. Checkpointing with `use_reentrant=True` allows no
+    such pass, unless it is part of a compiled graph: there use `Empirical`.
 
     Args:
         criterion: `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.GaussianNLLLoss` (of a model that

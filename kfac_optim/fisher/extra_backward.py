@@ -3,6 +3,9 @@
 When the loop's backward comes to the output of the model, and before it goes on, passes of the estimate's own run from
 there to the outputs of the layers. So they come only where a backward comes, need no second forward (no dropout mask,
 no buffer of a normalisation layer is touched), accumulate nothing into `.grad`, and the graph is there.
+
+A compiled graph is one node of it, with layers inside. There a pass goes through the whole backward of the graph, whose
+operators hand over what it comes to at the layers (`capture.graph_ops`).
 """
 
 import weakref

@@ -162,6 +162,10 @@ def by_another_function(call: Call, _: nn.Module, step: int) -> None:
     F.cross_entropy(call(batch(step)), classes(step)).backward()
 
 
+def attacked_by_another_function(call: Call, _: nn.Module, step: int) -> None:
+    after_an_attack(call, F.cross_entropy, step)  # type: ignore[arg-type]
+
+
 def of_two_outputs(call: Call, criterion: nn.Module, step: int) -> None:
     mean, variance = call(batch(step))
     criterion(mean, batch(step + 3, dim=2), variance).backward()
@@ -205,6 +209,7 @@ CASES: dict[str, Case] = {
     "by parts": (mlp, by_parts, nn.CrossEntropyLoss, ExactGGN, plain, {}),
     "in part": (mlp, in_part, nn.CrossEntropyLoss, MonteCarlo, plain, {}),
     "by parts, no criterion": (mlp, by_parts, nn.CrossEntropyLoss, ExactGGN, by_another_function, {}),
+    "by parts, attacked": (mlp, by_parts, nn.CrossEntropyLoss, MonteCarlo, attacked_by_another_function, {}),
     "graphs in a row": (Broken, whole, nn.CrossEntropyLoss, ExactGGN, plain, {}),
     "other sizes": (mlp, by_size, nn.CrossEntropyLoss, ExactGGN, other_sizes, {"factor_update_period": 1}),
     "attacked": (mlp, whole, nn.CrossEntropyLoss, MonteCarlo, after_an_attack, {}),
@@ -219,7 +224,7 @@ CASES: dict[str, Case] = {
     "numbers": (one_number, whole, nn.MSELoss, ExactGGN, of_numbers, {}),
     "a sum": (mlp, within_a_function, lambda: nn.MSELoss(reduction="sum"), MonteCarlo, regression, {}),
     "convolutions": (convolutions, whole, nn.CrossEntropyLoss, MonteCarlo, plain, {}),
-    "sample space": (mlp, whole, nn.MSELoss, ExactGGN, regression, {"inverse": SampleSpace()}),
+    "sample space": (one_number, whole, nn.MSELoss, ExactGGN, of_numbers, {"inverse": SampleSpace()}),
 }
 
 
@@ -236,7 +241,8 @@ def test_the_statistics_and_steps_are_those_of_the_eager_model(case: Case) -> No
     assert_same_factors(found.factors(), expected.factors())
     assert_identical(ours[0], gradients[0])
     assert_same(torch.cat([p.flatten() for p in clones(model.parameters())]), _flat(twin), rtol=1e-11)
-    assert found.metrics()["unpreconditioned_blocks"] == expected.metrics()["unpreconditioned_blocks"]
+    for count in ("unpreconditioned_blocks", "dropped_calls"):
+        assert found.metrics()[count] == expected.metrics()[count], count
 
 
 def _flat(model: nn.Module) -> Tensor:
@@ -261,7 +267,12 @@ def test_the_exact_matrix_of_one_example_is_the_dense_one() -> None:
         assert_same(torch.kron(g[0], a[0]), rows.mT @ curvature @ rows, rtol=1e-9)
 
 
-def test_there_are_two_graphs_and_passes_on_statistics_steps_alone() -> None:
+@pytest.mark.parametrize(
+    ("estimate", "expected"),
+    # The loop's own, one for the one column, one for where it comes to; and once to see that rows are examples.
+    [(MonteCarlo, [2, 1, 2, 1, 2]), (ExactGGN, [4, 1, 3, 1, 3])],
+)
+def test_there_are_two_graphs_and_passes_on_statistics_steps_alone(estimate: Any, expected: list[int]) -> None:
     passes: list[int] = []
 
     def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -278,12 +289,12 @@ def test_there_are_two_graphs_and_passes_on_statistics_steps_alone() -> None:
 
     def loop(call: Call, criterion: nn.Module, step: int) -> None:
         passes.append(0)
-        plain(call, criterion, step)
+        of_numbers(call, criterion, step)
 
     counter = torch._dynamo.testing.CompileCounterWithBackend(counting)
-    model = mlp()
-    train(model, torch.compile(model, backend=counter, fullgraph=True), nn.CrossEntropyLoss(), MonteCarlo, loop, 5)
-    assert passes == [2, 1, 2, 1, 2]
+    model = one_number().double()
+    train(model, torch.compile(model, backend=counter, fullgraph=True), nn.MSELoss(), estimate, loop, 5)
+    assert passes == expected
     assert counter.frame_count == 2, "one graph with statistics, one without"
 
 
@@ -327,7 +338,7 @@ def test_a_gradient_of_which_a_part_was_captured_is_found() -> None:
     torch.manual_seed(0)
     model = Borrowing().double()
     with pytest.warns(UserWarning, match=r"only a part was captured.*'first'"):
-        optimizer, _ = train(model, whole(model), nn.CrossEntropyLoss(), MonteCarlo, plain, 1)
+        optimizer, _ = train(model, whole(model), nn.CrossEntropyLoss(), MonteCarlo, plain, 3)
     assert list(optimizer.factors()) == ["last"]
 
 
@@ -348,6 +359,21 @@ def test_a_forward_that_no_criterion_reads_is_warned_of() -> None:
 
     with pytest.warns(UserWarning, match="on some outputs of the model.*left out where the model is compiled"):
         train(model, within_a_function(model), nn.CrossEntropyLoss(), MonteCarlo, loop, 1)
+
+
+def test_a_second_backward_after_zero_grad_is_of_the_same_statistics() -> None:
+    factors = []
+    for again in (False, True):
+        model, criterion = mlp(), nn.CrossEntropyLoss()
+        optimizer = KFACOptimizer(model, lr=0.0, estimate=MonteCarlo(criterion))
+        loss = criterion(whole(model)(batch()), classes(0))
+        loss.backward(retain_graph=True)
+        if again:
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        factors.append(optimizer.factors())
+    assert_same_factors(*factors)
 
 
 @pytest.mark.slow
