@@ -180,7 +180,7 @@ class ForwardCall:
         watch: the layer.
         root: the forward of the model that it is part of; None outside of any.
         examples: that the layer was handed; None for a single one without a batch dimension.
-        layer_input: None in a compiled graph, which hands it over with each gradient.
+        layer_input: None in a compiled graph, which hands it over with each gradient; `open` takes it as well then.
         training: as in `LayerCall`, as are `context` and `term`.
     """
 
@@ -311,11 +311,7 @@ class ForwardCall:
         return watch is not None and reaches(watch.used)
 
     def open(self, layer_input: Tensor | None = None) -> bool:
-        """Commit the call, whose gradients an estimate will hand over; whether it counts, or does already.
-
-        Args:
-            layer_input: of a call in a compiled graph, until it is released.
-        """
+        """Commit the call, whose gradients an estimate will hand over; whether it counts, or does already."""
         if layer_input is not None:
             self._input, self._version = layer_input, version(layer_input)
         if (ledger := self._ledger()) is None or self._input is None:

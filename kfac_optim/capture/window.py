@@ -2,7 +2,7 @@
 
 A forward hook on the layer notes its input and sets a tensor hook on its *output*; the tensor hook commits, by the
 rule of `calls.py`. (A module's full backward hook would break in-place activations and residual adds that follow the
-layer.) In compiled graphs operators stand for both, see `compiled.py`, and tell the window.
+layer.) In compiled graphs operators stand for both, see `graph_ops.py`, and tell the window.
 
 [Note: hooks and their owner]
 Modules hold hooks and hooks hold only weak references, so an optimizer that is dropped takes its statistics
