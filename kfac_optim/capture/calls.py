@@ -112,7 +112,7 @@ class Ledger:
         """
         if not self.listening:
             return
-        if not any(reaches(watch.used, watch.node if in_graph else None) for watch in self._watches):
+        if not self.is_reached(in_graph=in_graph):
             return
         if self.tally.has_counted(root):
             self._stale = False
@@ -120,6 +120,10 @@ class Ledger:
         if self._stale:
             self.discard()
         self.tally.count(root)
+
+    def is_reached(self, *, in_graph: bool = False) -> bool:
+        """Return whether the backward that is running accumulates into a weight; `in_graph` as of `pass_through`."""
+        return any(reaches(watch.used, watch.node if in_graph else None) for watch in self._watches)
 
     def keep(self, calls: Iterable["ForwardCall"]) -> None:
         """Keep calls that are committed, as a backward goes on through their forward."""
@@ -168,10 +172,6 @@ class Ledger:
         self._stale = False
 
 
-def _no_ledger() -> None:
-    return None
-
-
 class ForwardCall:
     """Is called as a hook on one output of a layer, and commits the call when a backward reaches the weight.
 
@@ -180,7 +180,7 @@ class ForwardCall:
         watch: the layer.
         root: the forward of the model that it is part of; None outside of any.
         examples: that the layer was handed; None for a single one without a batch dimension.
-        layer_input: None in a compiled graph, which hands it over with each gradient.
+        layer_input: None in a compiled graph, which hands it over with each gradient; `open` takes it as well then.
         training: as in `LayerCall`, as are `context` and `term`.
     """
 
@@ -246,7 +246,8 @@ class ForwardCall:
             self._committed = True
             ledger._open.append(self)
         kept = graph_is_kept()
-        self._gradient = gradient if kept else None
+        # A graph uses the memory of what it has handed over for something else.
+        self._gradient = None if not kept else gradient.clone() if traced else gradient
         self._root = ledger.tally.count_layer(self._root, self._examples, gradient.shape, running_backward())
         with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
@@ -266,17 +267,25 @@ class ForwardCall:
         """Return a hook on the output that hands over the training loop's own gradients, where others are committed."""
         layer_input, version_then = self._input, self._version
 
-        @torch.no_grad()
         def verify(gradient: Tensor) -> None:
-            ledger, watch = self._ledger(), self._watch()
-            if ledger is None or watch is None or not ledger.listening or not reaches(watch.used):
-                return
-            if watch.awaits_gradient(ledger.shards):
-                same = layer_input is not None and version(layer_input) == version_then
-                seen = without_ragged(layer_input if same else None)
-                self._verify(watch, seen, without_ragged(gradient.detach()), in_operator=False)
+            same = layer_input is not None and version(layer_input) == version_then
+            self.pass_by(gradient, layer_input if same else None, in_operator=False)
 
         return verify
+
+    @torch.no_grad()
+    def pass_by(self, gradient: Tensor, layer_input: Tensor | None, *, in_operator: bool) -> None:
+        """Hand over a gradient of the training loop's own, which does not count but is to be checked."""
+        ledger, watch = self._ledger(), self._watch()
+        if ledger is None or watch is None or not ledger.listening:
+            return
+        if not reaches(watch.used, watch.node if in_operator else None):
+            return
+        if in_operator and self._root is not None:
+            ledger.tally.pass_by(self._root)
+        if watch.awaits_gradient(ledger.shards):
+            layer_input, gradient = without_ragged(layer_input), without_ragged(gradient.detach())
+            self._verify(watch, layer_input, gradient, in_operator=in_operator)
 
     def has_lost_gradient(self) -> bool:
         """Return whether the weight has no gradient; of a sharded weight it may be on its way to other ranks."""
@@ -293,18 +302,19 @@ class ForwardCall:
         return self._ledger() is ledger
 
     def batch(self) -> int | None:
-        """Return the first dimension of the layer's input, as far as it is known still."""
-        return None if self._input is None or self._input.dim() == 0 else self._input.shape[0]
+        """Return the first dimension of the layer's input; where that is gone, the examples that it was handed."""
+        return self._examples if self._input is None else next(iter(self._input.shape), None)
 
     def is_reached(self) -> bool:
         """Return whether the backward that is running accumulates into the layer's weight."""
         watch = self._watch()
         return watch is not None and reaches(watch.used)
 
-    def open(self) -> bool:
+    def open(self, layer_input: Tensor | None = None) -> bool:
         """Commit the call, whose gradients an estimate will hand over; whether it counts, or does already."""
-        ledger = self._ledger()
-        if ledger is None or self._input is None:
+        if layer_input is not None:
+            self._input, self._version = layer_input, version(layer_input)
+        if (ledger := self._ledger()) is None or self._input is None:
             return False
         if self._committed:
             return True
@@ -332,7 +342,7 @@ class ForwardCall:
 
     def withdraw(self) -> None:
         """Take the call back before any backward has come to it, as somebody else notes it."""
-        self._ledger = _no_ledger
+        self._ledger = lambda: None
         self._input = None
 
     def release(self) -> None:

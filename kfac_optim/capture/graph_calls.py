@@ -2,8 +2,11 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
@@ -12,10 +15,18 @@ from kfac_optim.capture.layer_watch import LayerWatch
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.model_calls import OutputPass, Roots
 from kfac_optim.capture.scale_probe import ScaleProbe
-from kfac_optim.utils.autograd import accumulator
+from kfac_optim.utils.autograd import GradientEdge, accumulator, edge
 
 # The most calls in graphs that are kept between two steps: some hundred forwards of a large model.
 _MOST_CALLS = 20_000
+
+
+class Commit(NamedTuple):
+    """Holds what a graph has handed over in a pass of an estimate; the tensors are copies."""
+
+    call: ForwardCall
+    layer_input: Tensor
+    gradient: Tensor
 
 
 class GraphCalls:
@@ -33,6 +44,7 @@ class GraphCalls:
 
     Attributes:
         tape: writes the operators into graphs.
+        anchor: where passes of an estimate end; None where there are none. See `graph_ops`.
     """
 
     def __init__(self, ledger: Ledger, roots: Roots, probe: ScaleProbe, forward_began: Callable[[bool], None]) -> None:
@@ -41,6 +53,8 @@ class GraphCalls:
         self._probe = probe
         self._forward_began = weakref.WeakMethod(forward_began)
         self.tape = Tape(self)
+        self.anchor: GradientEdge | None = None
+        self._commits: list[Commit] | None = None
         self._kept: dict[int, ForwardCall | OutputPass] = {}
         self._kept_before: dict[int, ForwardCall | OutputPass] = {}
         self._numbers = itertools.count()
@@ -85,8 +99,33 @@ class GraphCalls:
 
     def commit_call(self, call: int, layer_input: Tensor, gradient: Tensor) -> None:
         noted = self._kept.get(call) or self._kept_before.get(call)
-        if noted is not None:
+        if noted is None:
+            return
+        if self.anchor is None or isinstance(noted, OutputPass):
             noted(gradient, layer_input)
+        elif self._commits is None:
+            noted.pass_by(gradient, layer_input, in_operator=True)
+        else:  # graphs use the memory of both for something else afterwards
+            self._commits.append(Commit(noted, layer_input.clone(), gradient.clone()))
+
+    def expect_passes(self) -> None:
+        """Note that an estimate runs passes of its own, whose gradients count in the place of the training loop's."""
+        self.tape.anchor = torch.zeros((), device="cpu", requires_grad=True)
+        self.anchor = edge(self.tape.anchor)
+
+    @contextmanager
+    def within_pass(self) -> Iterator[list[Commit]]:
+        """Return a context for a pass of an estimate, which ends at the anchor; what it comes to is put in the list."""
+        commits: list[Commit] = []
+        self._commits = commits
+        try:
+            yield commits
+        finally:
+            self._commits = None
+
+    def calls(self) -> list[ForwardCall]:
+        """Return the calls of layers in graphs since the last step."""
+        return [call for call in self._kept.values() if isinstance(call, ForwardCall)]
 
     def end(self, watches: Iterable[LayerWatch]) -> None:
         """Note that the window has closed."""

@@ -7,6 +7,10 @@ of those in the forward changes a token, so that the compiler neither drops them
 the gradient on, so that whoever needs it needs the operator. On steps without statistics none of them is traced, and
 the graph is the model's own; but for a summed loss, whose terms count at every step: there `run` stands for the forward
 of the model, and `commit` for a backward that has come to its output.
+
+Where the loss is named, the estimate runs the backward of the graph several times. Such a pass must come to all
+`commit`s and accumulate nothing, so it is one with respect to a leaf of our own, the anchor, of which the output of
+each layer is a function (with a gradient of zero).
 """
 
 import itertools
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.utils.autograd import on_gradient, with_hook
+from kfac_optim.utils.dynamo import leave_what_is_saved
 
 
 class GraphListener(Protocol):
@@ -53,11 +58,13 @@ class Tape:
     Attributes:
         number: by which operators find the listener.
         token: of the operators in forward passes, `[]`.
+        anchor: with respect to which an estimate runs passes of its own, `[]`; None where there are no such passes.
     """
 
     def __init__(self, listener: GraphListener) -> None:
         self.number = next(_NUMBERS)
         self.token = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.anchor: Tensor | None = None
         _LISTENERS[self.number] = listener
 
     def begin(self, model: int, nested: bool) -> None:
@@ -73,6 +80,8 @@ class Tape:
 
     def note(self, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
         """Write a layer's call into the graph; return its number, `[]`."""
+        if self.anchor is not None:
+            leave_what_is_saved()
         call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, examples, list(context))
         return call
 
@@ -83,7 +92,7 @@ class Tape:
         object whose dict it had looked into before, and Hugging Face models choose their loss by what they wrote into
         their config.
         """
-        watched: Tensor = _watched(output, self.number, call, layer_input)
+        watched: Tensor = _watched(output, self.number, self.anchor, call, layer_input)
         return watched
 
     def watch_used(self, call: Tensor, layer_input: Tensor, output: Tensor) -> None:
@@ -100,8 +109,8 @@ class Tape:
 
 # torch.compile does not look into it: tracing an autograd function, it makes an instance, which torch itself warns of.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _watched(output: Tensor, listener: int, call: Tensor, layer_input: Tensor) -> Tensor:
-    return with_hook(output, partial(torch.ops.kfac_optim.commit, listener), call, layer_input)
+def _watched(output: Tensor, listener: int, anchor: Tensor | None, call: Tensor, layer_input: Tensor) -> Tensor:
+    return with_hook(output, partial(torch.ops.kfac_optim.commit, listener), anchor, call, layer_input)
 
 
 # Backends that remove dead code would drop it, as nothing is made of what it gives back.

@@ -1,14 +1,16 @@
-"""Finding what a tensor was computed from, calls of layers and outputs of the model, by walking through its graph."""
+"""Finding what tensors were computed from, by walking through their graph: calls of layers, forwards of the model."""
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from kfac_optim.capture.calls import ForwardCall, Ledger
-from kfac_optim.utils.autograd import GradientEdge, Node
+from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.utils.autograd import GradientEdge, Node, allow_another_backward
 
-# Where a node of the graph holds the calls whose outputs it made: pairs of the call and the number of the output.
+# Where a node of the graph holds the calls, of layers or of the model, whose outputs it made: pairs of the call and the
+# number of the output.
 _CALLS = "kfac_optim.calls"
 
 # Where it holds what was said of its own outputs, with the numbers of these.
@@ -24,7 +26,18 @@ _REARRANGING = frozenset(
 )
 
 
-def mark(at: GradientEdge, call: ForwardCall) -> None:
+class Behind(NamedTuple):
+    """Holds what some tensors were computed from."""
+
+    calls: list[tuple[ForwardCall, GradientEdge]]
+    """Calls of layers, of one ledger, and where their gradients pass."""
+    forwards: list[RootCall]
+    """Forwards of the model that have marked their output."""
+    in_graphs: bool
+    """Whether calls in compiled graphs are among what was computed from; the graphs do not tell which."""
+
+
+def mark(at: GradientEdge, call: ForwardCall | RootCall) -> None:
     """Have the graph know that the gradient of a call's output passes here; the call is freed with the graph."""
     _notes(at.node).setdefault(_CALLS, []).append((call, at.output_nr))
 
@@ -51,22 +64,25 @@ def _notes(node: Node) -> dict[str, Any]:
     return cast(dict[str, Any], node.metadata)
 
 
-def calls_behind(tensors: Iterable[Tensor], ledger: Ledger) -> list[tuple[ForwardCall, GradientEdge]]:
-    """Return the calls that some tensors were computed from, those of one ledger, and where their gradients pass."""
+def look_behind(tensors: Iterable[Tensor], ledger: Ledger, anchor: GradientEdge | None) -> Behind:
+    """Return what some tensors were computed from; `anchor` is that of the ledger's compiled graphs."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)
-    found: list[tuple[ForwardCall, GradientEdge]] = []
+    found = Behind([], [], False)
     while waiting:
         node = waiting.pop()
         use = getattr(node, "kfac_call", None)
         marked = _notes(node).get(_CALLS, ()) if use is None else ((use, 0),)
-        found.extend(
-            (call, GradientEdge(node, number))
-            for call, number in marked
-            if isinstance(call, ForwardCall) and call.is_of(ledger)
-        )
+        for call, number in marked:
+            if isinstance(call, RootCall):
+                found.forwards.append(call)
+            elif isinstance(call, ForwardCall) and call.is_of(ledger):
+                found.calls.append((call, GradientEdge(node, number)))
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if anchor is not None and following is anchor.node:
+                allow_another_backward(node)
+                found = found._replace(in_graphs=True)
+            elif following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
     return found

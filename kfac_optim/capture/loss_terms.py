@@ -145,6 +145,10 @@ class LossTally:
         else:
             self._counted[root.model] += 1 if self._is_single(root) else root.terms
 
+    def pass_by(self, root: RootCall) -> None:
+        """Note that a backward goes on through a forward in a graph, after the passes of an estimate if any come."""
+        self.by_output |= not self.has_counted(root)
+
     def count_layer(self, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int) -> RootCall:
         """Count by a layer whose output a backward came to.
 

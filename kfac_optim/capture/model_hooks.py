@@ -152,12 +152,8 @@ class _RootHooks:
     def leave(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         window = self._window()
         if window is not None and torch.compiler.is_compiling():
-            if window.captures():
-                _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
-                terms = read_terms(window.rule, (args, kwargs), output)
-                window.graphs.tape.end(-1 if terms is None else terms)
-            elif window.tally.is_sum and window.estimate is None and torch.is_grad_enabled():
-                window.await_sum_in_graph(self._number, read_terms(window.rule, (args, kwargs), output), output)
+            if torch.is_grad_enabled():
+                self._leave_in_graph(window, (args, kwargs), output)
             return
         if window is None or (root := window.roots.leave()) is None:
             return
@@ -174,3 +170,15 @@ class _RootHooks:
         window.await_sum(root, output)
         if root.recomputes and torch.is_grad_enabled():
             window.roots.await_backward(root, output)
+
+    def _leave_in_graph(self, window: CaptureWindow, inputs: Any, output: Any) -> None:
+        if window.captures():
+            _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
+            terms = _terms_in_graph(window, inputs, output)
+            window.graphs.tape.end(-1 if terms is None else terms)
+        elif window.tally.is_sum:
+            window.await_sum_in_graph(self._number, _terms_in_graph(window, inputs, output), output)
+
+
+def _terms_in_graph(window: CaptureWindow, inputs: Any, output: Any) -> int | None:
+    return read_terms(window.rule, inputs, output) if window.terms_of is None else window.terms_of(output)

@@ -2,7 +2,7 @@
 
 A forward hook on the layer notes its input and sets a tensor hook on its *output*; the tensor hook commits, by the
 rule of `calls.py`. (A module's full backward hook would break in-place activations and residual adds that follow the
-layer.) In compiled graphs operators stand for both, see `compiled.py`, and tell the window.
+layer.) In compiled graphs operators stand for both, see `graph_ops.py`, and tell the window.
 
 [Note: hooks and their owner]
 Modules hold hooks and hooks hold only weak references, so an optimizer that is dropped takes its statistics
@@ -49,6 +49,7 @@ class CaptureWindow(Ledger):
         terms: takes the terms of the loss that the training loop states; None where the loss is not named.
         aside: whether a backward of the optimizer's own runs that can be differentiated, whose products are none of the
             loss's.
+        terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
         worker: the number of this process among those that train the model, for the same use.
         graphs: what compiled graphs tell.
@@ -74,6 +75,7 @@ class CaptureWindow(Ledger):
         self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
         self.recorder: ForwardKeeper | None = None
         self.terms: TermObserver | None = None
+        self.terms_of: Callable[[Any], int | None] | None = None
 
     def hooked(self) -> Collection[LayerHooks]:
         """Give the hooks that are put on layers now."""
@@ -225,7 +227,7 @@ class CaptureWindow(Ledger):
 
     def captures(self) -> bool:
         """Return whether the graph that is being traced is one that captures."""
-        return self.capturing and self.estimate is None and torch.is_grad_enabled()
+        return self.capturing and torch.is_grad_enabled()
 
     def close(self) -> LossCount:
         count = super().close()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributions, nn
 
-from kfac_optim.capture.calls import ForwardCall, Ledger
-from kfac_optim.capture.graph_walk import calls_behind
+from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.graph_walk import Behind, look_behind
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criterion_term import CriterionTerm
@@ -28,7 +28,7 @@ from kfac_optim.fisher.likelihoods import (
     Outputs,
     Vectors,
 )
-from kfac_optim.utils.autograd import GradientEdge, in_function_transform, on_gradient
+from kfac_optim.utils.autograd import in_function_transform, on_gradient
 from kfac_optim.utils.hooks import PicklableHook
 
 Passes = Callable[[Likelihood, Outputs, torch.Generator], Iterator[Vectors]]
@@ -151,45 +151,39 @@ class CriterionTerms:
             return
         if self.remembers:
             window.tally.calls.append(None)
-        calls = calls_behind(outputs, window)
-        if not calls and window.recorder is None:
+        behind = look_behind(outputs, window, window.graphs.anchor)
+        measures = bool(behind.calls) or behind.in_graphs
+        if not measures and window.recorder is None:
             return
+        calls = [call for call, _ in behind.calls] + (window.graphs.calls() if behind.in_graphs else [])
         seen = tuple(_with_batch(output.detach(), calls) for output in outputs)
         if isinstance(likelihood, Categorical) and seen[0].dim() < 2:
             seen = tuple(output.detach() for output in outputs)
         examples = 1 if seen[0].dim() < 2 else len(seen[0])
         term = CriterionTerm(likelihood, window.tally.next_term(), examples, seen, divisor)
-        if self.remembers and calls:
+        if self.remembers and measures:
             window.tally.calls[-1] = term
         if isinstance(loss, Tensor):
-            on_gradient(loss, _Weighed(window, term, [call for call, _ in calls]))
+            on_gradient(loss, _Weighed(window, term, behind))
         else:
             term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
-            for call, _ in calls:
-                call.note_criterion()
+            _note_criterion(behind)
         if window.recorder is not None:
             window.recorder.note_term(term, outputs)
-        if calls:
-            self._take_passes(window, term, calls, outputs, seen)
+        if measures:
+            self._take_passes(window, term, behind, outputs)
 
-    def _take_passes(
-        self,
-        window: CaptureWindow,
-        term: CriterionTerm,
-        calls: Sequence[tuple[ForwardCall, GradientEdge]],
-        outputs: Outputs,
-        seen: Outputs,
-    ) -> None:
-        likelihood = term.likelihood
+    def _take_passes(self, window: CaptureWindow, term: CriterionTerm, behind: Behind, outputs: Outputs) -> None:
         ExtraBackward(
             weakref.ref(window),
-            likelihood,
-            partial(self._vectors, likelihood),
+            term.likelihood,
+            partial(self._vectors, term.likelihood),
             self._several,
             0,
             RootCall(0),
-            calls,
-            seen,
+            behind.calls,
+            behind.in_graphs,
+            term.outputs,
             self._seed,
             term,
             self._aligned,
@@ -228,21 +222,30 @@ class _Weighed:
     The backward comes here before it comes to what the criterion read, and to the output of the model.
     """
 
-    def __init__(self, ledger: Ledger, term: CriterionTerm, calls: Sequence[ForwardCall]) -> None:
-        self._ledger = weakref.ref(ledger)
+    def __init__(self, window: CaptureWindow, term: CriterionTerm, behind: Behind) -> None:
+        self._window = weakref.ref(window)
         self._term = term
-        self._calls = calls
+        self._behind = behind
 
     def __call__(self, gradient: Tensor) -> None:
-        ledger = self._ledger()
-        if ledger is None or not ledger.listening:
+        window = self._window()
+        if window is None or not window.listening:
             return
-        if self._calls and not any(call.is_reached() for call in self._calls):
+        measures = bool(self._behind.calls) or self._behind.in_graphs
+        in_graphs = self._behind.in_graphs and window.is_reached()
+        if measures and not in_graphs and not any(call.is_reached() for call, _ in self._behind.calls):
             return
-        for call in self._calls:
-            call.note_criterion()
+        _note_criterion(self._behind)
         if self._term.factor is None:
             self._term.factor = gradient.detach()
+
+
+def _note_criterion(behind: Behind) -> None:
+    """Have the forwards behind what a criterion reads know it."""
+    for call, _ in behind.calls:
+        call.note_criterion()
+    for root in behind.forwards:
+        root.by_criterion = True
 
 
 def _read(criterion: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Outputs, Any] | None:
@@ -266,10 +269,10 @@ def _terms(criterion: nn.Module, outputs: Outputs, target: Any) -> float | Tenso
     return logits.numel() / max(1, logits.shape[1 if logits.dim() > 1 else 0])
 
 
-def _with_batch(output: Tensor, calls: Sequence[tuple[ForwardCall, GradientEdge]]) -> Tensor:
+def _with_batch(output: Tensor, calls: Sequence[ForwardCall]) -> Tensor:
     """Return `[examples, …]`: a criterion often reads one number for each example, `[examples]`."""
     if output.dim() > 1:
         return output
-    if output.numel() == 1 or any(call.batch() == len(output) for call, _ in calls):
+    if output.numel() == 1 or any(call.batch() == len(output) for call in calls):
         return output.reshape(-1, 1)
     return output

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.calls import ForwardCall
+from kfac_optim.capture.graph_walk import look_behind, mark
 from kfac_optim.capture.loss_terms import LossCount, RootCall, read_terms
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criteria import CriterionTerms
@@ -33,7 +34,7 @@ from kfac_optim.fisher.extra_backward import ExtraBackward
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors
 from kfac_optim.fisher.named_losses import likelihood_of
 from kfac_optim.specs import LossTerms
-from kfac_optim.utils.autograd import GradientEdge
+from kfac_optim.utils.autograd import GradientEdge, edge
 from kfac_optim.utils.validation import check_integer, check_kind
 
 
@@ -60,7 +61,7 @@ class Empirical(Estimate):
     The resulting `A ⊗ G` approximates the empirical Fisher, which is not the Fisher: it vanishes with the
     residuals, so near a perfect fit steps are bounded by the damping and the trust region (Kunstner et al. 2019).
 
-    Use it where the loss is none of those that the others know, under `torch.compile`, and where steps must be cheap.
+    Use it where the loss is none of those that the others know, and where steps must be cheap.
     """
 
     def __repr__(self) -> str:
@@ -77,8 +78,9 @@ class NamedLoss(Estimate):
     """Knows the loss and does not look at its targets; it takes extra passes of backward on statistics steps.
 
     They run within the training loop's own `backward()`, through its own graph, before it goes on from the model's
-    output. Models under `torch.compile` have no such graph, and checkpointing with `use_reentrant=True` allows no such
-    pass: there use `Empirical`.
+    output. Under `torch.compile` they run the backward of the compiled graph, from what the criterion reads: call the
+    very `criterion` that is named here, outside of what is compiled. Checkpointing with `use_reentrant=True` allows no
+    such pass, unless it is part of a compiled graph: there use `Empirical`.
 
     Args:
         criterion: `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.GaussianNLLLoss` (of a model that
@@ -130,6 +132,8 @@ class NamedLoss(Estimate):
         summed = not self.likelihood.mean if self.loss_terms is None else self.loss_terms is LossTerms.SUM
         window.tally.name_loss(mean=not summed)
         window.estimate = watcher = _Watcher(self, window)
+        window.terms_of = self.terms_of
+        window.graphs.expect_passes()
         window.terms = terms = CriterionTerms(window, self.likelihood, self.vectors, self.several, watcher.seed)
         if isinstance(self.criterion, nn.Module):
             terms.watch(self.criterion)
@@ -147,6 +151,15 @@ class NamedLoss(Estimate):
         terms = read_terms(self.loss_terms, outputs, outputs)
         assert terms is not None
         return terms
+
+    def terms_of(self, output: Any) -> int | None:
+        """Tell the same of what the model returned; None where what the loss reads is not there."""
+        outputs = self.outputs_of(output)
+        return self.terms(outputs) if self.fit(outputs) else None
+
+    def fit(self, outputs: Outputs) -> bool:
+        """Return whether these are what the loss reads, and parts of a graph."""
+        return len(outputs) == self.likelihood.outputs and all(output.requires_grad for output in outputs)
 
     def outputs_of(self, output: Any) -> Outputs:
         """Return what the loss reads of what the model returned; empty if it is not there."""
@@ -168,14 +181,17 @@ class _Watcher:
 
     def __call__(self, root: RootCall, calls: Sequence[tuple[ForwardCall, GradientEdge]], output: Any) -> None:
         window = self._window()
-        if window is None or not (calls or window.tally.is_sum):
+        if window is None or not (calls or window.tally.is_sum or window.graphs.calls()):
             return
         outputs = self._estimate.outputs_of(output)
-        if len(outputs) != self._estimate.likelihood.outputs or not all(o.requires_grad for o in outputs):
+        if not self._estimate.fit(outputs):
             return
         root.terms = self._estimate.terms(outputs)
-        if not calls:
+        in_graphs = look_behind(outputs, window, window.graphs.anchor).in_graphs if window.graphs.calls() else False
+        if not calls and not in_graphs:
             return
+        for output in outputs if in_graphs else ():
+            mark(edge(output), root)  # a criterion cannot ask the calls in graphs whose forward it reads
         detached = tuple(o.detach() for o in outputs)
         ExtraBackward(
             weakref.ref(window),
@@ -185,6 +201,7 @@ class _Watcher:
             root.terms,
             root,
             calls,
+            in_graphs,
             detached,
             self.seed,
         ).await_backward(outputs)

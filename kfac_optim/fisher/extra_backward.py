@@ -3,6 +3,9 @@
 When the loop's backward comes to the output of the model, and before it goes on, passes of the estimate's own run from
 there to the outputs of the layers. So they come only where a backward comes, need no second forward (no dropout mask,
 no buffer of a normalisation layer is touched), accumulate nothing into `.grad`, and the graph is there.
+
+A compiled graph is one node of it, with layers inside. There a pass goes through the whole backward of the graph, whose
+operators hand over what it comes to at the layers (`capture.graph_ops`).
 """
 
 import weakref
@@ -14,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_optim.capture.calls import Drawn, ForwardCall, Ledger
+from kfac_optim.capture.calls import Drawn, ForwardCall
+from kfac_optim.capture.graph_calls import Commit, GraphCalls
 from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criterion_term import CriterionTerm
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors
 from kfac_optim.utils.autograd import GradientEdge, edge, on_gradient, pull_back, running_edge
@@ -27,31 +32,34 @@ class ExtraBackward:
     """Takes the extra passes of backward through one forward of the model.
 
     Attributes:
-        ledger: that the calls come to stand in, held weakly.
+        window: that the calls come to stand in, held weakly.
         likelihood: of the loss.
         vectors: gradients of single terms with respect to the outputs, whose outer products make the Fisher.
         several: whether these are several for one forward; one more pass then tells where any of them comes to.
         terms: of the loss.
         root: the forward.
         calls: of layers in it, and where their gradients pass; None is at the only output.
+        in_graphs: whether there are calls in compiled graphs as well, which the first pass finds.
         outputs: of the model, detached.
         seed: of random numbers; asked when the first backward comes.
         term: what the criterion says of the outputs, where these are what it reads; None at the output of the model.
         aligned: terms whose rows were seen to belong to their examples; terms that are seen are added.
     """
 
-    ledger: "weakref.ref[Ledger]"
+    window: "weakref.ref[CaptureWindow]"
     likelihood: Likelihood
     vectors: Callable[[Outputs, torch.Generator], Iterator[Vectors]]
     several: bool
     terms: int
     root: RootCall
     calls: Sequence[tuple[ForwardCall, GradientEdge | None]]
+    in_graphs: bool
     outputs: Outputs
     seed: Callable[[], int]
     term: CriterionTerm | None = None
     aligned: set[tuple[Any, ...]] = field(default_factory=set)
     _arrived: set[int] = field(default_factory=set)
+    _found: list[ForwardCall] = field(default_factory=list)
     _drawn: int | None = None
 
     def await_backward(self, outputs: Outputs) -> None:
@@ -70,35 +78,35 @@ class ExtraBackward:
 
     def arrive(self, place: int, output_nr: int, gradient: Tensor) -> None:
         """Run the passes of one output, to which a backward has come; `output_nr` is its number at its node."""
-        ledger = self.ledger()
-        if ledger is None or not ledger.listening:
+        window = self.window()
+        if window is None or not window.listening:
             return
         if self.root.by_criterion if self.term is None else self.term.factor is None:
             return  # a criterion has read what follows, or the loss does not hold what this one returned
         if place in self._arrived:
-            ledger.keep(call for call, _ in self.calls)
+            window.keep((*(call for call, _ in self.calls), *self._found))
             return
         reached = [(call, there) for call, there in self.calls if call.is_reached()]
-        if reached:
+        in_graphs = self.in_graphs and window.is_reached()
+        if reached or in_graphs:
             self._arrived.add(place)
-            if ledger.is_stale():
-                ledger.discard()
+            if window.is_stale():
+                window.discard()
             if self.term is None:
                 self.root.terms = self.terms
-                ledger.tally.by_output = True
+                window.tally.by_output = True
             else:
-                ledger.tally.by_criterion = True
+                window.tally.by_criterion = True
             at = running_edge(output_nr)
-            with ledger.shards.passing_within_backward():
-                self._run(place, at, gradient, [(call, there or at) for call, there in reached if call.open()])
+            with window.shards.passing_within_backward():
+                calls = [(call, there or at) for call, there in reached if call.open()]
+                self._run(place, gradient, _Passes(at, calls, window.graphs if in_graphs else None))
         if self.term is None and len(self._arrived) == len(self.outputs):
             for call, _ in self.calls:
                 call.release()
 
-    def _run(
-        self, place: int, at: GradientEdge, gradient: Tensor, calls: Sequence[tuple[ForwardCall, GradientEdge]]
-    ) -> None:
-        if not calls:
+    def _run(self, place: int, gradient: Tensor, passes: "_Passes") -> None:
+        if not passes.calls and passes.graphs is None:
             return
         if self._drawn is None:
             self._drawn = self.seed()
@@ -112,33 +120,77 @@ class ExtraBackward:
             vector = vector.reshape(shape) * used.to(vector.dtype)
             return vector if self.term is None else self.term.weighed(vector)
 
-        def at_layers(vector: Tensor | None) -> list[Tensor | None]:
-            if vector is None:
-                return [None] * len(calls)
-            return pull_back([at], [vector], [there for _, there in calls])
-
         generator = torch.Generator(self.outputs[0].device).manual_seed(self._drawn)
-        reach: list[Tensor | None] = [None] * len(calls)
+        reach: Sequence[Tensor | None] | None = None
         if self.several:  # by numbers that do not cancel, as signs may
-            reach = at_layers(weighed(tuple(normal_like(output, generator) for output in self.outputs)))
+            reach = passes.run(weighed(tuple(normal_like(output, generator) for output in self.outputs)))
         vectors = map(weighed, self.vectors(self.outputs, generator))
-        columns: Iterable[list[Tensor | None]] = map(at_layers, vectors)
+        columns: Iterable[list[Tensor | None]] = map(passes.run, vectors)
         residuals = None
         if self.term is not None and self.several:
             residuals = self.term.residuals(self.outputs, place, gradient)
-            kind = self.term.number, shape, len(calls)
+            kind = self.term.number, shape, len(passes.calls)
             if kind not in self.aligned:
                 known = list(vectors)
-                columns = held = [at_layers(vector) for vector in known]
-                if self.term.accounts_for(at_layers(self.term.combined(known, residuals)), held, residuals):
+                columns = held = [passes.run(vector) for vector in known]
+                if self.term.accounts_for(passes.run(self.term.combined(known, residuals)), held, residuals):
                     self.aligned.add(kind)
                 else:
                     residuals = None
         for column, of_layers in enumerate(columns):
             drawn = Drawn() if self.term is None else self.term.drawn(column, residuals)
-            for (call, _), of_layer, reached in zip(calls, of_layers, reach, strict=True):
+            for number, (call, of_layer) in enumerate(zip(passes.calls, of_layers, strict=True)):
                 if of_layer is not None:
-                    call.take(of_layer, reached, drawn)
+                    call.take(of_layer, None if reach is None else reach[number], drawn)
+        self._found.extend(passes.found or ())
+        for call in passes.found or ():
+            call.release()
+
+
+class _Passes:
+    """Runs passes from one place of the graph to the outputs of layers, within the backward that has come there.
+
+    Args:
+        at: the place.
+        calls: of layers that are no part of a compiled graph, and where their gradients pass.
+        graphs: hears from compiled graphs what a pass comes to in them; None where passes need not go through graphs.
+
+    Attributes:
+        calls: these, and those that the first pass has come to in graphs.
+        found: the latter; None until then.
+    """
+
+    def __init__(
+        self,
+        at: GradientEdge,
+        calls: Sequence[tuple[ForwardCall, GradientEdge]],
+        graphs: GraphCalls | None,
+    ) -> None:
+        self.calls = [call for call, _ in calls]
+        self.found: list[ForwardCall] | None = None
+        self.graphs = graphs
+        self._at = at
+        self._ends = [there for _, there in calls]
+
+    def run(self, vector: Tensor | None) -> list[Tensor | None]:
+        """Return the gradients of one pass at the outputs of `calls`, None where they are zero."""
+        if vector is None:
+            return [None] * len(self.calls)
+        if self.graphs is None or self.graphs.anchor is None:
+            return pull_back([self._at], [vector], self._ends)
+        with self.graphs.within_pass() as commits:
+            *gradients, _ = pull_back([self._at], [vector], [*self._ends, self.graphs.anchor])
+        return gradients + self._of_graphs([each for each in commits if each.call.is_reached()])
+
+    def _of_graphs(self, commits: Sequence[Commit]) -> list[Tensor | None]:
+        if self.found is None:
+            self.found = [call for call, layer_input, _ in commits if call.open(layer_input)]
+            self.calls += self.found
+        known = {call: gradient for call, _, gradient in commits}
+        if not all(call in known for call in self.found):
+            # Calls that a checkpoint dropped are made again in each pass, and come in the same order.
+            known = dict(zip(self.found, (gradient for _, _, gradient in commits), strict=True))
+        return [known[call] for call in self.found]
 
 
 def _is_same(one: GradientEdge | None, other: GradientEdge) -> bool:

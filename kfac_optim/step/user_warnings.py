@@ -83,8 +83,9 @@ class UserWarnings:
                 f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. Either no finite "
                 "statistics came yet, or a layer was parametrized or pruned since, or its forward or backward is out "
                 "of sight: torch.func, gradients from autograd.grad, a forward of its own that multiplies by something "
-                "else than its weight, or, with an estimate that names the loss, torch.compile or an output that is "
-                "not found. optimizer.summary() tells what is measured; later such steps are counted in "
+                "else than its weight, or, with an estimate that names the loss, an output that is not found (under "
+                "torch.compile call the criterion that the estimate names, outside of what is compiled). "
+                "optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
@@ -105,8 +106,9 @@ class UserWarnings:
         if count.mixed and self._is_first("mixed"):
             warn(
                 "kfac_optim: the loss calls the criterion that estimate names on some outputs of the model, and uses "
-                "others without it. These are taken to have terms of the same kind, at a scale of their own. Compute "
-                "all terms by that criterion, or call optimizer.observe() on what the others read."
+                "others without it. These are taken to have terms of the same kind, at a scale of their own, and are "
+                "left out where the model is compiled. Compute all terms by that criterion, or call "
+                "optimizer.observe() on what the others read."
             )
 
     def unaccounted_layers(self, names: Sequence[str]) -> None:

@@ -79,6 +79,16 @@ def pull_back(
     return list(torch.autograd.grad(outputs, to, vectors, retain_graph=True, allow_unused=True))
 
 
+def allow_another_backward(node: Node) -> None:
+    """Say of a compiled graph that it leaves what it saves, where it was compiled so (`dynamo.leave_what_is_saved`).
+
+    torch (2.13) does not note that it was, and refuses to keep such a graph, unless its first backward kept it.
+    """
+    metadata = getattr(getattr(node, "_forward_cls", None), "metadata", None)
+    if getattr(metadata, "bw_donated_idxs", ()) is None:
+        metadata.bw_donated_idxs = []  # type: ignore[union-attr]
+
+
 def no_view(output: Tensor) -> Tensor:
     """Return `output`, or the same memory as a tensor that is no view for autograd.
 
@@ -92,18 +102,19 @@ def no_view(output: Tensor) -> Tensor:
 
 class _PassedOn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, hook: Callable[..., Tensor], *kept: Tensor) -> Tensor:
-        ctx.hook = hook
+    def forward(ctx: Any, output: Tensor, hook: Callable[..., Tensor], anchor: Tensor | None, *kept: Tensor) -> Tensor:
+        ctx.hook, ctx.is_anchored = hook, anchor is not None
         ctx.save_for_backward(*kept)
         same: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
         return same
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.hook(*ctx.saved_tensors, *gradients), None, *(None for _ in ctx.saved_tensors)
+        zero = torch.zeros((), device="cpu") if ctx.is_anchored else None
+        return ctx.hook(*ctx.saved_tensors, *gradients), None, zero, *(None for _ in ctx.saved_tensors)
 
 
-def with_hook(output: Tensor, hook: Callable[..., Tensor], *kept: Tensor) -> Tensor:
+def with_hook(output: Tensor, hook: Callable[..., Tensor], anchor: Tensor | None, *kept: Tensor) -> Tensor:
     """Give `output` again, for the graph to go on with, and have each backward that comes to it call `hook`.
 
     This is `on_gradient` as a node of the graph, for places where a hook on a tensor cannot stand.
@@ -111,9 +122,10 @@ def with_hook(output: Tensor, hook: Callable[..., Tensor], *kept: Tensor) -> Ten
     Args:
         output: what the graph goes on with.
         hook: called with the tensors that are kept and the gradient; gives the gradient for the rest of the graph.
+        anchor: a leaf `[]` of the graph, whose gradient is zero: a backward with respect to it alone calls the hook.
         kept: tensors, saved in the graph.
     """
-    same: Tensor = _PassedOn.apply(output, hook, *kept)  # type: ignore[no-untyped-call]
+    same: Tensor = _PassedOn.apply(output, hook, anchor, *kept)  # type: ignore[no-untyped-call]
     return same
 
 

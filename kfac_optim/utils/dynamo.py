@@ -5,7 +5,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.eval_frame import skip_code
+from torch._functorch import config
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,6 +36,25 @@ def as_one_node(function: F) -> F:
             return function(*args, **kwargs)
 
     return torch.compiler.allow_in_graph(node)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def leave_what_is_saved() -> int:
+    """Have the backward of the graph that is being traced leave what the forward saved, so that it may run again.
+
+    Else the compiler may have it write there (`donated_buffer`). The setting is read as the graph is compiled, which
+    comes next, and on this thread; it is put back when that has ended, in whatever way.
+    """
+    if config.donated_buffer:
+        setting = config.patch(donated_buffer=False)
+        setting.__enter__()
+
+        def put_back(_: CallbackArgs) -> None:
+            callback_handler.end_callbacks = [each for each in callback_handler.end_callbacks if each is not put_back]
+            setting.__exit__(None, None, None)
+
+        callback_handler.register_end_callback(put_back)
+    return 0
 
 
 @inline_only

@@ -258,6 +258,19 @@ def test_inductor_gives_the_steps_of_the_eager_model() -> None:
     torch.testing.assert_close(clones(model.parameters()), clones(twin.parameters()), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_under_inductor_a_second_backward_adds_to_what_the_first_one_brought() -> None:
+    case = Case(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), images)
+    model, twin = build(case)
+    optimizers = [KFACOptimizer(each, lr=0.1) for each in (model, twin)]
+    two_backwards(Loop(torch.compile(model, fullgraph=True), model, optimizers[0]))
+    two_backwards(Loop(twin, twin, optimizers[1]))
+    for each in optimizers:
+        each.step()
+    torch.testing.assert_close(*map(all_factors, optimizers), rtol=1e-9, atol=1e-12)
+
+
 @dataclass(frozen=True)
 class Loop:
     call: Callable[..., Any]

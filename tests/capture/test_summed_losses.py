@@ -73,6 +73,20 @@ def test_the_terms_are_those_of_the_step(backward: Callable[[nn.Module, KFACOpti
     assert found == pytest.approx([4, 4, 4, 400])
 
 
+@pytest.mark.usefixtures("_fresh_graphs")
+def test_the_terms_of_a_named_loss_are_those_of_the_step_in_compiled_graphs() -> None:
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    model, optimizer = build(estimate=MonteCarlo(criterion))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    counts = []
+    for terms in (4, 4, 4, 400):
+        optimizer.zero_grad()
+        criterion(compiled(torch.randn(terms, 4)), torch.arange(terms) % 3).backward()
+        optimizer.step()
+        counts.append(optimizer._record.count.summed)  # type: ignore[union-attr]
+    assert counts == [4, 4, 4, 400]
+
+
 def test_the_terms_of_a_named_loss_are_those_of_the_step() -> None:
     model, optimizer = build(estimate=MonteCarlo(nn.CrossEntropyLoss(reduction="sum")))
     counts = []
