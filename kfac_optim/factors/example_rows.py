@@ -130,9 +130,9 @@ class JointStatistics(LayerStatistics):
     """Computes the factors of a matrix that the loss uses several times, as where it holds derivatives of the model.
 
     With `L = Σ J_n J_nᵀ` and `R = Σ J_nᵀ J_n` over the examples of all terms, `Σ vec(J_n) vec(J_n)ᵀ` is taken to be
-    `R ⊗ L / tr L`, which has its trace, and is exact for one example of rank one. `A` has the trace 1, that of the
-    moments of all ranks in the step where several see examples, so that each step weighs in the average of `A` by the
-    number of its examples, however large the derivatives are.
+    `R ⊗ L / tr L`, which has its trace, and is exact for one example of rank one. `A` has the trace 1 in each group, by
+    the moments of all ranks in the step where several see examples, so that each step weighs in the average of `A` by
+    the number of its examples, however large the derivatives are.
 
     Args:
         spec: the block.
@@ -161,8 +161,10 @@ class JointStatistics(LayerStatistics):
         return self._trace
 
     def input_moment(self, structure: Structure | Sketched) -> Tensor:
-        moment, self._trace = self._moment(structure, 0)
-        return moment * (self.count / self._trace.clamp(min=torch.finfo(self._trace.dtype).tiny))
+        moment, traces = self._moment(structure, 0)
+        self._trace = traces if self._spec.groups > 1 and not self._spec.shared_input else traces.sum()
+        scale = self.count / self._trace.clamp(min=torch.finfo(traces.dtype).tiny)
+        return moment * scale.view(-1, *(1 for _ in moment.shape[1:]))
 
     def output_moment(self, structure: Structure | Sketched) -> Tensor:
         return self._moment(structure, 1)[0]
@@ -186,18 +188,18 @@ class JointStatistics(LayerStatistics):
         return total
 
     def _moment(self, structure: Structure | Sketched, side: int) -> tuple[Tensor, Tensor]:
-        """Return `R` (side 0) or `L` (side 1) in the structure that is wanted, and its trace `[]`."""
+        """Return `R` (side 0) or `L` (side 1) in the structure that is wanted, and the traces of its groups."""
         moment: Tensor | None = None
-        trace = torch.zeros(())
+        traces = torch.zeros(())
         blocks = self._spec.blocks(side)
         for some in self._chunks():
             rows = some if side == 0 else some.mT
             part = gram(cut(rows, -1, blocks), structure)
             moment = part if moment is None else moment + part
-            trace = trace.to(some) + some.square().sum()
+            traces = traces.to(some) + some.square().sum((1, 2, 3))
         assert moment is not None
         width = (self._spec.in_dim, self._spec.out_dim)[side]
-        return (level_padding(moment, width) if blocks > 1 else moment), trace
+        return (level_padding(moment, width) if blocks > 1 else moment), traces
 
     def _chunks(self) -> Iterable[Tensor]:
         """Yield the Jacobians of some examples at a time, `[groups, examples, out, in]`."""

@@ -23,13 +23,13 @@ class FactorPair:
         g: output factor, or None for the identity.
         rows: rows accumulated since the last fold: of all groups, or of each `[groups]`; a tensor, `[]` at least, where
             only the device knows how many count.
-        trace: `LayerStatistics.trace` of the pending sum of `A`, `[]`; None of a plain sum.
+        trace: `LayerStatistics.trace` of the pending sum of `A`; None of a plain sum.
         everywhere: what `counts` of all ranks add up to, where they tell each other in this step; else None.
         refused: non-finite samples refused so far, `[]` int64.
         refused_in_a_row: since the last that was accepted, `[]` int64.
     """
 
-    __slots__ = ("_layer", "_masses", "a", "everywhere", "g", "refused", "refused_in_a_row", "rows", "trace")
+    __slots__ = ("_layer", "_masses", "_traces", "a", "everywhere", "g", "refused", "refused_in_a_row", "rows", "trace")
 
     def __init__(self, spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self.a, self.g = (
@@ -39,6 +39,7 @@ class FactorPair:
             for shape in spec.factors()
         )
         self._layer, self._masses = spec.name, spec.masses
+        self._traces = 1 if self.a is None else self.a.groups
         self.rows: float | Tensor = 0
         self.trace: Tensor | None = None
         self.everywhere: Tensor | None = None
@@ -81,7 +82,7 @@ class FactorPair:
             loss_terms = torch.where(possible, loss_terms, 1)
             accept = accept & possible
         if self.everywhere is not None:
-            accept = accept & self.everywhere[-1].isfinite()
+            accept = accept & self.everywhere.isfinite().all()
         if self.a is not None:
             rows = self._by_mass(self.rows)
             # Rows that only the device could count may turn out to be none.
@@ -89,7 +90,9 @@ class FactorPair:
             if self.everywhere is not None and self.trace is not None:
                 own = self.counts(loss_terms, loss_scale)
                 ratio = torch.where(self.everywhere > 0, own / self.everywhere, 0.0)
-                scale = scale * (ratio[-1] / ratio[0])  # of two means, here and of all ranks
+                rows, traces = ratio[: self._masses], ratio[self._masses :]
+                change = torch.where(rows > 0, traces / rows, 0.0)  # of two means, here and of all ranks
+                scale = scale * (change.view(-1, 1) if len(change) > 1 else change.squeeze(0))
             self.a.fold(scale=scale, mass=rows, decay=decay, accept=accept)
         if self.g is not None:
             # Where there was no row the loss did not use the layer, and the zeros are no sample.
@@ -113,8 +116,8 @@ class FactorPair:
         A tensor `[]` where the host does not know, and `[groups, 1]` where groups have rows of their own.
         """
         if self.everywhere is not None:
-            here = self._by_mass(self.everywhere[:-1]) > 0
-            return (here & self.everywhere[-1].isfinite()).to(self.everywhere.dtype)
+            here = self._by_mass(self.everywhere[: self._masses]) > 0
+            return (here & self.everywhere.isfinite().all()).to(self.everywhere.dtype)
         rows, kept = self._by_mass(self.rows), self.a if self.g is None else self.g
         assert kept is not None, "one factor is measured"
         return (rows > 0).to(kept.mass.dtype) if isinstance(rows, Tensor) else int(rows > 0)
@@ -128,15 +131,17 @@ class FactorPair:
         return self.everywhere is not None
 
     def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
-        """Return what ranks add up to know the sample of all: rows, one number or `[groups]`, and then the trace.
+        """Return what ranks add up to know the sample of all: rows, one number or `[groups]`, and then the traces.
 
-        In float64; the trace is that of the loss as one process would have it, as the terms of `G` are.
+        In float64; the traces, as many as `A` has groups, are those of the loss as one process would have it, as the
+        terms of `G` are.
         """
         rows = torch.as_tensor(self.rows, dtype=torch.float64, device=self.refused.device).expand(self._masses)
         if self.trace is None:
-            return torch.cat([rows, rows.new_zeros(1)])
+            return torch.cat([rows, rows.new_zeros(self._traces)])
         terms = torch.as_tensor(loss_terms, dtype=torch.float64, device=rows.device)
-        return torch.cat([rows, (self.trace.to(rows.dtype) * (terms / loss_scale).square()).reshape(1)])
+        traces = self.trace.to(rows.dtype) * (terms / loss_scale).square()
+        return torch.cat([rows, traces.expand(self._traces)])
 
     def tell(self, everywhere: Tensor) -> None:
         """Take what `counts` of all ranks add up to in this step."""
