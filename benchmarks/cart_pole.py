@@ -5,8 +5,9 @@ units. It is solved when the mean return of the last 100 finished episodes is 47
 of that length are 47,500 steps.
 
 Every optimizer has the same number of trials, the same network and the same batch, 8 environments by 32 steps of each.
-All settings are tried with two weights of the value in the loss, and with three seeds; the setting with the lowest
-median is repeated with other seeds. A trial ends after half of --steps; what is not solved counts as infinite.
+All settings are tried with two weights of the value in the loss, on one seed; the best third of them on two more. The
+setting with the lowest median is repeated with other seeds. A trial ends after half of --steps; what is not solved
+counts as infinite.
 
 Runs are kept under --out one by one: a command that was interrupted goes on where it stopped.
 """
@@ -36,7 +37,7 @@ from benchmarks.problem import Aim
 from benchmarks.scores import Arrival, Target
 from benchmarks.scripts.cart_pole import ENTROPY_WEIGHT, ActorCritic, train
 from benchmarks.search import Setting
-from benchmarks.study import Ending, Key, Reading, Run, RunFolder, Runs, carry_out
+from benchmarks.study import Ending, Reading, Run, RunFolder, Runs, carry_out
 from kfac_optim import ExactGGN, KFACOptimizer, TrustRegion
 
 TUNING_SEEDS = (101, 102, 103)
@@ -130,26 +131,30 @@ class Race:
 
     def run(self, console: Console) -> None:
         """Tune, repeat, and leave a table, a plot and figures."""
-        (trials,) = {len(settings) for settings in self._settings.values()}
-        tuned = self._carry_out(
-            "trials",
-            [(name, trial, s) for s in self._tuning_seeds for trial in range(trials) for name in self._settings],
-            console,
-        )
-        scores = {name: trial_scores(runs, trials) for name, runs in tuned.items()}
-        chosen = {name: min(range(trials), key=each.__getitem__) for name, each in scores.items()}
-        repeats = [(name, trial, seed) for seed in range(1, self._seeds + 1) for name, trial in chosen.items()]
-        repeated = self._carry_out("repeats", repeats, console)
-        report = self._report(scores, chosen, repeated)
+        every = {name: range(len(settings)) for name, settings in self._settings.items()}
+        tuned = self._carry_out("trials", every, self._tuning_seeds[:1], console)
+        best = {name: ranked(runs)[: math.ceil(len(runs) / 3)] for name, runs in tuned.items()}
+        for name, runs in self._carry_out("best third", best, self._tuning_seeds[1:], console).items():
+            tuned[name] += runs
+        chosen = {name: ranked([run for run in tuned[name] if run.trial in best[name]])[:1] for name in tuned}
+        repeated = self._carry_out("repeats", chosen, range(1, self._seeds + 1), console)
+        report = self._report(tuned, repeated)
         console.print(result_table(report))
         json_path, plot_path = (self._out / f"cart-pole{ending}" for ending in (".json", ".png"))
         write_json(json_path, report, torch.device("cpu"))
         plot_returns(report, plot_path)
         console.print(f"Plot: {plot_path}. Figures: {json_path}")
 
-    def _carry_out(self, what: str, wanted: Sequence[Key], console: Console) -> Runs:
-        terms = {key: self._terms(*key) for key in wanted}
-        length = self._steps(wanted[0][2])
+    def _carry_out(
+        self, what: str, trials: Mapping[str, Sequence[int]], seeds: Sequence[int], console: Console
+    ) -> Runs:
+        """Run trials of each optimizer with all seeds."""
+        places = range(max(map(len, trials.values())))
+        keys = [(n, some[k], seed) for seed in seeds for k in places for n, some in trials.items() if k < len(some)]
+        if not keys:
+            return {}
+        terms = {key: self._terms(*key) for key in keys}
+        length = self._steps(seeds[0])
         return carry_out("cart-pole", what, terms, self._one, length, self._folder, console)
 
     def _steps(self, seed: int) -> int:
@@ -181,9 +186,7 @@ class Race:
             ending, error = Ending.FAILED, str(raised)
         return Run(optimizer, trial, seed, setting, ending, tuple(readings), error)
 
-    def _report(
-        self, scores: Mapping[str, Sequence[tuple[float, float]]], chosen: Mapping[str, int], repeated: Runs
-    ) -> dict[str, Any]:
+    def _report(self, tuned: Runs, repeated: Runs) -> dict[str, Any]:
         return {
             "benchmark": "cart-pole",
             "solved": SOLVED,
@@ -198,14 +201,10 @@ class Race:
                     "name": name,
                     "what": CONTESTANTS[name].what,
                     "trials": [
-                        {
-                            "setting": setting,
-                            "steps": steps if math.isfinite(steps) else None,
-                            "highest": LONGEST - lowest,
-                        }
-                        for setting, (steps, lowest) in zip(self._settings[name], scores[name], strict=True)
+                        {"setting": setting, "runs": [outcome(run) for run in tuned[name] if run.trial == trial]}
+                        for trial, setting in enumerate(self._settings[name])
                     ],
-                    "setting": self._settings[name][chosen[name]],
+                    "setting": runs[0].setting,
                     "arrival": Arrival.of(runs, _AIM, Target("", _TARGET)).as_json(),
                     "runs": [curve(each) for each in runs],
                 }
@@ -214,16 +213,18 @@ class Race:
         }
 
 
-def trial_scores(runs: Sequence[Run], trials: int) -> list[tuple[float, float]]:
-    """By trial, medians over seeds of the steps to the solution, and of what the best mean return lacks."""
-    by_trial = [[run for run in runs if run.trial == trial] for trial in range(trials)]
-    return [
-        (
-            statistics.median(run.steps_to(_AIM, _TARGET) for run in some),
-            statistics.median(min(run.lowest(_AIM), LONGEST) for run in some),
-        )
-        for some in by_trial
-    ]
+def ranked(runs: Sequence[Run]) -> list[int]:
+    """Return the trials, best first: by medians over seeds of the steps, then of what the best mean return lacks."""
+    trials: dict[int, list[Run]] = {}
+    for run in runs:
+        trials.setdefault(run.trial, []).append(run)
+
+    def medians(trial: int) -> tuple[float, float]:
+        some = trials[trial]
+        steps = statistics.median(run.steps_to(_AIM, _TARGET) for run in some)
+        return steps, statistics.median(min(run.lowest(_AIM), LONGEST) for run in some)
+
+    return sorted(trials, key=medians)
 
 
 def balance(
@@ -253,17 +254,22 @@ def balance(
             return
 
 
+def outcome(run: Run) -> dict[str, Any]:
+    """A run in short; ``solved`` is how many steps it took, None where it did not get there."""
+    steps = run.steps_to(_AIM, _TARGET)
+    highest = LONGEST - min(run.lowest(_AIM), LONGEST)
+    solved = steps if math.isfinite(steps) else None
+    return {"seed": run.seed, "ending": run.ending.value, "solved": solved, "highest": highest}
+
+
 def curve(run: Run) -> dict[str, Any]:
     """A run with its readings by column, which is shorter."""
-    steps = run.steps_to(_AIM, _TARGET)
     return {
-        "seed": run.seed,
-        "ending": run.ending.value,
-        "solved": steps if math.isfinite(steps) else None,
+        **outcome(run),
         "readings": {
             "steps": [reading.steps for reading in run.readings],
-            "seconds": [reading.seconds for reading in run.readings],
-            "return": [LONGEST - reading.validation for reading in run.readings],
+            "seconds": [round(reading.seconds, 3) for reading in run.readings],
+            "return": [round(LONGEST - reading.validation, 3) for reading in run.readings],
         },
     }
 

@@ -100,9 +100,9 @@ if __name__ == "__main__":
         steps += count
         recent.extend(ended)
         mean = sum(recent) / max(1, len(recent))
-        solved = len(recent) == 100 and mean >= 475
-        if solved or steps >= shown + 5000:
+        done = steps >= args.steps or (len(recent) == 100 and mean >= 475)
+        if done or steps >= shown + 5000:
             shown = steps
             print(f"{steps} steps: mean return of the last {len(recent)} episodes {mean:.0f}", flush=True)
-        if solved or steps >= args.steps:
+        if done:
             break
