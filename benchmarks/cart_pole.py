@@ -162,7 +162,7 @@ class Race:
         return self._limit // 2 if seed in TUNING_SEEDS else self._limit
 
     def _terms(self, optimizer: str, trial: int, seed: int) -> dict[str, Any]:
-        """What a kept run must have been made with."""
+        """Return what a kept run must have been made with."""
         return {
             "optimizer": CONTESTANTS[optimizer].what,
             "setting": self._settings[optimizer][trial],
@@ -255,7 +255,7 @@ def balance(
 
 
 def outcome(run: Run) -> dict[str, Any]:
-    """A run in short; ``solved`` is how many steps it took, None where it did not get there."""
+    """Describe a run in short; ``solved`` is how many steps it took, None where it did not get there."""
     steps = run.steps_to(_AIM, _TARGET)
     highest = LONGEST - min(run.lowest(_AIM), LONGEST)
     solved = steps if math.isfinite(steps) else None
@@ -263,7 +263,7 @@ def outcome(run: Run) -> dict[str, Any]:
 
 
 def curve(run: Run) -> dict[str, Any]:
-    """A run with its readings by column, which is shorter."""
+    """Describe a run with its readings by column, which is shorter."""
     return {
         **outcome(run),
         "readings": {

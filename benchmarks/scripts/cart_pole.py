@@ -89,7 +89,7 @@ if __name__ == "__main__":
         model,
         lr=0.3,
         damping=0.01,
-        kl_clip=0.003,
+        kl_clip=0.01,
         step_size=TrustRegion(),
         factor_update_period=1,
         inverse_update_period=1,
