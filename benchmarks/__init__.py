@@ -6,6 +6,7 @@
     python -m benchmarks quickstart         does K-FAC beat a tuned SGD on real data?
     python -m benchmarks autoencoders       which estimate, inverse and damping train deep autoencoders?
     python -m benchmarks pinn               which optimizer trains physics-informed networks to the smallest error?
+    python -m benchmarks cart-pole          how many steps does an actor-critic need to balance a pole?
     python -m benchmarks step-cost          what does a step cost, and how far is that from the arithmetic floor?
     python -m benchmarks accelerator        what does a step cost on an accelerator, and which variant is best?
     python -m benchmarks preconditioning    does it precondition at all, and is the cold start safe?
@@ -14,6 +15,6 @@
     python -m benchmarks scaling            how does it scale to 1,024 ranks, as plans predict it?
     python -m benchmarks faults             does a run whose ranks are killed go on as if nothing had happened?
 
-They need ``pip install -e ".[benchmarks]"``. A new question is a new module with ``run(args)``, its arguments in
-``options.py``, and one line in ``__main__.py``.
+They need ``pip install -e ".[benchmarks]"``, and cart-pole ``".[benchmarks,reinforcement]"``. A new question is a new
+module with ``run(args)``, its arguments in ``options.py``, and one line in ``__main__.py``.
 """

@@ -22,6 +22,7 @@ _BENCHMARKS = {
     "defaults": "does K-FAC train at its defaults, whatever the size of the loss?",
     "averaging": "what does the average of the iterates gain?",
     "pinn": "which optimizer trains physics-informed networks to the smallest error, and in how many seconds?",
+    "cart-pole": "how many steps of its environment does an actor-critic need to balance a pole?",
     "step-cost": "what does a step cost, and how far is that from the arithmetic floor?",
     "accelerator": "what does a step cost on an accelerator, which variant is best, and where is the gap?",
     "preconditioning": "does it precondition at all, and is the cold start safe?",
@@ -33,9 +34,11 @@ _BENCHMARKS = {
 }
 
 # These keep each run that is done in a file of its own.
-_RESUMING = {"compare", "batch-size", "pinn"}
+_RESUMING = {"compare", "batch-size", "pinn", "cart-pole"}
 
-_EXTRA = {"datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"}
+_EXTRAS = dict.fromkeys(
+    ("datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"), "benchmarks"
+) | {"gymnasium": "benchmarks,reinforcement"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,9 +88,9 @@ def _imported(name: str) -> ModuleType:
         return import_module(f"benchmarks.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:
         # Only an absent extra is explained; anything else is a fault to be seen whole.
-        if (error.name or "").partition(".")[0] not in _EXTRA:
+        if (extras := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
             raise
-        sys.exit(f'benchmarks: {error.name!r} is not installed. Run: pip install -e ".[benchmarks]"')
+        sys.exit(f'benchmarks: {error.name!r} is not installed. Run: pip install -e ".[{extras}]"')
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ BATCH_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 EXAMPLES, QUICK_EXAMPLES = 600_000, 640
 PINN_PROBLEMS = ("poisson-2d", "poisson-2d-deep", "heat", "poisson-5d")
 PINN_CONTESTANTS = ("Adam", "SOAP", "L-BFGS", "KFAC")
+CART_POLE_CONTESTANTS = ("Adam", "KFAC")
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
@@ -258,6 +259,44 @@ def _pinn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="few points, settings and steps: shows that it runs")
 
 
+def _cart_pole(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=CART_POLE_CONTESTANTS,
+        default=CART_POLE_CONTESTANTS,
+        metavar="OPTIMIZER",
+        help=f"some of {', '.join(CART_POLE_CONTESTANTS)} (default: both)",
+    )
+    parser.add_argument("--list", action="store_true", help="show the settings, and run nothing")
+    parser.add_argument(
+        "--steps",
+        type=arguments.positive_int,
+        default=320_000,
+        metavar="N",
+        help="of the environment, after which a run ends; a trial after half of them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=arguments.positive_int,
+        default=5,
+        metavar="N",
+        help="repeats of the best setting (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=arguments.positive_int, default=1, metavar="N", help="CPU threads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("cart-pole-results"),
+        help="folder for runs, PNG and JSON (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two settings, one tuning seed: with few --steps, shows that it runs"
+    )
+
+
 def _step_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="default: all")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="default: all")
@@ -404,6 +443,7 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "defaults": _defaults,
     "averaging": _averaging,
     "pinn": _pinn,
+    "cart-pole": _cart_pole,
     "step-cost": _step_cost,
     "accelerator": _accelerator,
     "preconditioning": _preconditioning,

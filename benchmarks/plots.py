@@ -120,6 +120,24 @@ def plot_errors(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_returns(report: Mapping[str, Any], path: Path) -> None:
+    """Draw the mean return of the last episodes in each run of each optimizer against steps; writes a PNG."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, optimizer in enumerate(report["optimizers"]):
+        for seed, run in enumerate(optimizer["runs"]):
+            label = None if seed else optimizer["name"]
+            _draw_readings(axes, run, "steps", "return", label=label, **_style(number))
+    axes.axhline(report["solved"], color="grey", linestyle="--", label="solved")
+    axes.set_xlabel("steps of the environment")
+    axes.set_ylabel("mean return of the last 100 episodes")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title("CartPole-v1, the best setting of each, other seeds", fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
 def plot_solutions(learned: Mapping[str, Image], true: Image, labels: tuple[str, str], title: str, path: Path) -> None:
     """Learned solutions on the unit square beside the true one, and what they differ by; writes a PNG.
 
