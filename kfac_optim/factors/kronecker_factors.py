@@ -130,6 +130,11 @@ class FactorPair:
         """Return whether it is known what all ranks have counted in this step."""
         return self.everywhere is not None
 
+    @property
+    def counted(self) -> int:
+        """Return how many numbers `counts` gives."""
+        return self._masses + self._traces
+
     def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
         """Return what ranks add up to know the sample of all: rows, one number or `[groups]`, and then the traces.
 

@@ -59,7 +59,8 @@ class SeveralPairs(FactorPair):
 
     def tell(self, everywhere: Tensor) -> None:
         members = self.members().values()
-        for pair, part in zip(members, everywhere.chunk(len(members)), strict=True):
+        parts = torch.split(everywhere, [pair.counted for pair in members])
+        for pair, part in zip(members, parts, strict=True):
             pair.tell(part)
 
     def averages(self, part: str) -> tuple[Factor, ...]:
