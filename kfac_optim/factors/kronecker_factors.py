@@ -90,8 +90,8 @@ class FactorPair:
             if self.everywhere is not None and self.trace is not None:
                 own = self.counts(loss_terms, loss_scale)
                 ratio = torch.where(self.everywhere > 0, own / self.everywhere, 0.0)
-                rows, traces = ratio[: self._masses], ratio[self._masses :]
-                change = torch.where(rows > 0, traces / rows, 0.0)  # of two means, here and of all ranks
+                of_rows, of_traces = ratio[: self._masses], ratio[self._masses :]
+                change = torch.where(of_rows > 0, of_traces / of_rows, 0.0)  # of two means, here and of all ranks
                 scale = scale * (change.view(-1, 1) if len(change) > 1 else change.squeeze(0))
             self.a.fold(scale=scale, mass=rows, decay=decay, accept=accept)
         if self.g is not None:

@@ -281,3 +281,28 @@ def test_other_layers_beside_derivatives_train_by_name() -> None:
         train(3)
     assert optimizer.factors().keys() == {"0", "3"}
     assert block(optimizer, "0").joint is not None
+
+
+def test_of_one_example_of_rank_one_the_factors_are_exact_in_each_group() -> None:
+    """A grouped convolution whose residual is linear in each group's matrix: `A ⊗ G` is its block of the GGN matrix."""
+    model = nn.Sequential(nn.Unflatten(-1, (4, 1)), nn.Conv1d(4, 2, 1, groups=2, bias=False), nn.Flatten()).double()
+    criterion = nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+    x = torch.tensor([[1.0, 2.0, -0.5, 0.3]], dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (slope,) = torch.autograd.grad((model(x).square() * torch.tensor([1.0, 3.0])).sum(), x, create_graph=True)
+        criterion(slope.sum(1), torch.ones(1, dtype=torch.float64)).backward()
+        optimizer.step()
+    a, g = optimizer.factors()["1"]
+    weight = model[1].weight.detach()
+
+    def residual(weight: Tensor) -> Tensor:
+        halves = [x.detach()[0, 2 * group : 2 * group + 2] for group in range(2)]
+        values = [torch.dot(w.flatten(), half) for w, half in zip(weight, halves, strict=True)]
+        return sum(2 * c * v * w.sum() for c, v, w in zip((1.0, 3.0), values, weight, strict=True))
+
+    jacobian = torch.func.jacrev(residual)(weight).reshape(2, 2)
+    for group in range(2):
+        block = 2 * torch.outer(jacobian[group], jacobian[group])
+        torch.testing.assert_close(torch.kron(g[group], a[group]), block, rtol=1e-10, atol=1e-12)

@@ -47,7 +47,8 @@ def points(step: int, sizes: Sequence[Sequence[int]]) -> Batch:
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 1))
+    by_groups = nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 4, 1, groups=2), nn.Flatten(), nn.Tanh())
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), by_groups, nn.Linear(4, 1))
 
 
 def helmholtz(model: nn.Module, x: Tensor) -> Tensor:

@@ -233,6 +233,20 @@ def test_gradients_and_hooks_of_the_loop_see_nothing_of_it() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+def test_its_own_backward_is_no_derivative_of_the_loss() -> None:
+    """An input that requires its gradient has products followed; the loss uses each weight once all the same."""
+    model, criterion = network(3), nn.BCEWithLogitsLoss()
+    optimizer = quadratic(model, criterion)
+    for _ in range(2):
+        optimizer.zero_grad()
+        output = model(inputs().requires_grad_())
+        criterion((output @ torch.ones(3, 2)).sin(), targets(6, 2)).backward()
+        assert len(optimizer._recorder.read) == 1
+        optimizer.step()
+    blocks = optimizer._binding.coverage.blocks
+    assert [(block.follows_uses, block.joins_uses) for block in blocks] == [(True, False)] * 2
+
+
 def test_the_graphs_are_freed_by_the_step() -> None:
     model, criterion = network(), nn.MSELoss()
     optimizer = quadratic(model, criterion)
