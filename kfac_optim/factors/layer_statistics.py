@@ -58,7 +58,9 @@ class LayerStatistics(ABC):
 
     @property
     def trace(self) -> Tensor | None:
-        """Return by what the input moment of a row was divided, `[]` or `[groups]`, where that depends on the rows of the step.
+        """Return by what the input moment of a row was divided, where that depends on the rows of the step.
+
+        One number `[]`, or one for each group.
 
         Ranks that see other rows tell each other. None of a plain sum.
         """
