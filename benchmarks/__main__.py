@@ -60,8 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ADD[name](command)
     args = command.parse_args(words[1:])
     if (out := getattr(args, "out", None)) is not None and not getattr(args, "list", False):
-        folder = out.parent if out.suffix else out
-        try:  # before anything is trained
+        # All of it before anything is trained.
+        default = command.get_default("out")
+        wants_file = bool(default.suffix)
+        if wants_file and out.is_dir():
+            command.error(f"argument --out: {out} is a folder, and a file is written: {out / default.name}, say")
+        folder = out.parent if wants_file else out
+        try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             command.error(f"argument --out: {folder} cannot be made: {error.strerror}")

@@ -350,6 +350,16 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained(caps
     assert "argument --out: /dev/null/results cannot be made: Not a directory" in capsys.readouterr().err
 
 
+def test_a_folder_where_a_file_is_written_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run("step-cost", "--out", str(tmp_path))
+    assert exit_.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"argument --out: {tmp_path} is a folder, and a file is written: {tmp_path}/step-cost.json, say" in message
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("compare", "goes on where it stopped"), ("refresh", "nothing was written")]
 )
