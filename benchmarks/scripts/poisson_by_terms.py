@@ -33,14 +33,15 @@ optimizer = KFACOptimizer(
     model,
     lr=1.0,
     momentum=0.9,  # above 0: the quadratic model finds both
-    damping=1e-2,
+    damping=1.0,
+    factor_decay=0.5,
     factor_update_period=1,
     inverse_update_period=1,
     inverse=SumOfTerms(),
     step_size=QuadraticModel(),
     estimate=ExactGGN(criterion),
 )
-damping = HyperparameterScheduler(optimizer, "damping", ExponentialDecay(gamma=1e-6 ** (1 / 500), minimum=1e-6))
+damping = HyperparameterScheduler(optimizer, "damping", ExponentialDecay(gamma=0.5, minimum=1e-8))
 
 for step in range(1, args.steps + 1):
     optimizer.zero_grad()

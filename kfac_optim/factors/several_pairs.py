@@ -54,6 +54,10 @@ class SeveralPairs(FactorPair):
     def is_told(self) -> bool:
         return all(pair.is_told() for pair in self.members().values())
 
+    @property
+    def counted(self) -> int:
+        return sum(pair.counted for pair in self.members().values())
+
     def counts(self, loss_terms: float | Tensor, loss_scale: float | Tensor) -> Tensor:
         return torch.cat([pair.counts(loss_terms, loss_scale) for pair in self.members().values()])
 

@@ -25,7 +25,9 @@ class Damped(NamedTuple):
         return factor * self.scale.view(-1, *(1,) * (factor.dim() - 1))
 
 
-def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: float) -> list[Damped]:
+def factored_tikhonov(
+    traces: Sequence[Tensor], dims: Sequence[int], damping: float, *, balanced: bool = True
+) -> list[Damped]:
     """Share λ by factored Tikhonov damping with the trace norm (Martens & Grosse 2015, §6.3; k factors as in kfac-jax).
 
     With `n_i = tr(F_i)/d_i`, factor i of k gets `λ^{1/k} n_i / (∏ n)^{1/k}` on its diagonal: for two factors
@@ -41,10 +43,12 @@ def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: fl
         traces: of each factor, `[groups]`.
         dims: size of each factor.
         damping: `λ`, positive.
+        balanced: whether shares follow the sizes of the factors; else each gets `λ^{1/k}`.
     """
     sizes = [len(trace) for trace in traces]
     if min(sizes) < max(sizes):
-        common = factored_tikhonov([trace.mean(0, keepdim=True) for trace in traces], dims, damping)
+        means = [trace.mean(0, keepdim=True) for trace in traces]
+        common = factored_tikhonov(means, dims, damping, balanced=balanced)
         return [Damped(*(part.expand(size) for part in each)) for each, size in zip(common, sizes, strict=True)]
     matrices = [i for i, dim in enumerate(dims) if dim > 1]
     carrier = matrices[0] if matrices else 0
@@ -64,6 +68,6 @@ def factored_tikhonov(traces: Sequence[Tensor], dims: Sequence[int], damping: fl
     k = len(matrices)
     geometric_mean = torch.stack([norms[i] for i in matrices]).pow(1 / k).prod(0)
     for i in matrices:
-        share = torch.where(geometric_mean > 0, norms[i] / geometric_mean, 1.0)
+        share = torch.where(geometric_mean > 0, norms[i] / geometric_mean, 1.0) if balanced else one
         damped[i] = Damped(scale=product if i == carrier else alive, shift=damping ** (1 / k) * share)
     return damped

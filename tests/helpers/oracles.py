@@ -165,11 +165,12 @@ def kronecker(a: Tensor, g: Tensor) -> Tensor:
     return torch.stack([torch.kron(right, left) for left, right in zip(a, g, strict=True)])
 
 
-def damped_kronecker(a: MaybeFactor, g: MaybeFactor, grad: Tensor, damping: float) -> Tensor:
+def damped_kronecker(a: MaybeFactor, g: MaybeFactor, grad: Tensor, damping: float, *, balanced: bool = True) -> Tensor:
     """Damped curvature of one block, `[groups, out·in, out·in]`.
 
     Two matrices of equal mean eigenvalue after scaling get `√λ` each; a scalar (1×1 or an identity) only
     multiplies, and `λ` is added to the product. An `A` that serves all groups is balanced with all of them at once.
+    Where nothing is balanced they get `√λ` each as they are.
     """
     groups, rows, columns = grad.shape
     blocks = []
@@ -181,7 +182,8 @@ def damped_kronecker(a: MaybeFactor, g: MaybeFactor, grad: Tensor, damping: floa
             blocks.append(torch.kron(right, left) + damping * torch.eye(rows * columns))
             continue
         mean_left, mean_right = left.trace() / columns, mean_of_all if shared else right.trace() / rows
-        pi = (mean_left / mean_right).sqrt() if mean_left > 0 and mean_right > 0 else torch.ones(())
+        scaled = balanced and mean_left > 0 and mean_right > 0
+        pi = (mean_left / mean_right).sqrt() if scaled else torch.ones(())
         root = damping**0.5
         blocks.append(torch.kron(right + root / pi * torch.eye(rows), left + root * pi * torch.eye(columns)))
     return torch.stack(blocks)
