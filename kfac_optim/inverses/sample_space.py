@@ -201,8 +201,8 @@ class SampleSpace(Inverse[SampleState]):
             length: `h`.
         """
         system = states[0].solved
-        if system is None or self.scope == "layer":  # whose step does not take the residuals along a line
-            return None
+        if system is None or self.scope == "layer" or any(state.solved is not system for state in states):
+            return None  # a step that is put together of several does not take the residuals along a line
         moved = [v.to(state.direction.dtype) / state.unit for state, v in zip(states, velocities, strict=True)]
         parts = [change[key].to(moved[0].dtype) * states[0].scale for key in system.rows[0].keys]
         known = torch.cat([part - part.mean() for part in parts] if self.centred else parts)

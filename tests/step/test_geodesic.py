@@ -113,7 +113,10 @@ def test_the_second_step_is_the_dense_one(name: str, momentum: float) -> None:
         torch.testing.assert_close(flat(names) - before, step, rtol=1e-8, atol=1e-9)
 
 
-def test_steps_that_layers_find_by_themselves_are_straight() -> None:
+@pytest.mark.parametrize(
+    "inverse", [SampleSpace(scope="layer"), {"0": SampleSpace(), "2": SampleSpace(momentum=0.5)}], ids=["scope", "two"]
+)
+def test_steps_that_layers_find_by_themselves_are_straight(inverse: Any) -> None:
     """Each layer's step takes the residuals along the line that is meant for all: together they overshoot."""
     moved = []
     for geodesic in (True, False):
@@ -123,7 +126,7 @@ def test_steps_that_layers_find_by_themselves_are_straight() -> None:
             lr=1.0,
             momentum=0,
             damping=_DAMPING,
-            inverse=SampleSpace(scope="layer"),
+            inverse=inverse,
             step_size=LineSearch(geodesic=geodesic),
             estimate=ExactGGN(criterion),
         )
