@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kfac_optim import ExactGGN, KFACOptimizer, QuadraticModel, SumOfTerms
-from kfac_optim.schedulers import ExponentialDecay, HyperparameterScheduler
+from kfac_optim.schedulers import HyperparameterScheduler
 from kfac_optim.taylor import laplacian
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -34,14 +34,15 @@ optimizer = KFACOptimizer(
     lr=1.0,
     momentum=0.9,  # above 0: the quadratic model finds both
     damping=1.0,
-    factor_decay=0.5,
+    factor_decay=0.9,
     factor_update_period=1,
     inverse_update_period=1,
     inverse=SumOfTerms(),
     step_size=QuadraticModel(),
     estimate=ExactGGN(criterion),
 )
-damping = HyperparameterScheduler(optimizer, "damping", ExponentialDecay(gamma=0.5, minimum=1e-8))
+# Safe while the first factors are young; then as small as the loss becomes.
+damping = HyperparameterScheduler(optimizer, "damping", lambda step: max(0.5**step, 1e-6 / (step + 1)))
 
 for step in range(1, args.steps + 1):
     optimizer.zero_grad()

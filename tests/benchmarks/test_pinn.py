@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-import kfac_optim
 from benchmarks import pinn
 from benchmarks.__main__ import main
 from benchmarks.pde_problems import PROBLEMS
@@ -168,11 +167,20 @@ def test_lbfgs_learns_the_curvature_of_a_small_loss_on_a_multiple_of_it_alone(sc
     assert (closure().item() < 1e-8 * 111e-12) is learns
 
 
+def errors_of(script: Path, *arguments: str) -> list[float]:
+    ended = subprocess.run([sys.executable, script, *arguments], timeout=240, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return [float(line.rpartition(" ")[2]) for line in ended.stdout.splitlines()]
+
+
+@pytest.mark.slow
 def test_the_script_to_copy_is_short_and_its_error_falls() -> None:
     assert len(SCRIPT.read_text().splitlines()) <= 40
-    if not hasattr(kfac_optim, "SampleSpace"):
-        pytest.skip("there is no SampleSpace yet")
-    ended = subprocess.run([sys.executable, SCRIPT], timeout=120, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    errors = [float(line.rpartition(" ")[2]) for line in ended.stdout.splitlines()]
-    assert errors[-1] < 1e-4 < errors[0]
+    errors = errors_of(SCRIPT)
+    assert errors[-1] < 1e-6 < errors[0]
+
+
+@pytest.mark.slow
+def test_the_script_of_factors_by_terms_trains() -> None:
+    errors = errors_of(SCRIPT.with_name("poisson_by_terms.py"), "--steps", "150")
+    assert errors[-1] < 1e-2 < errors[0]
