@@ -1,12 +1,14 @@
 """A small regression, and the plain loop whose run a trainer has to repeat bit for bit."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 EXAMPLES, BATCH, STEPS = 24, 4, 6
@@ -57,10 +59,12 @@ def plain_run(
     data = batches() if data is None else data
     for _ in range(steps):
         optimizer.zero_grad()
-        for _ in range(accumulate):
-            with torch.autocast("cpu", autocast, enabled=autocast is not None):
-                loss = model(**next(data))["loss"] / accumulate
-            (loss if scaler is None else scaler.scale(loss)).backward()
+        for left in reversed(range(accumulate)):
+            alone = isinstance(model, DistributedDataParallel) and left > 0
+            with model.no_sync() if alone else nullcontext():
+                with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                    loss = model(**next(data))["loss"] / accumulate
+                (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None:
             scaler.unscale_(optimizer)
         if clip is not None:
