@@ -36,7 +36,7 @@ pytest.importorskip("accelerate")
 
 CLIP = 1.0  # what the trainer clips to by default
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer itself, which says much
+pytestmark = pytest.mark.filterwarnings("ignore", "error:kfac_optim")  # the trainer itself says much
 
 
 def trainer_of(model: nn.Module, enters: dict[str, Any], folder: Path | str, **options: Any) -> Any:
@@ -243,6 +243,7 @@ def in_a_trainer(rank: int, folder: str, resume: str | None = None, saves: int =
     options = {"save_strategy": "steps", "save_steps": saves} if saves else {}
     with warnings.catch_warnings(), accelerate_on(rank):
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", "kfac_optim")
         model = Regression()
         trainer = trainer_of(model, given(model), folder, **options)
         trainer.add_callback(Whole())
