@@ -24,7 +24,7 @@ from kfac_optim import IterateAverage, KFACOptimizer, SelectedUpdates
 
 accelerate = pytest.importorskip("accelerate")
 
-CLIP = 0.1
+CLIP = 1.0
 SAVED = 3  # between two refreshes
 
 

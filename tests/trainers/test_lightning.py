@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore", "error:kfac_optim"),  # the trainer itself says much
 ]
 
-CLIP = 0.1
+CLIP = 1.0
 HOLDS: "dict[str, Holds]" = {
     "the module": lambda module: module,
     "its network": lambda module: module.net,
