@@ -2,16 +2,14 @@
 # ruff: noqa: ARG001 (what ranks run is told its rank)
 
 import importlib.util
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.accelerated import accelerate_on
 from helpers.ranks import Ranks
 from test_checkpoints import COMM, EXAMPLES, SAVED, SHARDED, STEPS, Run, Training, assert_close, network
 from torch import Tensor
@@ -97,24 +95,6 @@ def test_ranks_that_save_each_for_themselves_resume_their_run(run: Run, two_rank
 # -- Accelerate --------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def accelerator(rank: int) -> Iterator[Any]:
-    """A new one, in the process group that there is."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "ACCELERATE_USE_CPU": "true"}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update({name: str(value) for name, value in told.items()})
-    try:
-        yield Accelerator(cpu=True)
-    finally:
-        AcceleratorState._reset_state(True)
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-
-
 class Accelerated:
     """A model and an optimizer as `Accelerator.prepare` makes them."""
 
@@ -152,15 +132,19 @@ def through_accelerate(
     rank: int, strategy: Strategy, inverse: Inverse[Any], folder: str, whole: bool
 ) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """Parameters of the run that saved, of the one that resumed it, and what was warned of."""
+    from accelerate import Accelerator
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with accelerator(rank) as first:
+        with accelerate_on(rank):
+            first = Accelerator(cpu=True)
             run = Accelerated(first, strategy, inverse, whole=whole)
             run.train(0, SAVED)
             first.save_state(folder)
             first.wait_for_everyone()
             expected = run.train(SAVED, STEPS)
-        with accelerator(rank) as second:
+        with accelerate_on(rank):
+            second = Accelerator(cpu=True)
             other = Accelerated(second, strategy, inverse, whole=whole)
             second.load_state(folder)
             found = other.train(SAVED, STEPS)

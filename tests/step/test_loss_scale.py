@@ -48,41 +48,6 @@ def test_a_scaler_that_is_made_later_is_found(unscale: bool, clips: bool) -> Non
     assert_same_factors(optimizer.factors(), plain_factors(), rtol=1e-6)
 
 
-def test_the_scaler_of_accelerate_is_found_behind_its_own_step() -> None:
-    """`AcceleratedOptimizer` puts a method in the place of `step`, to see whether the scaler has called it."""
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    accelerate.PartialState(cpu=True)
-    accelerate.Accelerator(cpu=True)
-    model = mlp()
-    scaler = GradScaler("cpu", init_scale=SCALE)
-    optimizer = optimizer_of(model)
-    accelerated = AcceleratedOptimizer(optimizer, scaler=scaler)
-    scaler.scale(square_loss(model(batch()))).backward()
-    scaler.unscale_(optimizer)
-    clip(model)
-    accelerated.step()
-    assert not accelerated.step_was_skipped
-    assert_same_factors(optimizer.factors(), plain_factors(), rtol=1e-10)
-    scaler.scale(square_loss(model(batch())) * torch.inf).backward()
-    accelerated.step()
-    assert accelerated.step_was_skipped
-
-
-def test_lightning_clips_in_half_precision() -> None:
-    """Its plugin refuses to clip where the step unscales the gradients itself."""
-    precision = pytest.importorskip("lightning.pytorch.plugins.precision")
-    model = mlp()
-    optimizer = optimizer_of(model)
-    plugin = precision.MixedPrecision("16-mixed", device="cpu", scaler=GradScaler("cpu", init_scale=SCALE))
-    plugin.scaler.scale(square_loss(model(batch()))).backward()
-    plugin.scaler.unscale_(optimizer)
-    plugin.clip_gradients(optimizer, clip_val=1e-3)
-    plugin.scaler.step(optimizer)
-    assert_same_factors(optimizer.factors(), plain_factors(), rtol=1e-10)
-
-
 @pytest.mark.parametrize("drop", ["model.zero_grad()", "optimizer.zero_grad()", "param.grad = None", "zeros"])
 def test_what_a_scaler_leaves_out_leaves_nothing_behind(drop: str) -> None:
     model = mlp()
