@@ -108,17 +108,18 @@ class Metrics(dict[str, float]):
 
     The numbers are those of the moment when it was made, however late they are read. Its names are there at once.
     Copies of it (`dict(...)`, `copy`, pickles) are ordinary dicts.
-
-    Args:
-        numbers: names and values. Of several values of one name condition numbers and cutoffs are the largest, and
-            others are added up.
     """
 
-    def __init__(self, numbers: Sequence[tuple[str, Scalar]]) -> None:
+    _fetch: Callable[[], dict[str, float]] | None = None
+
+    @classmethod
+    def later(cls, numbers: Sequence[tuple[str, Scalar]]) -> "Metrics":
+        """Return numbers by name: of several of one name the largest condition or cutoff, or the sum of counts."""
         names = [name for name, _ in numbers]
-        super().__init__(dict.fromkeys((_DERIVED.get(name, name) for name in names), _UNREAD))
         values = _snapshot([value for _, value in numbers])
-        self._fetch: Callable[[], dict[str, float]] | None = lambda: _merged(zip(names, values(), strict=True))
+        made = cls(dict.fromkeys((_DERIVED.get(name, name) for name in names), _UNREAD))
+        made._fetch = lambda: _merged(zip(names, values(), strict=True))
+        return made
 
     def _read(self) -> None:
         if self._fetch is None:
@@ -187,7 +188,7 @@ def metrics(
             ("inverse_age", max(clock.step - 1 - clock.refreshed_at for clock in clocks)),
             *(counted for block in known for counted in counters(block).items()),
         ]
-    return Metrics(numbers)
+    return Metrics.later(numbers)
 
 
 def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tensor | None]]:

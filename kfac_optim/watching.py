@@ -167,7 +167,8 @@ def _hardly_turned(run: _Window) -> str | None:
         return None
     return (
         f"Hardly anything is preconditioned: the median cosine of {run.where} is {median(cosines):.3f}, with damping "
-        f"{run.last.get('damping', math.nan):.1g}. Lower damping tenfold."
+        f"{run.last.get('damping', math.nan):.1g}. Lower damping tenfold; where it came near 1 as the loss fell, name "
+        "the loss, estimate=MonteCarlo(criterion)."
     )
 
 

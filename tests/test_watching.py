@@ -76,6 +76,7 @@ READS: dict[str, Callable[[dict[str, float]], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "own copy": lambda m: m.copy(),
+    "one of its kind": lambda m: dict(type(m)(m.items()), loss=1.0),
     "values": lambda m: list(m.values()),
     "items": lambda m: list(m.items()),
     "loop": lambda m: {name: m[name] for name in m},
@@ -287,7 +288,7 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
     ),
     "far too much damping": (
         lambda: watched(network(), inputs(), damping=1e4),
-        r"median cosine of the last 40 steps is (0\.99\d|1\.000), with damping 1e\+04\. Lower damping tenfold",
+        r"median cosine of the last 40 steps is (0\.99\d|1\.000), with damping 1e\+04\. Lower damping tenfold;",
     ),
     "a loss that rises": (
         lambda: watched(network(), inputs(), maximize=True),
@@ -332,7 +333,9 @@ def test_a_hint_says_what_was_seen_and_what_to_do(name: str) -> None:
 
 
 HEALTHY: dict[str, Callable[[], list[Mapping[str, float]]]] = {
-    "default": lambda: watched(network(), inputs(), steps=150),
+    "default": lambda: watched(network(), inputs(), steps=120),
+    "held by the region": lambda: watched(network(), inputs(), lr=3.0),
+    "held by a region that noise has shrunk": lambda: watched(network(), inputs(), steps=150, lr=10.0),
     "wide": lambda: watched(network(256), of_rank(8, 256), steps=60),
     "selected": lambda: watched(network(), inputs(), steps=60, step_size=SelectedUpdates(), lr=0.01),
     "sample space": lambda: watched(
