@@ -11,6 +11,7 @@ one row do not import each other; `tests/test_architecture.py` holds them to it.
     blocks                                which layers of a model are preconditioned, their state, and checkpoints of it
     step                                  one optimizer step: statistics, refreshes, preconditioning, bounds, the update
     distributed, diagnostics, schedulers  several processes; what the optimizer reports; schedules of its numbers
+    watching                              what reports of a run say, in words and drawn
     optimizer                             KFACOptimizer, which puts all of this together
 """
 

@@ -103,50 +103,92 @@ def summary(
     )
 
 
+class Metrics(dict[str, float]):
+    """Holds numbers by name: a dict that waits for the device when a number is first read, and not before.
+
+    The numbers are those of the moment when it was made, however late they are read. Its names are there at once.
+    Copies of it (`dict(...)`, `copy`, pickles) are ordinary dicts.
+    """
+
+    _fetch: Callable[[], dict[str, float]] | None = None
+
+    @classmethod
+    def later(cls, numbers: Sequence[tuple[str, Scalar]]) -> "Metrics":
+        """Return numbers by name: of several of one name the largest condition or cutoff, or the sum of counts."""
+        names = [name for name, _ in numbers]
+        values = _snapshot([value for _, value in numbers])
+        made = cls(dict.fromkeys((_DERIVED.get(name, name) for name in names), _UNREAD))
+        made._fetch = lambda: _merged(zip(names, values(), strict=True))
+        return made
+
+    def _read(self) -> None:
+        if self._fetch is None:
+            return
+        for name, number in self._fetch().items():
+            if dict.get(self, name) is _UNREAD:  # else the user has changed it
+                dict.__setitem__(self, name, number)
+        self._fetch = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+_UNREAD: Any = object()
+_DERIVED = {"inner": "cosine", "direction_square": "direction_norm", "gradient_square": "gradient_norm"}
+
+
+def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
+    def read(self: Metrics, *args: Any) -> Any:
+        self._read()
+        return method(self, *args)
+
+    return read
+
+
+# C code reads a dict past its methods only if it has no `__iter__` of its own.
+for _name in ("__getitem__", "__iter__", "__eq__", "__ne__", "__or__", "__ror__", "__repr__"):
+    setattr(Metrics, _name, _reading(getattr(dict, _name)))
+for _name in ("get", "values", "items", "pop", "popitem", "setdefault", "copy"):
+    setattr(Metrics, _name, _reading(getattr(dict, _name)))
+
+
 def metrics(
     blocks: Sequence[KFACBlock],
     params: Sequence[nn.Parameter],
     record: StepRecord | None,
     *,
     dropped_calls: int,
-    skipped_steps: int,
+    skipped_steps: Scalar,
     rejected_steps: int,
     reduction_ratio: float | None,
     counters: Callable[[KFACBlock], Mapping[str, float | Tensor]],
-) -> dict[str, float]:
-    """Return plain numbers about the last step, for any logger. Synchronises; see `KFACOptimizer.metrics`."""
-    numbers: dict[str, float] = {
-        "blocks": float(len(blocks)),
-        "blocks_without_statistics": float(sum(block.clock.folds == 0 for block in blocks)),
-        "dropped_calls": float(dropped_calls),
-        "skipped_steps": float(skipped_steps),
-        "rejected_steps": float(rejected_steps),
-        **_shares(blocks, params),
-    }
-    if reduction_ratio is not None:
-        numbers["reduction_ratio"] = reduction_ratio
-    if record is not None:
-        numbers["unpreconditioned_blocks"] = float(len(record.unpreconditioned))
-    if record is not None and record.measures:
-        measures = _fetched(record.measures)
-        if "inner" in measures:
-            inner, direction, gradient = (measures.pop(n) for n in ("inner", "direction_square", "gradient_square"))
-            norms = math.sqrt(direction * gradient)
-            numbers |= {
-                "cosine": inner / norms if norms > 0 else math.nan,
-                "gradient_norm": math.sqrt(gradient),
-                "direction_norm": measures.get("trust_region_scale", 1.0) * math.sqrt(direction),
-            }
-        numbers |= measures
+    report: Mapping[str, Scalar],
+) -> Metrics:
+    """Return plain numbers about the last step, for any logger, without a wait; see `KFACOptimizer.metrics`."""
     known = [block for block in blocks if block.clock.folds > 0]
+    numbers: list[tuple[str, Scalar]] = [
+        ("blocks", len(blocks)),
+        ("blocks_without_statistics", len(blocks) - len(known)),
+        ("dropped_calls", dropped_calls),
+        ("skipped_steps", skipped_steps),
+        ("rejected_steps", rejected_steps),
+        *_shares(blocks, params).items(),
+        *report.items(),
+    ]
+    if reduction_ratio is not None:
+        numbers.append(("reduction_ratio", reduction_ratio))
+    if record is not None:
+        numbers += [("unpreconditioned_blocks", len(record.unpreconditioned)), *record.measures.items()]
     if known:
-        numbers["damping"] = max(float(block.group["damping"]) * block.clock.loss_unit for block in known)
         # The clocks already stand at the next step.
         clocks = [block.clock for block in known]
-        numbers["factor_age"] = float(max(clock.step - 1 - clock.folded_at for clock in clocks))
-        numbers["inverse_age"] = float(max(clock.step - 1 - clock.refreshed_at for clock in clocks))
-        numbers |= _merged_counters(map(counters, known))
-    return numbers
+        numbers += [
+            ("damping", max(float(block.group["damping"]) * block.clock.loss_unit for block in known)),
+            ("factor_age", max(clock.step - 1 - clock.folded_at for clock in clocks)),
+            ("inverse_age", max(clock.step - 1 - clock.refreshed_at for clock in clocks)),
+            *(counted for block in known for counted in counters(block).items()),
+        ]
+    return Metrics.later(numbers)
 
 
 def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -163,11 +205,41 @@ def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tenso
     return result
 
 
-def _fetched(measures: Mapping[str, Scalar]) -> dict[str, float]:
-    """Return measures as Python numbers; the host waits once for those that the device has."""
-    on_device = {name: value.double() for name, value in measures.items() if isinstance(value, Tensor)}
-    found = dict(zip(on_device, torch.stack([*on_device.values()]).tolist(), strict=True)) if on_device else {}
-    return {name: found[name] if isinstance(value, Tensor) else value for name, value in measures.items()}
+def _snapshot(numbers: Sequence[Scalar]) -> Callable[[], list[float]]:
+    """Return what gives the numbers as they are now, and waits for the devices that hold them when it is called."""
+    known: dict[int, float] = {}
+    alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    for i, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            alike.setdefault((number.device, number.dtype), {})[i] = number.detach()
+        else:
+            known[i] = float(number)
+    copies = [(tuple(some), torch.stack([*some.values()])) for some in alike.values()]
+
+    def read() -> list[float]:
+        found = dict(known)
+        for which, copy in copies:
+            found.update(zip(which, map(float, copy.tolist()), strict=True))
+        return [found[i] for i in range(len(found))]
+
+    return read
+
+
+def _merged(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the numbers by the names that `metrics()` gives them."""
+    merged: dict[str, float] = {}
+    for name, number in numbers:
+        before = merged.get(name, 0.0)
+        merged[name] = max(before, number) if name.startswith(("condition", "cutoff")) else before + number
+    if "inner" in merged:
+        inner, direction, gradient = (merged.pop(name) for name in _DERIVED)
+        norms = math.sqrt(direction * gradient)
+        merged |= {
+            "cosine": inner / norms if norms > 0 else math.nan,
+            "gradient_norm": math.sqrt(gradient),
+            "direction_norm": merged.get("trust_region_scale", 1.0) * math.sqrt(direction),
+        }
+    return merged
 
 
 def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict[str, float]:
@@ -180,19 +252,6 @@ def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict
         "measured_parameters": measured / max(1, total),
         "left_out_parameters": (total - covered) / max(1, total),
     }
-
-
-def _merged_counters(counters: Iterable[Mapping[str, float | Tensor]]) -> dict[str, float]:
-    """Add counts up over blocks, and report the worst of condition numbers and cutoffs."""
-    merged: dict[str, float] = {}
-    for of_block in counters:
-        for key, value in of_block.items():
-            number = float(value)
-            if key.startswith(("condition", "cutoff")):
-                merged[key] = max(merged.get(key, 0.0), number)
-            else:
-                merged[key] = merged.get(key, 0.0) + number
-    return merged
 
 
 def _record(block: KFACBlock, owners: tuple[int, ...]) -> BlockRecord:

@@ -524,39 +524,30 @@ class KFACOptimizer(Optimizer):
         return self._executor.plan if isinstance(self._executor, DistributedExecutor) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers of the last step, for any logger. Synchronises with the device.
+        """Return numbers of the last step, for any logger.
 
-        `trust_region_scale` (ν); `momentum_scale` (below 1 where the momentum went uphill and was held back); `kl_clip`
-        (κ, as the trust region has adapted it); of `QuadraticModel` in their place `learning_rate` (in units of `lr`),
-        `momentum` and `predicted_change`; of
-        `LevenbergMarquardt` `reduction_ratio` (ρ of the last step that was judged) and `rejected_steps`; `cosine`
-        (between raw and preconditioned gradient), `gradient_norm` and `direction_norm` (after ν) over the
-        preconditioned parameters; `damping`; `factor_age` and `inverse_age` in steps; `condition_A` and `condition_G`
-        (largest 1-norm condition number of a damped factor); counts, ever, of `skipped_steps` (a gradient was not
-        finite; a step that a `GradScaler` leaves out counts from the next forward on),
-        `refused_statistics` (not finite),
-        `retried_refreshes` and `failed_refreshes`, `dropped_calls` (input changed in place before backward, or a
-        second backward though the graph was not retained), of `EKFAC` `substituted_statistics`, of `NewtonSchulz`
-        `fallback_inverses`; of `LowRank` `cutoff_A` and `cutoff_G` (the smallest eigenvalue kept, in units of the
-        damping); `blocks`, `blocks_without_statistics`, and `unpreconditioned_blocks` in this step.
-        `covered_parameters` is the share of all parameters that belong to blocks, `measured_parameters` of those
-        whose statistics were taken so far, `left_out_parameters` of those left to SGD, each from 0 to 1. What is not
-        known yet is absent. On several processes conditions, cutoffs and counts of statistics and refreshes are those
-        of the last refresh, the same on all; a count is that of the process that has counted most, layer by layer.
+        They are a dict of floats. The host does not wait for the device until a number is read, which gives what it was
+        when this was called, also after more steps: to log every step at no cost, keep what is returned, and read it
+        later. Copies of it are ordinary dicts.
+
+        The guide has a table of all names, with units and healthy values: `kfac_optim/README.md`, "Watching a run".
+        `kfac_optim.watching` has `diagnose`, which says in words what is wrong in them, and `plot`. What is not known
+        yet is absent. Counts are ever. On several processes conditions, cutoffs and counts of statistics and refreshes
+        are those of the last refresh, the same on all; a count is that of the process that has counted most, layer by
+        layer.
         """
-        self._skipped.look()
         blocks = self._binding.coverage.blocks
-        numbers = diagnostics.metrics(
+        return diagnostics.metrics(
             blocks,
             self._params(),
             self._record,
             dropped_calls=self._window.dropped_calls,
-            skipped_steps=self._skipped.total + self._window.left_out,
+            skipped_steps=self._skipped.so_far() + self._window.left_out,
             rejected_steps=0 if self._judge is None else self._judge.rejected,
             reduction_ratio=None if self._judge is None else self._judge.ratio,
             counters=self._executor.statistics.counters,
+            report=self._choices.step_size.report(self.state, blocks),
         )
-        return numbers | self._choices.step_size.report(self.state, blocks)
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """Return `{layer name: (A, G)}`, copies of the undamped running averages, of the layers with statistics so far.

@@ -99,6 +99,12 @@ def test_the_host_waits_for_nothing_but_what_is_written_here(found: Any, name: s
         assert Counter(step["waits"]) == expected(name, step), step["kind"]
 
 
+def test_metrics_wait_for_nothing_until_they_are_read(found: Any) -> None:
+    for name, steps in found["cases"].items():
+        for step in steps:
+            assert (step["asked"], step["read"]) == ([], ["diagnostics.read: tolist"]), (name, step["kind"])
+
+
 @pytest.mark.parametrize("value", waits.SPOILT)
 def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_by_the_device(found: Any, value: str) -> None:
     step = found["spoilt"][value]

@@ -18,6 +18,7 @@ from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.linalg.orthogonal import orthogonal_factors
 from kfac_optim.specs import BlockDiagonal
 from kfac_optim.step.adamw import adamw_update, if_taken, mean_before, take_into_mean
+from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.utils.validation import check_number
 
@@ -115,10 +116,13 @@ class SelectedUpdates(StepSize):
                     "them into blocks. Leave structure out: wide factors are sketched."
                 )
 
-    def report(self, state: Mapping[Any, Any], blocks: Sequence[KFACBlock]) -> dict[str, float]:
+    def report(self, state: Mapping[Any, Any], blocks: Sequence[KFACBlock]) -> dict[str, Scalar]:
         held = [state[block.params[0]].get(PREFERENCE) for block in blocks if block.params[0] in state]
-        natural = [bool(preference > 0) for preference in held if preference is not None]
-        return {"natural_updates": sum(natural) / len(natural)} if natural else {}
+        known = [preference for preference in held if preference is not None]
+        if not known:
+            return {}
+        natural = torch.stack([preference.to(known[0].device, non_blocking=True) for preference in known]) > 0
+        return {"natural_updates": natural.double().mean()}
 
     def size(self, proposal: Proposal) -> Sized:
         group_of = {param: group for group in proposal.groups for param in group["params"] if param.grad is not None}

@@ -51,6 +51,10 @@ class SkippedSteps:
         self._counts[1] *= ~finite
         self.deferred += 1
 
+    def so_far(self) -> int | Tensor:
+        """Return how many there were up to now, a tensor `[]` where the device knows; nobody waits for it."""
+        return self.total if self.deferred == 0 or self._counts is None else self._counts[0] + self.total
+
     def look(self) -> None:
         """Fetch what the device counted: one host synchronisation, if there is any."""
         if self.deferred == 0 or self._counts is None:

@@ -188,8 +188,8 @@ class StepSize(ABC):
         """
         return ""
 
-    def report(self, state: Mapping[Any, Any], blocks: Sequence[KFACBlock]) -> dict[str, float]:
-        """Return what it has to say in `metrics()` beside the measures of the last step; the host may wait for it.
+    def report(self, state: Mapping[Any, Any], blocks: Sequence[KFACBlock]) -> dict[str, Scalar]:
+        """Return what it has to say in `metrics()` beside the measures of the last step; the host waits for nothing.
 
         Args:
             state: of the optimizer, by parameter.

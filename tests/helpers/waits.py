@@ -140,7 +140,7 @@ CASES = {
 
 
 def steps(case: Case, waits: list[str], device: str) -> list[dict[str, Any]]:
-    """Of each step its kind, what was waited for in forward, backward and step, and how much there was to refresh.
+    """Of each step its kind, what was waited for in forward, backward and step, what by metrics, and its refreshes.
 
     Args:
         case: the training.
@@ -163,6 +163,11 @@ def steps(case: Case, waits: list[str], device: str) -> list[dict[str, Any]]:
         scaler.step(optimizer)
         seen = Counter(waits)
         scaler.update()
+        waits.clear()
+        metrics = optimizer.metrics()
+        asked = list(waits)
+        dict(metrics)
+        read = sorted({*waits})
         blocks = optimizer._binding.coverage.blocks
         refreshed = any(block.clock.refreshed_at == number for block in blocks)
         sampled = any(block.clock.folded_at == number for block in blocks)
@@ -173,6 +178,8 @@ def steps(case: Case, waits: list[str], device: str) -> list[dict[str, Any]]:
                 "kind": "first" if number == 0 else kind,
                 "before": found[-1]["kind"] if found else None,
                 "waits": seen,
+                "asked": asked,
+                "read": read,
                 "blocks": len(blocks),
                 "stacks": len(stacks),
                 "matrices": sum(dim > 1 for _, dim in stacks),
