@@ -32,7 +32,7 @@ from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.specs import Kept, LossTerms, WeightSharing
-from kfac_optim.step import averaging, engine, published_state
+from kfac_optim.step import averaging, engine, new_state, published_state
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.background_refresh import BackgroundRefresher
@@ -260,6 +260,7 @@ class KFACOptimizer(Optimizer):
             self._executor = executor_of(self, config, step_size, arguments, self._window, estimate)
         executor = self._executor
         self._record: engine.StepRecord | None = None
+        self._shows_state = False
         self._closure_loss: ClosureLoss | None = None
         self._warnings = UserWarnings(finds_model=given is None, plain=step_size.plain)
         self._memory = StepMemory(step_size, self._warnings)
@@ -339,12 +340,16 @@ class KFACOptimizer(Optimizer):
                 refresh in the background raised; this is a copy without the `grad_scaler` that was named.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
+        if closure is None and self._is_asked_for_state():
+            self._show_state()
+            return None
         judge, number = self._judge, self._window.step
         if self._choices.average is not None and averaging.shows_averages(self.state):
             raise RuntimeError(
                 "kfac_optim: step() was called while the model holds the averages of its parameters, which eval() has "
                 "put there. Call optimizer.train() before the forward of a training step."
             )
+        self._drop_shown_state()
         self._window.take_step()
         if judge is not None:
             judge.check_call(closure, self.param_groups)
@@ -358,6 +363,8 @@ class KFACOptimizer(Optimizer):
         random = random_state(self._params()) if tries else None
         loss = None
         if closure is not None:
+            if searches:  # what is evaluated again begins here, whatever called the criterion before
+                self._window.tally.await_calls()
             with torch.enable_grad():
                 loss = closure()
         if judge is not None:
@@ -645,6 +652,8 @@ class KFACOptimizer(Optimizer):
             incoming, self._incoming = self._incoming, Incoming()
         if incoming.warm:
             self._warnings.warm_start()
+        if incoming.unplaced:
+            self._warnings.statistics_left()
         if incoming.averages and self._choices.average is None:
             self._warnings.averages_left()
         if not self._executor.several:  # else it may be that another rank has it
@@ -653,6 +662,7 @@ class KFACOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._window.discard()
+        self._shows_state = False
         incoming = self._incoming
         self._memory.put(checkpoint.remembered(incoming.states))
         if self._choices.average is not None:
@@ -675,7 +685,7 @@ class KFACOptimizer(Optimizer):
         }
         blocks = checkpoint.dump_all(self._binding.coverage.blocks) | self._binding.pending.states()
         keep_while_spawning(blocks)
-        state = checkpoint.without_blocks(self.state)
+        state = {} if self._shows_state else checkpoint.without_blocks(self.state)
         model = self._binding.model if self._binding.given else None
         groups = [_as_given(group) for group in self.param_groups]
         rejected = 0 if self._judge is None else self._judge.rejected
@@ -708,15 +718,32 @@ class KFACOptimizer(Optimizer):
         if agreement.sampled:
             self._memory.look(record.measures, self._window.step)
         self._binding.end_step()
-        if not self._binding.settled and any(param.grad is not None for param in self._params()):
-            # Gradients of zero: so `torch.distributed.checkpoint` has a new optimizer show what state it will have.
-            self._publish_blocks()
         self._warnings.edited_gradients(agreement.edited)
         self._warnings.uneven_terms(agreement.terms)
         self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
         self._warnings.assumed_terms(record.count, self._window.rule)
         self._warnings.mixed_terms(record.count)
         return admission
+
+    def _is_asked_for_state(self) -> bool:
+        """Return whether this step is none of the training; see `new_state`."""
+        is_new = self._record is None and not self.state and not self._binding.settled
+        return is_new and new_state.asks_for_state(self.param_groups, self._window)
+
+    def _show_state(self) -> None:
+        """Make the state that there will be, until the next step or a checkpoint replaces it."""
+        agreement, blocks = self._gate.prepare_state(self), self._binding.coverage.blocks
+        memory = self._memory.get(blocks, self._params())
+        new_state.make_state(
+            *(self.param_groups, self.state, blocks, agreement, self._choices, self._executor, self._window, memory)
+        )
+        self._shows_state = True
+        self._publish_blocks()
+
+    def _drop_shown_state(self) -> None:
+        if self._shows_state:
+            self._shows_state = False
+            self.state.clear()
 
     def _loss_of(self, closure: Callable[[], Any], loss: Any, random: RandomState) -> ClosureLoss:
         """Return what a step size is to know of the loss, for it to look at other parameters."""
@@ -752,7 +779,8 @@ class KFACOptimizer(Optimizer):
 
     def _publish_blocks(self) -> None:
         """Put the blocks' state where torch looks for it."""
-        keeps_directions = self._record is not None and self._choices.step_size.keeps_direction(self.param_groups)
+        has_stepped = self._shows_state or self._record is not None
+        keeps_directions = has_stepped and self._choices.step_size.keeps_direction(self.param_groups)
         published_state.publish(
             self.state,
             self._binding.coverage.blocks,

@@ -146,7 +146,7 @@ class ModelBinding:
         """
         # Gradients of zero are also what `torch.distributed.checkpoint` has a new optimizer step with. Looking at them
         # synchronises, at the first steps alone.
-        if self.settled or not any(_says_something(param.grad) for param in self._groups):
+        if self.settled or not any(says_something(param.grad) for param in self._groups):
             return False
         if self._finder is not None and self.model is not None:
             self._options.check_patterns(self.model)
@@ -350,5 +350,6 @@ def _in_wrapper(model: nn.Module) -> nn.Module:
     return cast(nn.Module, model.module) if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _says_something(gradient: Tensor | None) -> bool:
+def says_something(gradient: Tensor | None) -> bool:
+    """Return whether there is a gradient that is not zero throughout. Looking synchronises."""
     return gradient is not None and (gradient.is_meta or bool(local(gradient).any()))

@@ -136,7 +136,7 @@ class Ledger:
         Not at once: further backwards through the same forward go on from the same running sum, as when several
         losses are backpropagated one by one and their gradients combined by hand.
         """
-        self.tally.restart_terms()
+        self.tally.drop_terms()
         if self._open or self.tally.has_counted():  # else keep what set_loss_terms said of the backward to come
             self._stale = True
 

@@ -114,7 +114,7 @@ class LossTally:
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
         self.by_criterion = self.by_output = False
-        self._criteria = 0
+        self._criteria, self._awaited = 0, False
         self.calls: list[object | None] = []
 
     def name_loss(self, *, mean: bool) -> None:
@@ -127,8 +127,22 @@ class LossTally:
         return self._rule is LossTerms.SUM
 
     def restart_terms(self) -> None:
-        """Note that calls of the criterion are counted from the beginning: a step was taken, or gradients dropped."""
-        self._criteria, self.calls = 0, []
+        """Count calls of the criterion from the beginning, as after a step."""
+        self._criteria, self.calls, self._awaited = 0, [], False
+
+    def drop_terms(self) -> None:
+        """Count calls of the criterion from the beginning, as gradients were dropped."""
+        self._criteria = 0
+        self.await_calls()
+
+    def await_calls(self) -> None:
+        """Forget the calls at the next one: until then, the backward of those that there are may still come."""
+        self._awaited = True
+
+    def begin_call(self) -> None:
+        """Note that a criterion is called."""
+        if self._awaited:
+            self.calls, self._awaited = [], False
 
     def next_term(self) -> int:
         """Return the number of a call of the criterion, counted since the last step."""

@@ -30,7 +30,7 @@ class Roots:
         self._last: RootCall | None = None
         self._recomputed: RootCall | None = None
         self._expected: list[tuple[ForwardCall, GradientEdge]] = []
-        self._entered = 0  # since the last step
+        self.entered = 0  # since the last step
 
     def is_under_way(self) -> bool:
         """Return whether a forward of the model is running."""
@@ -41,9 +41,9 @@ class Roots:
         if self._under_way:
             self._under_way.append(self._under_way[-1])
         else:
-            self._under_way.append(RootCall(model, self._entered))
+            self._under_way.append(RootCall(model, self.entered))
             self._under_way[-1].is_mapped = is_mapped
-            self._entered += 1
+            self.entered += 1
 
     def leave(self) -> RootCall | None:
         """End the forward that was entered last, and return it; None if none was."""
@@ -66,7 +66,7 @@ class Roots:
         """Note that a step was taken: no backward goes on from an earlier forward."""
         self.leave_all()
         self._last = self._recomputed = None
-        self._entered = 0
+        self.entered = 0
 
     def layer_without_graph(self) -> None:
         """Note that, in a forward without gradients, a layer ran that may run again. See [Note: recomputed layers]."""

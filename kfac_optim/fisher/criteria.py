@@ -149,6 +149,7 @@ class CriterionTerms:
             self._read_again.append(tuple(output.detach() for output in outputs))
         if window is None or not window.listening:
             return
+        window.tally.begin_call()
         if self.remembers:
             window.tally.calls.append(None)
         behind = look_behind(outputs, window, window.graphs.anchor)

@@ -17,7 +17,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.objective import Objective
 from kfac_optim.step import engine
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.execution import Admission, Executor, Trained
+from kfac_optim.step.execution import Admission, Agreement, Executor, Trained
 from kfac_optim.step.loss_scale import LossScale, ScalerSource, read_loss_scale, spread_overflow, unscale
 from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
 from kfac_optim.step.user_warnings import UserWarnings
@@ -129,6 +129,13 @@ class Gate:
         else:
             self.skipped.defer(finite)
         return Admission(agreement, scale.factor, finite)
+
+    def prepare_state(self, optimizer: Optimizer) -> Agreement:
+        """Let all workers agree on who keeps what, for a step that asks for the state alone; see `new_state`."""
+        params = params_of(optimizer.param_groups)
+        self._settle_model(params)
+        trained = Trained(self.binding.coverage.blocks, params, partial(names_of, self.binding, optimizer.param_groups))
+        return self.executor.agree(trained, finite=True, summed=0, counted=None, rescaled=False)
 
     def _settle_model(self, params: Sequence[nn.Parameter]) -> None:
         """Take in what the forwards have shown of the model, and leave to SGD what is not measured."""

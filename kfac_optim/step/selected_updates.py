@@ -147,6 +147,8 @@ class SelectedUpdates(StepSize):
         ready, layers = set(proposal.covered), []
         compared: list[tuple[_Layer, Tensor]] = []
         for block in blocks:
+            # At once, so that all checkpoints have it: `torch.distributed.checkpoint` reads what both sides have.
+            proposal.state[block.params[0]].setdefault(PREFERENCE, _preference(proposal, block))
             mine = {param: trained[param] for param in block.params if param in trained}
             before = {param: mean_before(proposal, param) for param in mine}
             if block in ready and _is_time(block) and all(mean is not None for mean in before.values()):

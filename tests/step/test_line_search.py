@@ -5,7 +5,7 @@ import torch
 from helpers.plain import batch, clones, mlp
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, KFACOptimizer, LineSearch
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LineSearch, SampleSpace
 
 
 def problem() -> tuple[nn.Module, KFACOptimizer]:
@@ -142,3 +142,36 @@ def test_far_too_long_steps_are_halved_until_the_loss_falls_at_all() -> None:
     assert search._search(lambda k: losses.get(k, 1.0), 0, 1.0) == (6, 0.5)
     assert search._search(lambda k: losses.get(k, 1.0), 7, 1.0) == (6, 0.5)
     assert search._search(lambda _: 2.0, 3, 1.0) == (12, 2.0)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_closure_may_drop_the_gradients_after_its_forward(evaluated: bool) -> None:
+    """And the criterion may have been called with gradients before, as DeepXDE does to show the losses."""
+    runs = []
+    for drops_first in (True, False):
+        model, criterion = mlp(), nn.MSELoss()
+        optimizer = KFACOptimizer(
+            model, lr=1.0, inverse=SampleSpace(), step_size=LineSearch(), estimate=ExactGGN(criterion)
+        )
+
+        def closure(
+            optimizer: KFACOptimizer = optimizer,
+            model: nn.Module = model,
+            criterion: nn.Module = criterion,
+            drops_first: bool = drops_first,
+        ) -> Tensor:
+            if drops_first:
+                optimizer.zero_grad()
+            output = model(batch())
+            loss = criterion(output, torch.ones_like(output))
+            if not drops_first:
+                optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        if evaluated and not drops_first:
+            criterion(model(batch(1, size=3)), torch.ones(3, 3, dtype=torch.float64))
+        for _ in range(3):
+            optimizer.step(closure)
+        runs.append(clones(model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
