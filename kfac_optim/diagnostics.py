@@ -139,7 +139,9 @@ _DERIVED = {"inner": "cosine", "direction_square": "direction_norm", "gradient_s
 
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: Metrics, *args: Any) -> Any:
-        self._read()
+        for each in (self, *args):  # two of them may be compared
+            if isinstance(each, Metrics):
+                each._read()
         return method(self, *args)
 
     return read
