@@ -183,4 +183,4 @@ def test_the_script_to_copy_is_short_and_its_error_falls() -> None:
 @pytest.mark.slow
 def test_the_script_of_factors_by_terms_trains() -> None:
     errors = errors_of(SCRIPT.with_name("poisson_by_terms.py"), "--steps", "150")
-    assert errors[-1] < 1e-2 < errors[0]
+    assert errors[-1] < 3e-2 < errors[0]
