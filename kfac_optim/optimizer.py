@@ -652,8 +652,6 @@ class KFACOptimizer(Optimizer):
             incoming, self._incoming = self._incoming, Incoming()
         if incoming.warm:
             self._warnings.warm_start()
-        if incoming.unplaced:
-            self._warnings.statistics_left()
         if incoming.averages and self._choices.average is None:
             self._warnings.averages_left()
         if not self._executor.several:  # else it may be that another rank has it

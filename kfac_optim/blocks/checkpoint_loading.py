@@ -1,14 +1,14 @@
 """Reading a checkpoint: all of it is checked, and sorted into what torch loads and what belongs to blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint, checkpoint_check, checkpoint_groups
 from kfac_optim.blocks.checkpoint_groups import Origin
-from kfac_optim.blocks.model_binding import ModelBinding, says_something
+from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.state_keys import AVERAGE, AVERAGED_STEPS, ITERATE, MOMENTUM
 
 _AVERAGED = (AVERAGE, AVERAGED_STEPS, ITERATE)
@@ -23,7 +23,6 @@ class Incoming:
         marks: of the layers that were left to SGD.
         warm: whether it is of SGD, and blocks begin from zero.
         averages: what it holds of the averages of parameters, which torch would cast to their dtype.
-        unplaced: whether it may have lost what it held of layers, for want of a place in the tensors it was read into.
         missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """
 
@@ -31,7 +30,6 @@ class Incoming:
     marks: checkpoint.States = field(default_factory=dict)
     warm: bool = False
     averages: dict[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
-    unplaced: bool = False
     missed: list[str] = field(default_factory=list)
 
 
@@ -78,10 +76,6 @@ def read(
     for param, state in held.items():
         checkpoint_groups.check_parameter_state(state, param, names[param], covered=param in covered)
     incoming = _incoming(held, binding, warm=whose is Origin.SGD, several=several)
-    if binding.model is None and not several and whose is not Origin.SGD:
-        momenta = [state.get(MOMENTUM) for state in held.values() if checkpoint.KEY not in state]
-        unplaced = len(momenta) == len(held) and any(map(says_something, momenta))
-        incoming = replace(incoming, unplaced=unplaced)
     for param, state in held.items():
         if AVERAGE in state:
             incoming.averages[param] = {key: state[key] for key in _AVERAGED if key in state}

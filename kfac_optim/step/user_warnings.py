@@ -64,14 +64,6 @@ class UserWarnings:
             "taken over; statistics and inverses, which it has none of, begin from zero at the next step."
         )
 
-    def statistics_left(self) -> None:
-        warn(
-            "kfac_optim: the checkpoint holds momentum and nothing of any layer. If it is of a run with layers, their "
-            "statistics and inverses stayed behind: what reads into tensors that exist (torch.distributed.checkpoint) "
-            "has to find those of the layers, and the model is not known before its first forward. Pass the model: "
-            "KFACOptimizer(params, model=model)."
-        )
-
     def averages_left(self) -> None:
         warn(
             "kfac_optim: the checkpoint holds averages of the parameters, and this optimizer averages nothing: they "

@@ -13,7 +13,7 @@ def accelerate_on(rank: int) -> Iterator[None]:
     from accelerate.state import AcceleratorState
 
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size(), "ACCELERATE_USE_CPU": "true"}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1}
     before = {name: os.environ.get(name) for name in told}
     os.environ.update({name: str(value) for name, value in told.items()})
     try:

@@ -114,21 +114,3 @@ def test_the_first_step_of_a_warm_up_from_zero_counts() -> None:
     optimizer.step()
     scheduler.step()
     assert next(iter(optimizer.state_dict()["state"].values()))["kfac"]["clock"]["step"] == 1
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_statistics_that_stay_behind_because_the_model_is_not_known_are_warned_of(
-    given: bool, recwarn: pytest.WarningsRecorder
-) -> None:
-    """Before its first forward there is no place for them in the tensors that a checkpoint is read into."""
-    model, optimizer = new(momentum=0.9)
-    train(model, optimizer, 3)
-    saved = optimizer.state_dict()
-    other = copy.deepcopy(model)
-    fresh = KFACOptimizer(other.parameters(), model=other if given else None, momentum=0.9)
-    get_optimizer_state_dict(other, fresh)
-    places = fresh.state_dict()["state"]
-    state = {i: {key: each[key] for key in places[i]} for i, each in saved["state"].items()}
-    fresh.load_state_dict({**saved, "state": state})
-    found = [str(each.message) for each in recwarn if "stayed behind" in str(each.message)]
-    assert len(found) == (0 if given else 1)
