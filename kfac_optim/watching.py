@@ -9,8 +9,8 @@ from numbers import Real
 from statistics import median
 from typing import Any
 
-Metrics = Mapping[str, float]
-History = Sequence[Metrics | Sequence[Any]]
+Reported = Mapping[str, float]
+History = Sequence[Reported | Sequence[Any]]
 """What `metrics()` gave in the course of a run, or pairs `(step, metrics)`, oldest first."""
 
 _WINDOW = 100  # records that hints are read off
@@ -90,9 +90,9 @@ def plot(history: History, path: str | os.PathLike[str]) -> Any:
     return figure
 
 
-def _records(history: History) -> list[tuple[float, Metrics]]:
+def _records(history: History) -> list[tuple[float, Reported]]:
     """Return pairs of step and metrics; the number of an entry is its step where it has none."""
-    records: list[tuple[float, Metrics]] = []
+    records: list[tuple[float, Reported]] = []
     for i, entry in enumerate(history):
         pair = (i, entry) if isinstance(entry, Mapping) else tuple(entry) if isinstance(entry, list | tuple) else ()
         if len(pair) != 2 or not isinstance(pair[0], Real) or not isinstance(pair[1], Mapping):
@@ -111,8 +111,8 @@ def _records(history: History) -> list[tuple[float, Metrics]]:
 class _Window:
     """Holds the records that hints are read off, oldest first, and the metrics that the run began with."""
 
-    records: Sequence[tuple[float, Metrics]]
-    first: Metrics
+    records: Sequence[tuple[float, Reported]]
+    first: Reported
 
     @property
     def where(self) -> str:
@@ -121,7 +121,7 @@ class _Window:
         return f"the last {len(self.records)} {'steps' if every_step else 'records'}"
 
     @property
-    def last(self) -> Metrics:
+    def last(self) -> Reported:
         return self.records[-1][1]
 
     def of(self, name: str) -> list[float]:

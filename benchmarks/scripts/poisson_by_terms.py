@@ -41,7 +41,7 @@ optimizer = KFACOptimizer(
     step_size=QuadraticModel(),
     estimate=ExactGGN(criterion),
 )
-# Safe while the first factors are young; then as small as the loss becomes.
+# Large while the factors are young, and then inversely proportional to the steps.
 damping = HyperparameterScheduler(optimizer, "damping", lambda step: max(0.5**step, 1e-6 / (step + 1)))
 
 for step in range(1, args.steps + 1):

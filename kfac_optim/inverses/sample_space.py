@@ -188,7 +188,7 @@ class SampleSpace(Inverse[SampleState]):
     def acceleration(
         self, states: Sequence[SampleState], velocities: Sequence[Tensor], change: Mapping[Key, Tensor], length: float
     ) -> list[Tensor] | None:
-        """Return the geodesic acceleration `a` of a step `v` (Transtrum & Sethna 2012, arXiv 1201.5885, equation 8).
+        """Return the geodesic acceleration `a` of a step `v` (Transtrum & Sethna 2012, arXiv 1207.4999).
 
         Residuals are no linear function of the parameters: `r(θ + tv) = r + tρv + ½t² r″`. What `a = -(F + λI)⁻¹ρᵀr″`
         adds to the path, `θ + tv + ½t²a`, keeps the residuals on the line that the step is meant for.

@@ -52,8 +52,8 @@ class SumOfTerms(PairInverse[SumOfTermsState]):
     It is for losses of two calls of a criterion, such as a residual inside of a domain and one on its boundary: inputs
     and output gradients of the two have little in common, and one pair of factors for both is neither's. Each factor
     gets √λ on its diagonal, as in the paper, so that the sum gets 2λ in all: shares by the sizes of the factors, which
-    `Cholesky` has, differ from term to term, and lost a factor of 3 to 5 in the error of a physics-informed network
-    after hundreds of steps. With the damped factors, `R Rᵀ = A₁⁻¹`, `RᵀA₂R =
+    `Cholesky` has, differ from term to term, and made the error of a physics-informed network 4.9 times as large after
+    300 steps and 2.6 times after 653. With the damped factors, `R Rᵀ = A₁⁻¹`, `RᵀA₂R =
     E S Eᵀ` and `K_A = R E`, likewise of `G`, a gradient becomes
 
         K_G [(K_Gᵀ ∇ K_A) / (1 + s_G s_Aᵀ)] K_Aᵀ.
