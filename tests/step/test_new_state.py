@@ -27,6 +27,7 @@ from kfac_optim import (
 CRITERION = nn.MSELoss()
 NAMED = ExactGGN(CRITERION)
 CHOICES: dict[str, dict[str, Any]] = {
+    "no momentum, so that directions are kept": {},
     "weight decay and dampening": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "l2_in_curvature": True},
     "selected updates": {"momentum": 0.9, "step_size": SelectedUpdates()},
     "a quadratic model": {"step_size": QuadraticModel(), "estimate": NAMED, "adapt_damping": LevenbergMarquardt(3)},
