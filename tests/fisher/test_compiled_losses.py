@@ -135,6 +135,12 @@ def after_an_attack(call: Call, criterion: nn.Module, step: int) -> None:
     criterion(call((x + 0.1 * slope.sign()).detach()), classes(step)).backward()
 
 
+def of_the_last_layer(call: Call, criterion: nn.Module, step: int) -> None:
+    """The graph computes gradients of all layers, of which the loop asks for one layer's."""
+    *_, last = call.children()
+    criterion(call(batch(step)), classes(step)).backward(inputs=list(last.parameters()))
+
+
 def accumulated(call: Call, criterion: nn.Module, step: int) -> None:
     for part in range(3):
         (criterion(call(batch(10 * step + part)), classes(step + part)) / 3).backward()
@@ -212,6 +218,7 @@ CASES: dict[str, Case] = {
     "by parts, attacked": (mlp, by_parts, nn.CrossEntropyLoss, MonteCarlo, attacked_by_another_function, {}),
     "graphs in a row": (Broken, whole, nn.CrossEntropyLoss, ExactGGN, plain, {}),
     "other sizes": (mlp, by_size, nn.CrossEntropyLoss, ExactGGN, other_sizes, {"factor_update_period": 1}),
+    "one layer asked for": (mlp, in_place, nn.CrossEntropyLoss, ExactGGN, of_the_last_layer, {}),
     "attacked": (mlp, whole, nn.CrossEntropyLoss, MonteCarlo, after_an_attack, {}),
     "attacked, other sizes": (mlp, by_size, nn.CrossEntropyLoss, MonteCarlo, after_an_attack, {}),
     "accumulated": (mlp, whole, nn.CrossEntropyLoss, MonteCarlo, accumulated, {}),
