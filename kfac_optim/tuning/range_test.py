@@ -55,7 +55,7 @@ def range_test(
 
     Returns:
         The recommendation. Where `step_size` is `QuadraticModel` or `LineSearch` there is no rate to find, where it is
-        `SelectedUpdates` no damping.
+        `SelectedUpdates` no damping, and the rate is one to begin with and to let decay.
 
     Raises:
         TypeError: the optimizer is none of this package; the loader is used up by reading; `loss_of` returns no loss.
