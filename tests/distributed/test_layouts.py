@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, Slot
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, Slot
+from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
+from kfac_optim.distributed.communication.segments import splits
 from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 
 CPU = torch.device("cpu")
@@ -25,7 +27,7 @@ def exchanged(bucket: ReduceBucket, given_: list[Contributions]) -> dict[str, Me
         assert [len(wire[owner]) for wire in wires] == bucket.received_sections(owner)
         for rank, wire in enumerate(wires):
             if rank != owner:
-                total += bucket.decode(wire[owner], owner)
+                total += bucket.decode(wire[owner], splits(bucket.sections)[owner])
         merged |= bucket.merged(total, owner)
     return merged
 

@@ -25,7 +25,8 @@ from kfac_optim.distributed import (
     Uncovered,
     make_plan,
 )
-from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket, ShareBucket
+from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket
+from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     gradient_buckets,

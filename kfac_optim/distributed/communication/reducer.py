@@ -1,12 +1,13 @@
 """Buckets of sums launched during backward, in one order on all ranks, whatever their hooks do."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import Cause, InFlight
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, repeated
+from kfac_optim.distributed.communication.layout_checks import repeated
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
 from kfac_optim.utils.text import listed
 
 
@@ -80,7 +81,9 @@ class Reducer:
         """Tell of each bucket whether this rank launched it and has other numbers for it now."""
         return list(self._stale)
 
-    def finish(self, final: Callable[[str], tuple[Tensor, Tensor | float]], again: Sequence[bool]) -> dict[str, Merged]:
+    def finish(
+        self, final: Callable[[str], tuple[Tensor, Tensor | float]], again: Sequence[bool]
+    ) -> Iterator[dict[str, Merged]]:
         """Launch what is left, and once more what is stale; wait for all of it, and start the next round.
 
         All ranks must call it at the same place in the program.
@@ -91,7 +94,8 @@ class Reducer:
             again: of each bucket, whether `stale_flags` of any rank has it: the same on all ranks.
 
         Returns:
-            The sums over the other ranks of the slots that this rank owns, by name.
+            The sums over the other ranks of the slots that this rank owns, by name, bucket by bucket: to be asked for
+            to the end, on all ranks at the same place in the program.
 
         Raises:
             ValueError: `again` is not of as many buckets as there are.
@@ -104,18 +108,17 @@ class Reducer:
         while self._next < len(self._buckets):
             if not again[self._next]:  # of what is sent twice only the second counts
                 self._fill(self._next, self._unseen[self._next], final)
-            self._launch(self._next, Cause.LEFT_OVER)
+            self._launch(self._next, Cause.LEFT_OVER, settle=True)
             self._next += 1
         for index, resend in enumerate(again):
             if resend:
                 self._fill(index, self._buckets[index].names, final)
-                self._launch(index, Cause.AGAIN)
-        flights = self._flights
+                self._launch(index, Cause.AGAIN, settle=True)
+        # Of what goes again the second launch counts, which is behind the first of all buckets.
+        last = [not resend for resend in again] + [True] * sum(again)
+        flights = list(zip(self._flights, last, strict=True))
         self._start_round()
-        merged: dict[str, Merged] = {}
-        for flight in flights:
-            merged |= flight.wait()
-        return merged
+        return _arriving(flights)
 
     def abandon(self) -> None:
         """Launch what is left, wait for all of it, throw it away, and start the next round.
@@ -164,7 +167,25 @@ class Reducer:
             if name in names and name not in self._owned:
                 self._contributions(index).put(name, *final(name))
 
-    def _launch(self, index: int, cause: Cause) -> None:
+    def _launch(self, index: int, cause: Cause, *, settle: bool = False) -> None:
+        """Launch a bucket; `settle` says that all ranks launch what is left, so that those before may be waited for.
+
+        Within backward nothing may be waited for: another rank may get to its part of a bucket after this one's part of
+        something else. There buffers are given up of what has ended.
+        """
+        for flight in self._flights:
+            if self._buckets[index].segmented or not settle:
+                flight.event.settle(only_if_over=not settle)
         contributions = self._contributions(index)
         self._filling[index] = None
         self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))
+
+
+def _arriving(flights: list[tuple[InFlight[dict[str, Merged]], bool]]) -> Iterator[dict[str, Merged]]:
+    """Wait for buckets in their order, and give what came of those that count; none is held when it was given."""
+    while flights:
+        flight, counts = flights.pop(0)
+        merged = flight.wait()
+        del flight
+        if counts:
+            yield merged
