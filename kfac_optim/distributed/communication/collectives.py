@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_optim.distributed.communication.launcher import Launcher
+from kfac_optim.distributed.communication.launcher import Launcher, has_reduce_scatter
 from kfac_optim.distributed.communication.launches import Cause, InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
 from kfac_optim.distributed.communication.message import Collective, Message
@@ -83,7 +83,7 @@ class Communicator(Launcher):
         place = segments.segment(rank)
         total = given.new_zeros(segments.lengths[rank])
         merged: dict[str, Merged] = {}
-        if self._on_accelerator and bucket.payload == bucket.sum_dtype:
+        if has_reduce_scatter(self.device) and bucket.payload == bucket.sum_dtype:
             whole = filled_up(given, segments.length * self.world_size)
             filled = whole.new_empty(segments.length)
 
@@ -191,14 +191,10 @@ class Communicator(Launcher):
             f"{odd[0]} (there): {'; '.join(found[:_SHOWN])}{more}. {remedy(everyones[0], everyones[odd[0]])}"
         )
 
-    @property
-    def _on_accelerator(self) -> bool:
-        return self.device.type != "cpu"
-
     def _scatters(self, bucket: ReduceBucket) -> bool:
         """See [Note: one form for each device]."""
         even = len(set(bucket.sections)) == 1
-        return self._on_accelerator and even and bucket.payload == bucket.sum_dtype
+        return has_reduce_scatter(self.device) and even and bucket.payload == bucket.sum_dtype
 
     def _joined(self, bucket: ShareBucket, parcels: Iterable[Parcel], values: Mapping[str, Tensor]) -> Tensor:
         """Return the elements of all parcels, `[elements]`, as they travel."""

@@ -24,6 +24,14 @@ _ROLL_CALL = timedelta(seconds=3)
 _GIVEN_UP = "kfac_optim/given-up"
 
 
+def has_reduce_scatter(device: torch.device) -> bool:
+    """Return whether a reduce-scatter saves anything there; see [Note: one form for each device].
+
+    What is on paper alone (meta) is taken to be on the CPU.
+    """
+    return device.type not in ("cpu", "meta")
+
+
 class Launcher:
     """Launches messages of one process group.
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from kfac_optim.distributed.communication.launcher import has_reduce_scatter
 from kfac_optim.distributed.communication.launches import Cause, Launch
 from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.communication.rows import OwnedRow
@@ -193,9 +194,7 @@ class OwnersHook:
         scatter, deliver = row.messages(rank)
         mean = self._scatter(row, scatter, buffer)
         device = buffer.device
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=None if device.type == "cpu" else [device]
-        )
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[] if device.index is None else [device])
         self._under_way.append(_UnderWay(row, deliver, mean, self._own(bucket, flow), buffer, done))
         if bucket.is_last():
             self._at_the_end(self._deliver)
@@ -205,7 +204,7 @@ class OwnersHook:
         """Launch the reduce-scatter; what it gives is the mean of this rank's segment."""
         ranks, segments = row.world_size, row.segments
         length = segments.lengths[message.rank]
-        if buffer.device.type == "cpu":  # see [Note: one form for each device]
+        if not has_reduce_scatter(buffer.device):
             received = buffer.new_empty(sum(message.from_))
             work = self._exchange(message, buffer, received)
             parts = [received]
