@@ -34,6 +34,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed import CostModel, Covered, DistributedConfig, Exchange, Launch, Plan, Strategy
 from kfac_optim.distributed.communication import consensus
 from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.gradients.flow import ShardedGradients
 from kfac_optim.distributed.planning.buckets import Payload
@@ -103,7 +104,8 @@ def module_of(model: Model) -> nn.Module:
     with torch.device("meta"):
         for each in model:
             assert isinstance(each, Covered), "the shapes have no other parameters"
-            spec, made = each.spec, None
+            spec = each.spec
+            made: nn.Module
             bias = "bias" in spec.params
             if spec.groups > 1:
                 made = nn.LayerNorm(spec.groups, bias=bias)
@@ -138,6 +140,7 @@ class _Run:
 
     def step(self) -> Counted:
         executor = self._optimizer._executor
+        assert isinstance(executor, DistributedExecutor)
         params = [param for param in self._module.parameters() if param.requires_grad]
         for param in params:
             param.grad = torch.empty_like(param)
@@ -159,9 +162,10 @@ class _Run:
             hook = OwnersHook(wrapper, self._trace.append, at_the_end=lambda function: function())
             hook.flow = flow
             buckets = _buckets(params)
+            assert executor.shared is not None
             blocks = executor.shared.blocks
             exchange = executor.shared.exchange
-            phases = {
+            phases: dict[str, Callable[[], object]] = {
                 "gradients": lambda: [future.wait() for future in [hook._reduce(None, each) for each in buckets]],
                 "agreement": agree,
                 "sums": lambda: exchange.merge(blocks),
@@ -180,7 +184,7 @@ class _Run:
     def _counted(self, run: Callable[[], object]) -> Phase:
         self._trace.clear()
         self._calls.clear()
-        with _Storages() as storages:
+        with _Storages() as storages:  # type: ignore[no-untyped-call]
             run()
         sent, received = (sum(each) for each in zip(*self._calls, strict=True)) if self._calls else (0.0, 0.0)
         return Phase(list(self._trace), sent, received, storages.peak())
@@ -300,7 +304,7 @@ def _buckets(params: Sequence[nn.Parameter]) -> list[Any]:
     return [_Bucket(number, each, last=number == len(filled) - 1) for number, each in enumerate(filled)]
 
 
-class _Storages(TorchDispatchMode):
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage that is made, of the meta device too, until it is gone."""
 
     def __enter__(self) -> _Storages:
@@ -308,7 +312,7 @@ class _Storages(TorchDispatchMode):
         self._made: dict[int, tuple[int, int]] = {}  # of each storage when it came, and its bytes
         self._gone: dict[int, int] = {}
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

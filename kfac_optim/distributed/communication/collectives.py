@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.launcher import Launcher, has_reduce_scatter
-from kfac_optim.distributed.communication.launches import Cause, InFlight
+from kfac_optim.distributed.communication.launches import Cause, Event, InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
 from kfac_optim.distributed.communication.message import Collective, Message
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
@@ -101,12 +101,13 @@ class Communicator(Launcher):
 
             first = self.exchange(scatter, bucket.names, cause, whole, parts, add_up)
 
-        def finish() -> None:
+        def follow() -> Event:
             section = total.new_empty(bucket.sections[rank])
-            self.exchange(deliver, bucket.names, cause, total, section).wait()
-            merged.update(bucket.merged(section, rank))
+            return self.exchange(
+                deliver, bucket.names, cause, total, section, lambda: merged.update(bucket.merged(section, rank))
+            )
 
-        return InFlight(merged, first.then(finish))
+        return InFlight(merged, first.then(follow))
 
     def share(self, bucket: ShareBucket, values: Mapping[str, Tensor]) -> InFlight[dict[str, Tensor]]:
         """Send parcels from their sources to their targets.
@@ -142,13 +143,16 @@ class Communicator(Launcher):
         first = self.exchange(spread, bucket.names, Cause.CALLED, sent, own[: segments.lengths[rank]])
         del sent
 
-        def finish() -> None:
+        def follow() -> Event:
             row = own.new_empty(segments.length * self.world_size)
-            self.exchange(gather, bucket.names, Cause.CALLED, own, row).wait()
-            parts = _cut(row[: segments.elements], bucket.row)
-            got.update((parcel.name, parts[parcel.name]) for parcel in bucket.row if rank in parcel.targets)
 
-        return InFlight(got, first.then(finish))
+            def take() -> None:
+                parts = _cut(row[: segments.elements], bucket.row)
+                got.update((parcel.name, parts[parcel.name]) for parcel in bucket.row if rank in parcel.targets)
+
+            return self.exchange(gather, bucket.names, Cause.CALLED, own, row, take)
+
+        return InFlight(got, first.then(follow))
 
     def check_agreement(
         self,

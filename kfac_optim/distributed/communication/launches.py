@@ -50,21 +50,22 @@ class Event:
     Args:
         wait: waits for the collective, and takes what came; launches nothing.
         is_over: whether the collective has ended already, so that `wait` would return at once.
-        follow: is called after `wait`, and may launch more.
+        follow: is called after `wait`, launches one more, and returns its event.
     """
 
     def __init__(
         self,
         wait: Callable[[], None],
         is_over: Callable[[], bool] = lambda: False,
-        follow: Callable[[], None] | None = None,
+        follow: "Callable[[], Event] | None" = None,
     ) -> None:
         self._wait: Callable[[], None] | None = wait
         self._is_over = is_over
         self._follow = follow
+        self._next: Event | None = None
 
-    def then(self, follow: Callable[[], None]) -> "Event":
-        """Return the event that ends when `follow`, which may launch more, has been called after this one."""
+    def then(self, follow: "Callable[[], Event]") -> "Event":
+        """Return the event that ends with that which `follow` returns, called when this one has ended."""
         return Event(self.wait, self._is_over, follow)
 
     def settle(self, *, only_if_over: bool = False) -> None:
@@ -77,6 +78,13 @@ class Event:
             self._wait()
             self._wait, self._is_over = None, lambda: True  # both hold buffers
 
+    def advance(self) -> None:
+        """Wait for the first collective, and launch what follows it; all ranks at the same place in the program."""
+        self.settle()
+        if self._follow is not None:
+            self._next = self._follow()
+            self._follow = None
+
     def wait(self) -> None:
         """Return when the result is valid; on an accelerator, for what is queued in the present stream from now on.
 
@@ -86,10 +94,10 @@ class Event:
             CollectiveError: it failed, or took longer than the communicator's time-out. (With NCCL, which runs beside
                 the program, its own watchdog ends the process instead.)
         """
-        self.settle()
-        if self._follow is not None:
-            self._follow()
-            self._follow = None
+        self.advance()
+        if self._next is not None:
+            self._next.wait()
+            self._next = None
 
 
 class InFlight(NamedTuple, Generic[T]):

@@ -113,6 +113,11 @@ class ReduceBucket:
         """Return the equal segments of all sections in a row, in the dtype of sums."""
         return sections(self.sections)
 
+    @property
+    def owned_elements(self) -> tuple[int, ...]:
+        """Return the elements that each rank owns."""
+        return self.sections
+
     @cached_property
     def wire_segments(self) -> tuple[int, ...]:
         """Return elements of each segment in the dtype of the payload."""
@@ -285,12 +290,12 @@ class Contributions:
             )
         weight = mass if isinstance(mass, Tensor) else torch.full((), mass, device=total.device, dtype=total.dtype)
         weight = weight.to(total.dtype).view(-1, 1)
-        counts = weight > 0
-        # What weighs nothing may be anything: 0 · inf must not reach the sum.
-        weighed = _by_mass(values.detach().to(total.dtype), len(weight)) * weight
-        total.copy_(torch.where(counts, weighed, 0.0).flatten())
+        nothing = ~(weight > 0)
+        # What weighs nothing may be anything: 0 · inf must not reach the sum. In place, as it may be a whole bucket.
+        total.copy_(values.detach().flatten())
+        _by_mass(total, len(weight)).mul_(weight).masked_fill_(nothing, 0.0)
         if masses is not None:
-            masses.copy_(torch.where(counts, weight, 0.0).flatten())
+            masses.copy_(weight.masked_fill(nothing, 0.0).flatten())
 
 
 def _by_mass(values: Tensor, masses: int) -> Tensor:

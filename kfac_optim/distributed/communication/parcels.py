@@ -100,12 +100,17 @@ class ShareBucket:
         return tuple(sorted(self.parcels, key=lambda parcel: parcel.source))
 
     @cached_property
-    def segments(self) -> Segments:
-        """Return the equal segments of all parcels in a row."""
+    def owned_elements(self) -> tuple[int, ...]:
+        """Return the elements that each rank has."""
         sizes = [0] * self.world_size
         for parcel in self.parcels:
             sizes[parcel.source] += parcel.elements
-        return sections(sizes)
+        return tuple(sizes)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Return the equal segments of all parcels in a row."""
+        return sections(self.owned_elements)
 
     def messages(self, rank: int) -> tuple[Message, ...]:
         """Return the collectives of one launch, in their order, as `rank` takes part in them."""
@@ -126,7 +131,7 @@ class ShareBucket:
         """Return what `rank` sends to others in one launch."""
         if self.segmented:
             segments = self.segments
-            scattered = sum(size for owner, size in segments.pieces if owner == rank) - segments.at_home[rank]
+            scattered = self.owned_elements[rank] - segments.at_home[rank]
             return (scattered + (self.world_size - 1) * segments.length) * self.payload.itemsize
         own = (parcel for parcel in self.parcels if parcel.source == rank)
         return sum(p.elements * (len(p.targets) - (rank in p.targets)) for p in own) * self.payload.itemsize

@@ -8,6 +8,7 @@ from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import Cause, InFlight
 from kfac_optim.distributed.communication.layout_checks import repeated
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
+from kfac_optim.distributed.communication.segments import batches
 from kfac_optim.utils.text import listed
 
 
@@ -36,6 +37,7 @@ class Reducer:
         self._buckets = tuple(buckets)
         self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         self._owned = {slot.name for bucket in buckets for slot in bucket.owned[communicator.rank]}
+        self._batches = _batches(buckets)
         self._start_round()
 
     def ready(self, name: str, values: Tensor, mass: float | Tensor) -> None:
@@ -115,10 +117,16 @@ class Reducer:
                 self._fill(index, self._buckets[index].names, final)
                 self._launch(index, Cause.AGAIN, settle=True)
         # Of what goes again the second launch counts, which is behind the first of all buckets.
+        flights, sent = self._flights, [*range(len(again)), *(index for index, resend in enumerate(again) if resend)]
         last = [not resend for resend in again] + [True] * sum(again)
-        flights = list(zip(self._flights, last, strict=True))
         self._start_round()
-        return _arriving(flights)
+        for flight, counts in zip(flights, last, strict=True):
+            if not counts:
+                flight.event.settle()
+        counting = [(self._buckets[index], f) for index, f, counts in zip(sent, flights, last, strict=True) if counts]
+        del flights
+        # They are cut anew where they come in another order than they were laid out in.
+        return _arriving(counting, _batches([bucket for bucket, _ in counting]) if any(again) else self._batches)
 
     def abandon(self) -> None:
         """Launch what is left, wait for all of it, throw it away, and start the next round.
@@ -134,7 +142,7 @@ class Reducer:
         flights = self._flights
         self._start_round()
         for flight in flights:
-            flight.wait()
+            flight.event.settle()  # by segments nothing goes on to the owners
 
     def _start_round(self) -> None:
         self._flights: list[InFlight[dict[str, Merged]]] = []
@@ -181,11 +189,22 @@ class Reducer:
         self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))
 
 
-def _arriving(flights: list[tuple[InFlight[dict[str, Merged]], bool]]) -> Iterator[dict[str, Merged]]:
-    """Wait for buckets in their order, and give what came of those that count; none is held when it was given."""
-    while flights:
-        flight, counts = flights.pop(0)
-        merged = flight.wait()
+def _arriving(
+    flights: list[tuple[ReduceBucket, InFlight[dict[str, Merged]]]], laid_out: Sequence[slice]
+) -> Iterator[dict[str, Merged]]:
+    """Wait for buckets in their order, and give what came of each; none is held when it was given."""
+    for batch in laid_out:
+        together = [flight for _, flight in flights[: batch.stop - batch.start]]
+        del flights[: len(together)]
+        for flight in together:
+            flight.event.advance()
         del flight
-        if counts:
-            yield merged
+        while together:
+            yield together.pop(0).wait()
+
+
+def _batches(buckets: Sequence[ReduceBucket]) -> list[slice]:
+    """Return where those lie that go to owners together; where they go directly, all of them."""
+    if not any(bucket.segmented for bucket in buckets):
+        return [slice(0, len(buckets))]
+    return batches([bucket.owned_elements for bucket in buckets])

@@ -6,6 +6,9 @@ the sum of one segment, `(P−1)/P` of the row, and then the segments go to the 
 row where owners have equally much. The way back is the same two steps in turn: from owners to segments, and all
 segments to all. Every link moves about the same, `1 + 1/P` of what reduce-scatter and all-gather alone move, and no
 rank holds more than the row twice.
+
+A row that has one owner would go over that owner's link alone, while all others wait. So the messages between segments
+and owners of several rows are under way together, as long as no rank owns more of them than one row may hold.
 """
 
 import bisect
@@ -133,6 +136,26 @@ class Segments:
 def sections(sizes: Sequence[int]) -> Segments:
     """Return the layout of a row in which each rank owns one section, in the order of ranks."""
     return Segments(tuple(enumerate(sizes)), len(sizes))
+
+
+def batches(rows: Sequence[Sequence[float]]) -> list[slice]:
+    """Cut rows, in their order, into those whose messages between segments and owners are under way together.
+
+    Args:
+        rows: of each row what every rank owns of it.
+
+    Returns:
+        Where each batch lies: no rank owns more of one than the largest row has in all.
+    """
+    limit = max(map(sum, rows), default=0.0)
+    found: list[slice] = []
+    start, owned = 0, [0.0] * (len(rows[0]) if rows else 0)
+    for number, row in enumerate(rows):
+        owned = [before + more for before, more in zip(owned, row, strict=True)]
+        if max(owned) > limit:
+            found.append(slice(start, number))
+            start, owned = number, list(row)
+    return [*found, slice(start, len(rows))] if rows else []
 
 
 def splits(sizes: Sequence[int]) -> list[slice]:

@@ -230,16 +230,21 @@ class OwnersHook:
         return ended
 
     def _deliver(self) -> None:
-        """Bring segments to owners, one bucket after another, so that one at a time is held."""
+        """Bring segments to owners."""
         waiting, self._under_way = self._under_way, []
-        for row, message, mean, own, buffer, done in waiting:
-            segment = mean.wait()
-            runs = row.segments.within(message.rank)
-            sent = torch.cat([segment[run.start : run.stop] for run in runs]) if len(runs) > 1 else segment
-            received = buffer.new_empty(sum(message.from_))
-            self._exchange(message, sent, received).wait()
-            self._take(own, received)
-            done.set_result(buffer)
+        assert self.flow is not None, "it has laid them out"
+        for batch in self.flow.batches([each.row for each in waiting]):
+            together = []
+            for each in waiting[batch]:
+                message, segment = each.deliver, each.mean.wait()
+                runs = each.row.segments.within(message.rank)
+                sent = torch.cat([segment[run.start : run.stop] for run in runs]) if len(runs) > 1 else segment
+                received = each.buffer.new_empty(sum(message.from_))
+                together.append((each, self._exchange(message, sent, received), received))
+            for each, work, received in together:
+                work.wait()
+                self._take(each.own, received)
+                each.done.set_result(each.buffer)
 
 
 class _UnderWay(NamedTuple):

@@ -1,8 +1,8 @@
 """The way of gradients to the ranks that precondition them, and of directions to the ranks that update."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import precondition, to_params
 from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.laid_out import LaidOut, arrivals
 from kfac_optim.distributed.communication.launches import InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
+from kfac_optim.distributed.communication.segments import batches
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     gradient_buckets,
@@ -26,9 +28,6 @@ from kfac_optim.distributed.planning.messages import (
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
 from kfac_optim.step.execution import Gradients, Parts
-
-B = TypeVar("B", ReduceBucket, ShareBucket)
-T = TypeVar("T")
 
 
 class GradientFlow(Gradients):
@@ -62,7 +61,7 @@ class ReplicatedGradients(GradientFlow):
         self._communicator = communicator
         self._plan = plan
         self._workers = {layer.name: layer.workers for layer in plan.layers}
-        self._layouts: dict[tuple[str, ...], tuple[ShareBucket, ...]] = {}
+        self._layouts: dict[tuple[str, ...], LaidOut[ShareBucket]] = {}
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         rank = self._communicator.rank
@@ -78,9 +77,12 @@ class ReplicatedGradients(GradientFlow):
         }
         names = tuple(by_name)
         if names not in self._layouts:
-            self._layouts[names] = preconditioned_buckets(self._plan, names)
-        for bucket in self._layouts[names]:
-            received = self._communicator.share(bucket, values).wait()
+            self._layouts[names] = LaidOut.of(preconditioned_buckets(self._plan, names))
+
+        def share(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
+            return self._communicator.share(bucket, values)
+
+        for received in arrivals(self._layouts[names], share, at_once=False):
             for name, block in by_name.items():
                 workers = self._workers[name]
                 found = received.get(preconditioned_name(name, rank % len(workers)))
@@ -112,7 +114,8 @@ class ShardedGradients(GradientFlow):
         owners |= {each.name: each.owner for each in plan.parameters if each.owner is not None}
         self._owners = owners
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
-        self._layouts: dict[Any, Any] = {}
+        self._layouts: dict[Any, LaidOut[Any]] = {}
+        self._batches: dict[tuple[int, ...], list[slice]] = {}
         self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
         self.forget()
 
@@ -129,6 +132,13 @@ class ShardedGradients(GradientFlow):
             pieces = [(self.owner_of[param], param.numel()) for param in params]
             self._rows[key] = gradient_row(self._plan, number, pieces, dtype)
         return self._rows[key]
+
+    def batches(self, rows: Sequence[OwnedRow]) -> list[slice]:
+        """Return where those of these rows lie that go to owners together, which is laid out once."""
+        key = tuple(map(id, rows))  # they are kept
+        if key not in self._batches:
+            self._batches[key] = batches([row.owned for row in rows])
+        return self._batches[key]
 
     def bring(self, params: Iterable[Tensor]) -> None:
         """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
@@ -149,7 +159,7 @@ class ShardedGradients(GradientFlow):
                     given.put(slot.name, self._flat(slot.name), 1.0)
             return self._communicator.reduce(bucket, given)
 
-        for found in results(self._laid_out(gradient_buckets, names), launch):
+        for found in arrivals(self._laid_out(gradient_buckets, names), launch):
             for name, merged in found.items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
@@ -204,33 +214,18 @@ class ShardedGradients(GradientFlow):
             values = {name: _in_a_row([read(param).detach() for param in self._params[name]]) for name in own}
             return self._communicator.share(bucket, values)
 
-        for found in results(self._laid_out(parameter_buckets, names), launch):
+        for found in arrivals(self._laid_out(parameter_buckets, names), launch):
             for name, joined in found.items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, value in zip(self._params[name], torch.split(joined, sizes), strict=True):
                     write(param, value.view(param.shape))
 
-    def _laid_out(self, layout: Callable[[Plan, Collection[str]], tuple[B, ...]], names: Collection[str]) -> Any:
+    def _laid_out(self, layout: Callable[[Plan, Collection[str]], Any], names: Collection[str]) -> LaidOut[Any]:
         """Return the buckets of a layout for these names, which is made once."""
         key = (layout, tuple(names))
         if key not in self._layouts:
-            self._layouts[key] = layout(self._plan, names)
+            self._layouts[key] = LaidOut.of(layout(self._plan, names))
         return self._layouts[key]
-
-
-def results(buckets: Sequence[B], launch: Callable[[B], InFlight[T]]) -> Iterator[T]:
-    """Launch buckets in their order, and give what came of each; a collective.
-
-    They are under way together, but for those that go by segments, which go one after another: so never more than one
-    of them is held, twice.
-    """
-    if any(bucket.segmented for bucket in buckets):
-        for bucket in buckets:
-            yield launch(bucket).wait()
-        return
-    flights = [launch(bucket) for bucket in buckets]
-    for flight in flights:
-        yield flight.wait()
 
 
 def _in_a_row(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kfac_optim.distributed.communication.message import Collective
+from kfac_optim.distributed.communication.segments import batches
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.strategies import Exchange
 
@@ -141,7 +142,14 @@ def make_buckets(
         ways = [(Collective.ALL_REDUCE, cost.communicating(Collective.ALL_REDUCE, s[-1], ranks), 0.0) for s in shares]
     else:
         exchange = exchange or _quicker(shares, ranks, cost)
-        ways = [_way(exchange, payload in _TO_OWNERS, share, ranks, cost) for share in shares]
+        if exchange is Exchange.DIRECT:
+            ways = [(Collective.ALL_TO_ALL, _direct(share, ranks, cost), 0.0) for share in shares]
+        else:
+            even = [cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares]
+            pairs = list(zip(even, _between(shares, ranks, cost), strict=True))
+            scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
+            to_owners = payload in _TO_OWNERS
+            ways = [(scatter, one, other) if to_owners else (gather, one + other, 0.0) for one, other in pairs]
     return tuple(
         PlannedBucket(payload, together, itemsize, members, *way) for together, way in zip(filled, ways, strict=True)
     )
@@ -155,27 +163,26 @@ def _shares(items: Iterable[Item], itemsize: int) -> Mapping[int, float]:
     return shares
 
 
-def _way(
-    exchange: Exchange, to_owners: bool, shares: Mapping[int, float], ranks: int, cost: CostModel
-) -> tuple[Collective, float, float]:
-    """Return how a bucket is sent, its seconds, and those of what comes after backward."""
-    if exchange is Exchange.DIRECT:
-        return Collective.ALL_TO_ALL, _direct(shares, ranks, cost), 0.0
-    even, between = _by_segments(shares, ranks, cost)
-    return (Collective.REDUCE_SCATTER, even, between) if to_owners else (Collective.ALL_GATHER, even + between, 0.0)
-
-
 def _direct(shares: Mapping[int, float], ranks: int, cost: CostModel) -> float:
     """Return the seconds of one all-to-all, which takes as long as the largest share."""
-    return cost.communicating(Collective.ALL_TO_ALL, ranks * max(shares.values()), ranks)
+    whole, largest = sum(shares.values()), max(shares.values())
+    return cost.communicating(Collective.ALL_TO_ALL, ranks * largest, ranks, mean=max(whole, largest))
 
 
-def _by_segments(shares: Mapping[int, float], ranks: int, cost: CostModel) -> tuple[float, float]:
-    """Return the seconds of a reduce-scatter or all-gather, and of the all-to-all between segments and owners."""
-    whole = sum(shares.values())
-    busiest = max(whole / ranks, *shares.values())
-    even = cost.communicating(Collective.ALL_GATHER, whole, ranks)
-    return even, cost.communicating(Collective.ALL_TO_ALL, busiest, ranks)
+def _between(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> list[float]:
+    """Return the seconds of each bucket's all-to-all between segments and owners, a part of those of its batch."""
+    found: list[float] = []
+    for batch in batches([[share.get(rank, 0.0) for rank in range(ranks)] for share in shares]):
+        together: defaultdict[int, float] = defaultdict(float)
+        for share in shares[batch]:
+            for rank, size in share.items():
+                together[rank] += size
+        whole, number = sum(together.values()), batch.stop - batch.start
+        mean = whole / ranks
+        seconds = cost.communicating(Collective.ALL_TO_ALL, max(mean, *together.values()), ranks, mean=mean)
+        seconds += (number - 1) * cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
+        found += [seconds * sum(share.values()) / whole for share in shares[batch]]
+    return found
 
 
 def _quicker(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> Exchange:
@@ -184,7 +191,8 @@ def _quicker(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel)
     for share in shares:
         for rank, size in share.items():
             together[rank] += size
-    nothing, more = {0: 0.0}, len(shares) - 1
-    direct = _direct(together, ranks, cost) + more * _direct(nothing, ranks, cost)
-    segmented = sum(_by_segments(together, ranks, cost)) + more * sum(_by_segments(nothing, ranks, cost))
+    latency = cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
+    direct = _direct(together, ranks, cost) + (len(shares) - 1) * latency
+    even = sum(cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares)
+    segmented = even + sum(_between(shares, ranks, cost))
     return Exchange.SEGMENTS if segmented < direct else Exchange.DIRECT

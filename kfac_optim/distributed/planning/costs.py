@@ -13,9 +13,10 @@ class CostModel:
 
     With P ranks, α the latency, β the inverse of the bandwidth and S bytes that each rank gives or is to get, a
     reduce-scatter or an all-gather by halving or doubling takes `⌈log₂P⌉α + (P−1)/P·Sβ` and an all-reduce both
-    (Thakur, Rabenseifner & Gropp 2005, §4). An all-to-all takes `(P−1)α + (P−1)/P·Sβ` pair by pair, or, where messages
-    are short, `⌈log₂P⌉(α + S/2·β)` by way of others (Bruck et al. 1997), whichever is less. Topology and contention
-    are not in it: `bandwidth` is what a rank has while all others send too.
+    (Thakur, Rabenseifner & Gropp 2005, §4). An all-to-all in which the busiest rank moves S bytes and the mean one M
+    takes `(P−1)α + (P−1)/P·Sβ` pair by pair, or, where messages are short, `⌈log₂P⌉(α + M/2·β) + (P−1)/P·(S−M)β` by way
+    of others (Bruck et al. 1997; what one rank has beyond the mean comes to it by a binomial tree), whichever is less.
+    Topology and contention are not in it: `bandwidth` is what a rank has while all others send too.
 
     Args:
         flop_rate: floating-point operations per second of large matrix products on one rank.
@@ -49,7 +50,7 @@ class CostModel:
         """Return seconds of a refresh of so many operations."""
         return flops / (self.solver_rate or self.flop_rate)
 
-    def communicating(self, collective: Collective, size: float, ranks: int) -> float:
+    def communicating(self, collective: Collective, size: float, ranks: int, mean: float | None = None) -> float:
         """Return seconds of one collective.
 
         Args:
@@ -57,12 +58,15 @@ class CostModel:
             size: bytes of the whole: of the tensor reduced, scattered or gathered; for an all-to-all what the busiest
                 rank sends or gets in all, its own share included.
             ranks: of the group; one has nothing to send.
+            mean: for an all-to-all, what ranks send on average; None is as much as the busiest.
         """
         check_integer("ranks", ranks)
         if ranks == 1:
             return 0.0
         rounds, crossing = math.ceil(math.log2(ranks)), size * (ranks - 1) / ranks / self.bandwidth
         if collective is Collective.ALL_TO_ALL:
-            relayed = rounds * (self.latency + size / 2 / self.bandwidth)
+            even = size if mean is None else mean
+            relayed = rounds * (self.latency + even / 2 / self.bandwidth)
+            relayed += (size - even) * (ranks - 1) / ranks / self.bandwidth
             return min((ranks - 1) * self.latency + crossing, relayed)
         return (rounds * self.latency + crossing) * (2 if collective is Collective.ALL_REDUCE else 1)

@@ -9,6 +9,8 @@ from torch import Tensor
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import from_ordered, largest, ordered
+from kfac_optim.distributed.communication.laid_out import LaidOut, arrivals
+from kfac_optim.distributed.communication.launches import InFlight
 from kfac_optim.distributed.communication.layouts import Merged
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.reducer import Reducer
@@ -53,7 +55,7 @@ class StatisticsExchange:
         self._layers = {layer.name: layer for layer in plan.layers}
         self.merges = plan.ranks > 1 and plan.strategy.statistics is Statistics.ALL
         self._reducers: dict[tuple[str, ...], Reducer] = {}
-        self._result_buckets: dict[tuple[str, ...], tuple[ShareBucket, ...]] = {}
+        self._result_buckets: dict[tuple[str, ...], LaidOut[ShareBucket]] = {}
         self._told: dict[str, dict[str, Elsewhere]] = {}
 
     @property
@@ -156,15 +158,18 @@ class StatisticsExchange:
         taken: set[str] = set()
         names = tuple(by_name)
         if names not in self._result_buckets:
-            self._result_buckets[names] = result_buckets(self.plan, names)
-        for bucket in self._result_buckets[names]:
+            self._result_buckets[names] = LaidOut.of(result_buckets(self.plan, names))
+
+        def launch(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
             values = {}
             wanted = {parcel.name for parcel in bucket.parcels if parcel.source == self.rank}
             for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in wanted:
                         values[name] = _joined([each for _, each in results], bucket.payload)
-            received = self._main.share(bucket, values).wait()
+            return self._main.share(bucket, values)
+
+        for received in arrivals(self._result_buckets[names], launch, at_once=False):
             for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in received:
