@@ -96,7 +96,10 @@ class Communicator(Launcher):
             parts = whole.new_empty(sum(scatter.from_))
 
             def add_up() -> None:
-                for part in parts.view(self.world_size, -1):  # in the order of ranks
+                if bucket.payload == bucket.sum_dtype:
+                    torch.sum(parts.view(self.world_size, -1), 0, out=total)
+                    return
+                for part in parts.view(self.world_size, -1):
                     total.add_(bucket.decode(part, place))
 
             first = self.exchange(scatter, bucket.names, cause, whole, parts, add_up)
