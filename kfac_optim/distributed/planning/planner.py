@@ -12,7 +12,7 @@ from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.plan_options import STATUS_WORDS, VOTE_WORDS, PlanOptions, vote_marks
 from kfac_optim.distributed.planning.plan_parts import LayerPlan, Memory, ParameterPlan, PartPlan, Traffic
 from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
-from kfac_optim.distributed.planning.prediction import Compute, Seconds, predict
+from kfac_optim.distributed.planning.prediction import Compute, predict
 from kfac_optim.distributed.planning.strategies import (
     Auto,
     Exchange,
@@ -74,31 +74,6 @@ def make_plan(
             "(BlockDiagonal, Structure.DIAGONAL)."
         )
     return min(fitting, key=lambda plan: (plan.seconds.mean, plan.memory_per_rank))
-
-
-def predict_sgd(
-    model: Sequence[Covered | Uncovered], ranks: int, cost: CostModel, options: PlanOptions | None = None
-) -> Seconds:
-    """Return seconds of a step of plain SGD under DDP, by the same model; arguments as of `make_plan`."""
-    options = PlanOptions() if options is None else options
-    items = [Item(each.name, each.words, -1, number) for number, each in enumerate(model)][::-1]
-    gradients = make_buckets(
-        Payload.GRADIENTS,
-        items if ranks > 1 else [],
-        limit=options.bucket_words(Payload.GRADIENTS),
-        itemsize=options.itemsize(Payload.GRADIENTS),
-        members=range(ranks),
-        cost=cost,
-    )
-    forward = [2.0 * each.rows * each.words if isinstance(each, Covered) else 0.0 for each in model]
-    return predict(
-        [Compute(flops, 2 * flops) for flops in forward],
-        {**dict.fromkeys(Payload, ()), Payload.GRADIENTS: gradients},
-        refresh=0.0,
-        apply=0.0,
-        period=1,
-        cost=cost,
-    )
 
 
 @dataclass(eq=False)

@@ -29,11 +29,11 @@ class Exchange(Enum):
     """Says which way numbers go between all ranks and the one that owns them."""
 
     DIRECT = "direct"
-    """In one all-to-all: each rank sends to each owner what is its own. The fewest bytes, `2(P−1)n` in all, but an
+    """Goes in one all-to-all: each rank sends to each owner what is its own. The fewest bytes, `2(P−1)n` in all, but an
     owner moves and holds P − 1 times what it owns, so that it is for few ranks."""
     SEGMENTS = "segments"
-    """By a reduce-scatter into equal segments and an all-to-all of these to owners, and back by an all-to-all and an
-    all-gather: `1 + 1/P` times the bytes, the same on every rank, and never more than a bucket held twice."""
+    """Goes by a reduce-scatter into equal segments and an all-to-all of these to owners, and back by an all-to-all and
+    an all-gather: `1 + 1/P` times the bytes, about the same on every rank."""
 
 
 @dataclass(frozen=True)
