@@ -688,7 +688,7 @@ def test_the_way_is_the_one_that_is_quicker_for_the_slowest_rank() -> None:
         plan = make_plan(equal_layers(4, 64, 64), 4, Sharded(), cost, options)
         assert plan.by_segments(Payload.GRADIENTS) is (wished is Exchange.SEGMENTS)
     # Of equal sections each lies in the segment of its owner.
-    assert "gradients: 1 bucket every step, 192 KiB a step, by segments." in plan.summary()
+    assert "gradients: 1 bucket every step, 192.0 KiB a step, by segments." in plan.summary()
 
 
 def test_the_summary_shows_owners_bytes_and_seconds() -> None:
