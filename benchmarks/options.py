@@ -415,6 +415,14 @@ def _scaling(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=arguments.positive_int, default=RANKS, nargs="+", metavar="N", help="default: 8 to 1024"
     )
     parser.add_argument(
+        "--counted",
+        type=arguments.positive_int,
+        default=(8, 64, 1024),
+        nargs="*",
+        metavar="N",
+        help="ranks of which one is run and counted (default: 8 64 1024)",
+    )
+    parser.add_argument(
         "--bandwidths",
         type=arguments.positive_float,
         default=BANDWIDTHS,

@@ -1,8 +1,9 @@
-"""How does K-FAC scale to 1,024 ranks? Plans on paper, for a range of networks and processors.
+"""How does K-FAC scale to 1,024 ranks? One rank's real code, counted, and plans on paper for a range of machines.
 
 ResNet-50 with 32 images on each rank, BERT-Large with 8 × 512 tokens and a 7B transformer with 4096, in float32, with
-``Cholesky``. Nothing runs: all figures are predicted from shapes and from the rates given, by the model of
-``kfac_optim.distributed.CostModel``. A rank is one processor with one link.
+``Cholesky``. Bytes, messages and buffers of the sharded layout by segments are counted (``counted_group``): one rank of
+many runs its part of a step on a faked process group. All seconds are predicted, from shapes, from messages and from
+the rates given, by the model of ``kfac_optim.distributed.CostModel``. A rank is one processor with one link.
 
 Layouts: replicated, with every rank preconditioning all layers (COMM-OPT) or each layer on one rank (MEM-OPT),
 and sharded, whose traffic is that of SGD, with layers or factors placed as one. SGD is DDP's. Scaling efficiency is the
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import shapes
+from benchmarks.counted_scaling import CountedPoint, counted_point, counted_table
 from benchmarks.harness import write_json
 from kfac_optim import BlockDiagonal, NewtonSchulz, Structure
 from kfac_optim.distributed import (
@@ -104,10 +106,11 @@ class Remedy:
 
 def run(args: argparse.Namespace) -> None:
     console = Console()
-    args.ranks = sorted(set(args.ranks))
+    args.ranks, args.counted = sorted(set(args.ranks)), sorted(set(args.counted))
     options = PlanOptions(factor_update_period=args.periods.factor, inverse_update_period=args.periods.inverse)
     points: list[Point] = []
     remedies: list[Remedy] = []
+    counted: list[CountedPoint] = []
     for name in args.models:
         model = _MODELS[name]()
         for bandwidth, rate in itertools.product(args.bandwidths, args.flop_rates):
@@ -117,19 +120,23 @@ def run(args: argparse.Namespace) -> None:
         remedies += what_lowers_the_floor(name, model, args.ranks[-1], cost, options)
         mine = [point for point in points if point.model == name]
         console.print(layout_table(name, mine, cost))
+        counted += [counted_point(name, model, number, cost, options) for number in args.counted]
         console.print(efficiency_table(name, mine))
         console.print(remedy_table(name, [each for each in remedies if each.model == name]))
+    if counted:
+        console.print(counted_table(counted))
     report = {
         "benchmark": "scaling",
-        "predicted": True,
+        "predicted": ["points", "remedies", "seconds of counted"],
         "latency": args.latency,
         "solver_share": args.solver_share,
         "periods": asdict(args.periods),
         "points": [asdict(point) for point in points],
         "remedies": [asdict(remedy) for remedy in remedies],
+        "counted": [asdict(point) for point in counted],
     }
     write_json(args.out / "scaling.json", report, torch.device("cpu"))
-    console.print(f"All figures are predictions. JSON: {args.out}")
+    console.print(f"All figures that are not called counted are predictions. JSON: {args.out}")
 
 
 def cost_model(args: argparse.Namespace, bandwidth: float, flop_rate: float) -> CostModel:

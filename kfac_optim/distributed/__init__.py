@@ -13,16 +13,19 @@ The folder is laid out in rooms like the package, and by the same rule:
 """
 
 from kfac_optim.distributed.communication.launches import Cause, Launch
+from kfac_optim.distributed.communication.message import Collective
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place, initialize
 from kfac_optim.distributed.planning.calibration import measure_costs
-from kfac_optim.distributed.planning.costs import Collective, CostModel
+from kfac_optim.distributed.planning.costs import CostModel
+from kfac_optim.distributed.planning.plain_sgd import predict_sgd
 from kfac_optim.distributed.planning.plan import Plan, differences
 from kfac_optim.distributed.planning.plan_options import PlanOptions
 from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
-from kfac_optim.distributed.planning.planner import make_plan, predict_sgd
+from kfac_optim.distributed.planning.planner import make_plan
 from kfac_optim.distributed.planning.strategies import (
     Auto,
+    Exchange,
     FullySharded,
     Placement,
     Replicated,
@@ -38,6 +41,7 @@ __all__ = [
     "CostModel",
     "Covered",
     "DistributedConfig",
+    "Exchange",
     "FullySharded",
     "Launch",
     "Launcher",

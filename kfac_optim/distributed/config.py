@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from kfac_optim.distributed.communication.launches import Launch
 from kfac_optim.distributed.planning.costs import CostModel
-from kfac_optim.distributed.planning.strategies import Auto, Replicated, Strategy, check_strategy
+from kfac_optim.distributed.planning.strategies import Auto, Exchange, Replicated, Strategy, check_strategy
 from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind
 
 # What plans reckon with where nobody says otherwise: a recent accelerator, in a node or on a fast network. Of two
@@ -33,6 +33,8 @@ class DistributedConfig:
         sums_dtype: in which statistics are sent; None is that of the factors. They are summed in float32 at least.
             Sketches of wide factors are refused in less than float32.
         cost: rates of the machines, by which `Auto` chooses and plans predict.
+        exchange: the way between all ranks and owners, directly or by segments; None is the one that is predicted to be
+            quicker for the slowest rank. What only some ranks need goes directly whatever is said here.
         observe: called with a `Launch` after each collective that this rank has launched, in their order, also from
             hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
             among them.
@@ -49,6 +51,7 @@ class DistributedConfig:
     bucket_bytes: int = 25 * 2**20
     sums_dtype: torch.dtype | None = None
     cost: CostModel = field(default=_COST)
+    exchange: Exchange | None = None
     # Not shown, for ranks compare what is.
     observe: Callable[[Launch], None] | None = field(default=None, compare=False, repr=False)
 
@@ -63,6 +66,8 @@ class DistributedConfig:
         check_integer("bucket_bytes of DistributedConfig", self.bucket_bytes)
         check_dtype("sums_dtype of DistributedConfig", self.sums_dtype)
         check_kind("cost of DistributedConfig", self.cost, CostModel)
+        if self.exchange is not None:
+            check_kind("exchange of DistributedConfig", self.exchange, Exchange)
         if self.observe is not None and not callable(self.observe):
             raise TypeError(
                 f"kfac_optim: observe of DistributedConfig must be a function of a Launch, or None, got "

@@ -17,11 +17,11 @@ from kfac_optim.distributed import choice
 from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
-from kfac_optim.distributed.gradients.ddp import Wrappers
 from kfac_optim.distributed.gradients.edits import EditWatch
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
+from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.plan_agreement import PlanAgreement
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded, Strategy

@@ -182,6 +182,7 @@ class PlanAgreement:
             momentum=any(group["momentum"] != 0 for group in groups) or size.keeps_direction(covered),
             # Each group has a product of gradient and direction, and all together have the squares of both.
             scalars=(len(covered) + 2, *size.scalars(covered)),
+            exchange=self._config.exchange,
         )
         return make_plan(self._model, self._ranks.main.world_size, self.strategy(), self._config.cost, options)
 

@@ -18,7 +18,8 @@ from kfac_optim import Cholesky, LayerSpec
 from kfac_optim.distributed import CostModel, Covered, Plan, Sharded, differences, make_plan
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import Event, InFlight, Launch
-from kfac_optim.distributed.communication.layouts import Contributions, Parcel, ReduceBucket, ShareBucket, Slot
+from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket, Slot
+from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
 from kfac_optim.distributed.planning.plan import remedy
 
 SEEDS = range(24)

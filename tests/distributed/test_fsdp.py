@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.layouts import ShareBucket
+from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, like, rows_of, to_owners
 from kfac_optim.utils.sharded_params import local
 

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket, Slot
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, Slot
+from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
+from kfac_optim.distributed.communication.segments import Segments, batches, splits
 from kfac_optim.linalg.triangles import pack_triangle, triangle_size, unpack_triangle
 
 CPU = torch.device("cpu")
@@ -25,7 +27,7 @@ def exchanged(bucket: ReduceBucket, given_: list[Contributions]) -> dict[str, Me
         assert [len(wire[owner]) for wire in wires] == bucket.received_sections(owner)
         for rank, wire in enumerate(wires):
             if rank != owner:
-                total += bucket.decode(wire[owner], owner)
+                total += bucket.decode(wire[owner], splits(bucket.sections)[owner])
         merged |= bucket.merged(total, owner)
     return merged
 
@@ -191,3 +193,34 @@ def test_an_even_gather_is_told_from_what_only_looks_like_one() -> None:
     assert not bucket((2, 0, (0, 1)), (1, 1, (0, 1))).is_even_gather
     assert not bucket((2, 0, (0, 1))).is_even_gather
     assert not bucket((2, 0, (1,)), (2, 1, (0, 1))).is_even_gather
+
+
+@given(pieces=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=8), ranks=st.just(4))
+def test_segments_take_every_element_to_its_owner_and_no_further(pieces: list[tuple[int, int]], ranks: int) -> None:
+    segments = Segments(tuple(pieces), ranks)
+    owners = [owner for owner, size in pieces for _ in range(size)]
+    found = list(owners)
+    for rank in range(ranks):
+        place = segments.segment(rank)
+        assert place.stop - place.start == segments.lengths[rank] <= segments.length
+        for owner, start, stop in segments.within(rank):
+            assert set(owners[place][start:stop]) == {owner}
+            found[place.start + start : place.start + stop] = [-1] * (stop - start)
+        assert segments.for_owners(rank) == tuple(owners[place].count(owner) for owner in range(ranks))
+        assert segments.at_home[rank] == segments.for_owners(rank)[rank]
+        assert segments.from_segments(rank) == tuple(segments.for_owners(other)[rank] for other in range(ranks))
+    assert set(found) <= {-1}
+    assert segments.crossing() == len(owners) - sum(segments.at_home)
+
+
+def test_rows_go_to_owners_together_while_no_owner_has_more_than_the_largest_row() -> None:
+    assert batches([(4, 0), (0, 4), (3, 1), (1, 1), (5, 0)]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert batches([(1, 1)]) == [slice(0, 1)]
+    assert batches([]) == []
+
+
+def test_by_segments_what_some_rank_does_not_need_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"bucket 'x' goes by segments.* but 'p' is for ranks \(1,\); send it directly"
+    ):
+        ShareBucket("x", (Parcel("p", 1, 0, (1,)),), 3, segmented=True)

@@ -25,9 +25,11 @@ from kfac_optim.distributed import (
     Uncovered,
     make_plan,
 )
-from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket, ShareBucket
+from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket
+from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
+    all_buckets,
     gradient_buckets,
     parameter_buckets,
     preconditioned_buckets,
@@ -85,6 +87,21 @@ def test_all_layers_together_send_what_the_plan_predicts(plan: Plan) -> None:
         assert len(buckets) == max(by_group.values(), default=0)
         assert all(bucket.payload.itemsize == plan.options.itemsize(payload) for bucket in buckets)
         assert all(bucket.world_size == plan.ranks for bucket in buckets)
+        assert buckets == all_buckets(plan, payload)
+
+
+@given(plan=plans)
+def test_what_one_rank_sends_another_another_receives(plan: Plan) -> None:
+    for payload, layout in layouts_of(plan).items():
+        for bucket in layout(plan, all_names(plan, payload)):
+            everyones = [bucket.messages(rank) for rank in range(plan.ranks)]
+            for rank, own in enumerate(everyones):
+                assert sum(message.sent_bytes for message in own) == bucket.sent_bytes(rank)
+                assert sum(message.received_bytes for message in own) == bucket.received_bytes(rank)
+                for number, message in enumerate(own):
+                    to = tuple(others[number].from_[rank] for others in everyones)
+                    assert message.to == to
+            assert sum(map(bucket.sent_bytes, range(plan.ranks))) == bucket.moved_bytes
 
 
 @given(plan=plans, data=st.data())
@@ -94,7 +111,8 @@ def test_layers_apart_send_together_what_all_send_and_nothing_twice(plan: Plan, 
         turns = [data.draw(st.booleans()) for _ in names]
         halves = [[n for n, turn in zip(names, turns, strict=True) if turn is which] for which in (False, True)]
         whole, parts = layout(plan, names), [layout(plan, half) for half in halves]
-        assert sum(sent_bytes(plan, part) for part in parts) == sent_bytes(plan, whole)
+        if not plan.by_segments(payload):  # where segments end depends on what else is in a bucket
+            assert sum(sent_bytes(plan, part) for part in parts) == sent_bytes(plan, whole)
         everything = sorted(name for bucket in whole for name in bucket.names)
         assert sorted(name for part in parts for bucket in part for name in bucket.names) == everything
         assert len(set(everything)) == len(everything)

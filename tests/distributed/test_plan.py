@@ -38,6 +38,7 @@ from kfac_optim.distributed import (
     Collective,
     CostModel,
     Covered,
+    Exchange,
     FullySharded,
     Placement,
     Plan,
@@ -52,6 +53,7 @@ from kfac_optim.distributed import (
 )
 from kfac_optim.distributed.planning.assignment import LayerLoad, Load, largest_first, place
 from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill
+from kfac_optim.distributed.planning.messages import all_buckets
 from kfac_optim.distributed.planning.prediction import Compute, exposed, finished, in_order_of_backward
 
 DENSE, DIAGONAL = Structure.DENSE, Structure.DIAGONAL
@@ -151,9 +153,13 @@ def test_predicted_words_of_large_models(model: shapes.Model, comm: float, mem: 
     s = sum(each.spec.in_dim**2 + each.spec.out_dim**2 for each in model)
     for workers, expected in ((ranks, comm), (1, mem)):
         assert float(kaisa(ranks, workers, n, s, 1, 10) / (n * (ranks - 1))) == pytest.approx(expected, abs=0.051)
-    plan = make_plan(model, ranks, Sharded(), COST, PlanOptions(inverse_update_period=10))
+    options = PlanOptions(inverse_update_period=10, exchange=Exchange.DIRECT)
+    plan = make_plan(model, ranks, Sharded(), COST, options)
     assert float(plan.words_per_step / (n * (ranks - 1))) == pytest.approx(ours, abs=0.0051)
     assert control_words(plan) < 1e-4 * plan.words_per_step
+    # By segments all of it goes between segments and owners too: two words for each of a gradient, one of a sum.
+    segmented = make_plan(model, ranks, Sharded(), COST, replace(options, exchange=Exchange.SEGMENTS))
+    assert float(segmented.words_per_step / plan.words_per_step) == pytest.approx(1 + 1 / ranks, abs=4e-4)
 
 
 @given(model=models(), ranks=st.integers(1, 9), strategy=strategies_, options=options_)
@@ -171,13 +177,16 @@ def test_traffic_is_what_the_buckets_hold_times_who_gets_it(
             if bucket.payload is Payload.PRECONDITIONED:
                 copies *= workers  # as many rows of the grid
             sent[bucket.payload] += copies * item.words
+    for each in plan.traffic:
+        if plan.by_segments(each.payload):
+            sent[each.payload] = sum(b.moved_bytes for b in all_buckets(plan, each.payload)) // each.itemsize
     assert {each.payload: each.words for each in plan.traffic} == {payload: n for payload, n in sent.items() if n}
     results = 0
     for layer in plan.layers:
         for each in layer.parts if ranks > 1 else ():
             wide = each.part.measuring if strategy.statistics is Statistics.ALL else 0
             results += wide * (ranks - 1) + (each.part.sent - wide) * len(set(layer.workers) - {each.owner})
-    assert sent[Payload.INVERSES] == results
+    assert sent[Payload.INVERSES] == results or plan.by_segments(Payload.INVERSES)
     rare = {Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS}
     assert all((each.period > 1) <= (each.payload in rare) for each in plan.traffic)
     assert plan.bytes_per_step == sum(each.words_per_step * each.itemsize for each in plan.traffic)
@@ -210,7 +219,7 @@ def test_factors_with_owners_of_their_own_send_traces_and_inverses() -> None:
         assert plan.seconds.status == pytest.approx(sum(rings))
         away = layer.parts[1 - layer.workers.start]
         (sent,) = plan.buckets_of(Payload.INVERSES)
-        assert (sent.collective, sent.items[0].rank) == (Collective.BROADCAST, away.owner)
+        assert (sent.collective, sent.items[0].rank) == (Collective.ALL_TO_ALL, away.owner)
         assert plan.seconds.inverses == pytest.approx(1e-5 + 4e-10 * away.part.sent)
         assert words[Payload.INVERSES] == away.part.sent
 
@@ -369,10 +378,17 @@ def test_buckets_of_a_plan(
     for bucket in plan.buckets:
         assert bucket.size <= options.bucket_bytes or len(bucket.items) == 1
         assert bucket.seconds > 0
-        tree = Collective.REDUCE if bucket.payload in (Payload.GRADIENTS, Payload.SUMS) else Collective.BROADCAST
+        even = (
+            Collective.REDUCE_SCATTER if bucket.payload in (Payload.GRADIENTS, Payload.SUMS) else Collective.ALL_GATHER
+        )
         everyone = bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated)
         everyone |= bucket.payload.is_control
-        assert bucket.collective in ({Collective.ALL_REDUCE} if everyone else {tree, Collective.ALL_TO_ALL})
+        assert bucket.collective in ({Collective.ALL_REDUCE} if everyone else {even, Collective.ALL_TO_ALL})
+        assert bucket.segmented is (bucket.collective is even)
+        assert (bucket.later > 0) is (bucket.collective is Collective.REDUCE_SCATTER)
+        forced = options.exchange is Exchange.SEGMENTS and bucket.members == range(ranks)
+        if bucket.payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS) and not everyone:
+            assert bucket.segmented is forced
     gradients = [s for bucket in plan.buckets_of(Payload.GRADIENTS) for s in bucket.items]
     assert [s.position for s in gradients] == sorted((s.position for s in gradients), reverse=True)
     assert sum(s.words for s in gradients) == sum(each.words for each in model)
@@ -511,26 +527,19 @@ def test_a_larger_fraction_sends_less_in_a_step_and_holds_more(count: int, a: in
 
 
 def test_seconds_of_collectives() -> None:
-    """P = 8, S = 800 bytes at 100 bytes a second, α = 0.5 s."""
+    """P = 8, S = 800 bytes at 100 bytes a second, α = 0.5 s: 3 rounds of latency, 7/8 of S."""
     cost = CostModel(flop_rate=1, bandwidth=100, latency=0.5)
     expected = {
-        Collective.ALL_REDUCE: 7 + 14,
-        Collective.REDUCE_SCATTER: 3.5 + 7,
-        Collective.ALL_GATHER: 3.5 + 7,
+        Collective.ALL_REDUCE: 3 + 14,
+        Collective.REDUCE_SCATTER: 1.5 + 7,
+        Collective.ALL_GATHER: 1.5 + 7,
         Collective.ALL_TO_ALL: 3.5 + 7,
-        Collective.BROADCAST: 1.5 + 8,
-        Collective.REDUCE: 1.5 + 8,
     }
     for collective, seconds in expected.items():
         assert cost.communicating(collective, 800, 8) == pytest.approx(seconds)
         assert cost.communicating(collective, 800, 1) == 0
-    assert cost.communicating(Collective.BROADCAST, 0, 5) == 1.5
-    assert cost.all_reducing(800, 8) == (Collective.ALL_REDUCE, pytest.approx(19))  # by trees: 2 (1.5 + 8)
-    assert cost.all_reducing(80000, 8) == (Collective.ALL_REDUCE, pytest.approx(7 + 1400))
-    assert cost.rooted(Collective.REDUCE, [100.0] * 8, 8) == (Collective.ALL_TO_ALL, pytest.approx(3.5 + 7))
-    # Trees one behind the other: 3 + 2 latencies; one all-to-all waits for the largest share: 7 (0.5 + 6).
-    assert cost.rooted(Collective.BROADCAST, [100.0, 600.0, 100.0], 8) == (Collective.BROADCAST, pytest.approx(2.5 + 8))
-    assert cost.rooted(Collective.REDUCE, [800.0], 8) == (Collective.REDUCE, pytest.approx(9.5))
+    assert cost.communicating(Collective.ALL_TO_ALL, 80, 8) == pytest.approx(1.5 + 3 * 0.4)  # by way of others
+    assert cost.communicating(Collective.ALL_REDUCE, 0, 5) == 2 * 1.5
     assert cost.computing(3) == 3
     assert replace(cost, solver_rate=2).solving(3) == 1.5
     assert cost.solving(3) == 3
@@ -538,7 +547,7 @@ def test_seconds_of_collectives() -> None:
 
 def bucket(seconds: float, *positions: int, payload: Payload = Payload.GRADIENTS) -> PlannedBucket:
     items = tuple(Item(f"l{each}", 1, 0, each) for each in positions)
-    return PlannedBucket(payload, items, 4, range(2), Collective.REDUCE, seconds)
+    return PlannedBucket(payload, items, 4, range(2), Collective.ALL_TO_ALL, seconds)
 
 
 def test_backward_hides_what_is_sent_before_it_ends() -> None:
@@ -550,6 +559,7 @@ def test_backward_hides_what_is_sent_before_it_ends() -> None:
     assert exposed(layers, [bucket(3.5, 3), bucket(0.5, 2)], cost) == 1  # 1 + 3.5 + 0.5 − 4
     assert exposed(layers, [bucket(1.0, 3)], cost) == 0
     assert exposed(layers, [], cost) == 0
+    assert exposed(layers, [replace(bucket(1.0, 3), later=0.5)], cost) == 0.5
 
 
 def test_seconds_of_a_small_plan_by_hand() -> None:
@@ -663,7 +673,22 @@ def test_rates_count_only_where_they_change_what_is_done() -> None:
     found = differences(slow, fast)
     assert found[0].startswith("bucket 0 of gradients: all-to-all of 0-3, 4 bytes a word: ")
     assert " there" in found[0]
-    assert " reduce of 0-3" in found[0]
+    assert " reduce-scatter of 0-3" in found[0]
+
+
+def test_the_way_is_the_one_that_is_quicker_for_the_slowest_rank() -> None:
+    """Of equal layers, one for each rank, all ranks have as much to do either way; of one, its owner has all of it."""
+    cost = CostModel(flop_rate=1e12, bandwidth=1e10)
+    for ranks, layers, exchange in ((2, 2, False), (4, 4, False), (4, 1, True), (64, 64, False), (64, 65, True)):
+        plan = make_plan(equal_layers(layers, 64, 64), ranks, Sharded(), cost)
+        for payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS):
+            assert plan.by_segments(payload) is exchange, (ranks, layers)
+    for wished in Exchange:
+        options = PlanOptions(exchange=wished)
+        plan = make_plan(equal_layers(4, 64, 64), 4, Sharded(), cost, options)
+        assert plan.by_segments(Payload.GRADIENTS) is (wished is Exchange.SEGMENTS)
+    # Of equal sections each lies in the segment of its owner.
+    assert "gradients: 1 bucket every step, 192.0 KiB a step, by segments." in plan.summary()
 
 
 def test_the_summary_shows_owners_bytes_and_seconds() -> None:

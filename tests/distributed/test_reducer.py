@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -47,6 +47,10 @@ class Recorder:
 def recorded(rank: int, buckets: Sequence[ReduceBucket]) -> tuple[Recorder, Reducer]:
     recorder = Recorder(rank)
     return recorder, Reducer(recorder, buckets)  # type: ignore[arg-type]
+
+
+def together(found: Iterable[dict[str, Merged]]) -> dict[str, Merged]:
+    return {name: merged for each in found for name, merged in each.items()}
 
 
 class Did(Enum):
@@ -121,7 +125,7 @@ def test_all_ranks_launch_the_same_in_the_same_order_and_the_last_word_counts(
             asked.append(name)
             return torch.tensor(final_value(rank, name, held), dtype=torch.float64), 1.0
 
-        merged = reducer.finish(final, again)
+        merged = together(reducer.finish(final, again))
         foreign = [slot.name for bucket in buckets for slot in bucket.slots if slot.owner != rank]
         needed = {
             slot.name
@@ -199,7 +203,7 @@ def test_a_bucket_goes_again_on_all_ranks_and_what_is_under_way_stays_as_it_is()
             asked.append(name)
             return torch.tensor(3.0), 1.0
 
-        reducer.finish(final, [True, False])
+        together(reducer.finish(final, [True, False]))
         assert asked == (["a"] if rank == 1 else ["b", "a"])
         early = [("of a", Cause.COMPLETE, [1.0]), ("of b", Cause.COMPLETE, [2.0])]
         left = [("of a", Cause.LEFT_OVER, [0.0]), ("of b", Cause.LEFT_OVER, [3.0])]
@@ -215,7 +219,7 @@ def test_each_round_starts_from_nothing() -> None:
         reducer.ready("a", torch.tensor(value), 1)
         reducer.ready("a", torch.tensor(value), 1)
         assert reducer.stale_flags() == [True, False]
-        assert reducer.finish(nothing, [False, False]) == {}
+        assert together(reducer.finish(nothing, [False, False])) == {}
         assert reducer.stale_flags() == [False, False]
     assert [(cause, sections.tolist()) for _, cause, sections in recorder.launched] == [
         (Cause.COMPLETE, [1]),
@@ -230,7 +234,7 @@ def test_a_round_that_is_abandoned_launches_what_is_left_and_leaves_nothing_behi
     reducer.ready("a", torch.tensor(1.0), 1)
     reducer.abandon()
     assert [cause for _, cause, _ in recorder.launched] == [Cause.COMPLETE, Cause.LEFT_OVER]
-    reducer.finish(nothing, [False, False])
+    together(reducer.finish(nothing, [False, False]))
     assert [sections.tolist() for *_, sections in recorder.launched[2:]] == [[0], [0]]
 
 
@@ -240,7 +244,7 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match="kfac_optim: no bucket has 'c'; was the model changed"):
             report()
     with pytest.raises(ValueError, match="kfac_optim: finish got 2 flags of buckets that go again, and has 1"):
-        reducer.finish(nothing, [False, False])
+        together(reducer.finish(nothing, [False, False]))
     assert not recorder.launched
     with pytest.raises(ValueError, match="kfac_optim: a name may be in one bucket only, got 'a' more than once"):
         recorded(0, one_slot_each(1, "a", "b", "a"))
@@ -294,7 +298,8 @@ def merge_factors(rank: int, payload: torch.dtype, orders: int) -> dict[str, Any
             for report in reports:
                 reducer.ready(*report)
             sizes = {slot.name: slot.elements for bucket in buckets for slot in bucket.slots}
-            merged = reducer.finish(lambda name, sizes=sizes: (torch.empty(sizes[name]), 0.0), [False, False])
+            final = lambda name, sizes=sizes: (torch.empty(sizes[name]), 0.0)  # noqa: E731
+            merged = together(reducer.finish(final, [False, False]))
             rounds.append({name: (part.total.clone(), part.mass, part.mean()) for name, part in merged.items()})
     return {"rounds": rounds, "trace": trace, "counted": counted}
 
@@ -393,7 +398,7 @@ def run_wild(rank: int) -> list[tuple[list[str], dict[str, tuple[Tensor, Tensor 
             for report in wild_reports(seed, buckets, rank):
                 reducer.ready(*report)
             vote = votes.all_reduce("vote", torch.tensor(reducer.stale_flags()).byte(), dist.ReduceOp.MAX).wait()
-            merged = reducer.finish(last_word(seed, buckets, rank).__getitem__, vote.bool().tolist())
+            merged = together(reducer.finish(last_word(seed, buckets, rank).__getitem__, vote.bool().tolist()))
         answers.append(([launch.bucket for launch in trace], {name: tuple(part) for name, part in merged.items()}))
     return answers
 

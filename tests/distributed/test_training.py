@@ -28,7 +28,7 @@ from kfac_optim import (
     TrustRegion,
     WeightSharing,
 )
-from kfac_optim.distributed import Auto, DistributedConfig, Placement, Replicated, Sharded
+from kfac_optim.distributed import Auto, DistributedConfig, Exchange, Placement, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
 FACTORS = Placement.FACTORS
@@ -45,6 +45,7 @@ MOVING = (0.1, 0.15, 0.25, 0.4, 0.6, 0.3, 0.2)  # the inverses follow at each do
 UNUSED = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True}
 STATIC = {"static_graph": True}
+SMALL = {"bucket_cap_mb": 1e-4}  # several buckets
 
 
 def background(staleness: int, schedule: Any = None) -> dict[str, Any]:
@@ -127,6 +128,35 @@ ON_FOUR = {
     "selected": Case("tokens", Sharded(), SELECTED, split=UNEVEN),
     "sketches": Case("pictures", Sharded(FACTORS), {"inverse": LowRank(1, sketch=1)}, split=EMPTY),
 }
+
+SEGMENTS = {"exchange": Exchange.SEGMENTS}
+
+# By segments: some ranks own nothing, what owners have is uneven, gradients come in several buckets and backwards.
+SEGMENTS_ON_TWO = {
+    "sharded": Case("mixed", Sharded(), {"momentum": 0.9}, by_layer=GROUPS, split=EMPTY, **SEGMENTS),
+    "no wrapper": Case("tied", Sharded(), split=UNEVEN, wrapped=None, **SEGMENTS),
+    "views": Case("tokens", Sharded(FACTORS), split=EMPTY, micro=2, wrapped=VIEWS, **SEGMENTS),
+    "replicated": Case("mixed", Replicated(), {"inverse": Eigen(), **RARE}, split=UNEVEN, **SEGMENTS),
+    "one worker": Case("tied", Replicated(0.5, FACTORS), {"inverse": EKFAC(), **EACH}, split=EMPTY, **SEGMENTS),
+    "auto of one": Case("pictures", Auto(candidates=(Sharded(),)), EACH, split=UNEVEN, **SEGMENTS),
+}
+
+SEGMENTS_ON_FOUR = {
+    "sharded": Case("pictures", Sharded(), {"momentum": 0.9, **RARE}, split=EMPTY, wrapped=SMALL, **SEGMENTS),
+    "scaler": Case("mixed", Sharded(), split=EMPTY, scaler="named", micro=2, wrapped=SMALL, **SEGMENTS),
+    "unused": Case("tied", Sharded(), {"refresh": Staggered()}, split=EMPTY, wrapped=UNUSED, **SEGMENTS),
+    "replicated": Case("tokens", Replicated(0.25), {"inverse": LowRank(1)}, split=UNEVEN, **SEGMENTS),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTS_ON_TWO)
+def test_by_segments_two_ranks_end_where_one_process_does(two_ranks: Ranks, name: str) -> None:
+    check(SEGMENTS_ON_TWO[name], two_ranks.run(on_rank, SEGMENTS_ON_TWO[name]))
+
+
+@pytest.mark.parametrize("name", SEGMENTS_ON_FOUR)
+def test_by_segments_four_ranks_end_where_one_process_does(four_ranks: Ranks, name: str) -> None:
+    check(SEGMENTS_ON_FOUR[name], four_ranks.run(on_rank, SEGMENTS_ON_FOUR[name]))
 
 
 @pytest.mark.parametrize("name", ON_TWO)

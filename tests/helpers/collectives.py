@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -26,22 +26,39 @@ def communicator(trace: list[Launch] | None = None, kind: type[Communicator] = C
     dist.destroy_process_group(made.group)
 
 
-@contextmanager
-def counted_bytes() -> Iterator[list[float]]:
-    """What each collective is given to send to others, in the order of calls."""
-    counted: list[float] = []
+class Sent(NamedTuple):
+    """What one collective was given: bytes that this rank sends to others and receives from them."""
 
-    def exchange(out: Tensor, given_: Tensor, out_splits: Any, in_splits: list[int], group: Any, **kw: Any) -> Any:
-        counted.append((given_.numel() - in_splits[dist.get_rank(group)]) * given_.itemsize)
+    operation: str
+    sent: float
+    received: float
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[Sent]]:
+    """What is handed to `torch.distributed`, in the order of calls."""
+    found: list[Sent] = []
+
+    def exchange(
+        out: Tensor, given_: Tensor, out_splits: list[int], in_splits: list[int], group: Any, **kw: Any
+    ) -> Any:
+        rank = dist.get_rank(group)
+        sizes = [
+            (tensor.numel() - splits[rank]) * tensor.itemsize
+            for tensor, splits in ((given_, in_splits), (out, out_splits))
+        ]
+        assert (sum(in_splits), sum(out_splits)) == (given_.numel(), out.numel())
+        found.append(Sent("all-to-all", *sizes))
         return originals[0](out, given_, out_splits, in_splits, group=group, **kw)
 
     def gather(out: Tensor, given_: Tensor, group: Any, **kw: Any) -> Any:
-        counted.append(given_.nbytes * (dist.get_world_size(group) - 1))
+        found.append(Sent("all-gather", given_.nbytes * (dist.get_world_size(group) - 1), out.nbytes - given_.nbytes))
         return originals[1](out, given_, group=group, **kw)
 
     def reduce(values: Tensor, group: Any, **kw: Any) -> Any:
         size = dist.get_world_size(group)
-        counted.append(2 * (size - 1) * values.nbytes / size)
+        ring = 2 * (size - 1) * values.nbytes / size
+        found.append(Sent("all-reduce", ring, ring))
         return originals[2](values, group=group, **kw)
 
     originals = dist.all_to_all_single, dist.all_gather_single, dist.all_reduce
@@ -50,4 +67,13 @@ def counted_bytes() -> Iterator[list[float]]:
         mock.patch.object(dist, "all_gather_single", gather),
         mock.patch.object(dist, "all_reduce", reduce),
     ):
-        yield counted
+        yield found
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[float]]:
+    """What each collective is given to send to others, in the order of calls; complete when the context is left."""
+    sent: list[float] = []
+    with counted_calls() as found:
+        yield sent
+    sent.extend(each.sent for each in found)

@@ -20,6 +20,7 @@ from kfac_optim import (
 from kfac_optim.distributed import (
     CostModel,
     Covered,
+    Exchange,
     Placement,
     PlanOptions,
     Replicated,
@@ -85,6 +86,7 @@ options_ = st.builds(
     sums_dtype=st.sampled_from([None, torch.bfloat16]),
     momentum=st.booleans(),
     scalars=st.sampled_from([(), (3, 1), (5,)]),
+    exchange=st.sampled_from(Exchange),
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import Background, KFACOptimizer, LossTerms
-from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
+from kfac_optim.distributed import DistributedConfig, Exchange, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Auto, Strategy
 
 TIMEOUT = timedelta(seconds=30)
@@ -164,6 +164,7 @@ class Case:
         stated: whether the terms of the loss are stated.
         dampings: λ of the steps, in turn, known only when backward is over; none leaves it alone.
         steps: of the training.
+        exchange: the way between all ranks and owners.
     """
 
     net: str = "mixed"
@@ -177,6 +178,7 @@ class Case:
     stated: bool = False
     dampings: tuple[float, ...] = ()
     steps: int = 20
+    exchange: Exchange | None = None
 
     @property
     def summed(self) -> bool:
@@ -202,7 +204,7 @@ class Case:
             group["damping"] = self.dampings[step % len(self.dampings)]
 
     def distributed(self) -> dict[str, Any]:
-        return {"distributed": DistributedConfig(strategy=self.strategy, timeout=TIMEOUT)}
+        return {"distributed": DistributedConfig(self.strategy, timeout=TIMEOUT, exchange=self.exchange)}
 
     def _prefix(self, name: str) -> str:
         return next((prefix for prefix in self.by_layer if prefix in name), "")

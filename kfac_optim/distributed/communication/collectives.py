@@ -16,65 +16,32 @@ the other ranks gave; its all-to-all moves the least and takes uneven parts, emp
 all-to-all, and then a sum on the owner in the order of ranks, the same bits every time. On accelerators it is a
 reduce-scatter where all sections have one size; otherwise an all-to-all too, since padding would move zeros. A payload
 narrower than float32 is always exchanged and summed in float32: each sum in bfloat16 would round again.
+
+A bucket goes directly, in one collective, or by segments, in two (see `segments`): its layout says which, and gives the
+messages, which are carried out as they stand. The second of two is launched where the first is waited for.
 """
 
 import hashlib
-import itertools
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, Parcel, ReduceBucket, ShareBucket
-from kfac_optim.utils.text import listed
-
-# How often a rank that waits looks whether another has given up: gloo tells only those that were to hear from a rank
-# that is gone, not those that wait for them in turn.
-_LOOKOUT = timedelta(seconds=1)
-
-# How long a rank that gives up waits for all others that wait to do so too.
-_ROLL_CALL = timedelta(seconds=3)
+from kfac_optim.distributed.communication.launcher import Launcher, has_reduce_scatter
+from kfac_optim.distributed.communication.launches import Cause, Event, InFlight
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
+from kfac_optim.distributed.communication.message import Collective, Message
+from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
+from kfac_optim.distributed.communication.segments import filled_up, splits
 
 # Differences between ranks in one message.
 _SHOWN = 8
 
-# Key in the store of a process group.
-_GIVEN_UP = "kfac_optim/given-up"
 
-
-class Communicator:
-    """Launches the collectives of one process group, in the form that suits the device.
-
-    [Note: one order] All ranks must call its methods in the same order. A `Reducer` does so whatever its hooks do, if
-    nothing else is launched between the first report of a round and its end; what has to be then goes through another
-    communicator.
-
-    Args:
-        group: of our own, see `groups`.
-        device: that all tensors lie on.
-        timeout: how long an event waits on the CPU; on accelerators that of the group counts.
-        observe: is called with every launch, for traces.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout: timedelta,
-        observe: Callable[[Launch], None] | None = None,
-    ) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.device = device
-        self.timeout = timeout
-        self._observe = observe
+class Communicator(Launcher):
+    """Carries out buckets on one process group, in the form that suits the device; see [Note: one order]."""
 
     def reduce(
         self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
@@ -83,32 +50,67 @@ class Communicator:
 
         Args:
             bucket: the same on all ranks.
-            contributions: of this rank; not to be written to until the event was waited for.
+            contributions: of this rank; not to be written to until the event was waited for, or has settled.
             cause: for the trace.
 
         Returns:
-            The slots that this rank owns, by name.
+            The slots that this rank owns, by name. Where the bucket goes by segments all ranks must wait for it at the
+            same place in the program, as that launches the second message.
         """
         self._check_world(bucket.name, bucket.world_size)
+        if bucket.segmented:
+            return self._reduce_by_segments(bucket, contributions.sections, cause)
         given = contributions.sections
+        (message,) = bucket.messages(self.rank)
         total = given.new_empty(bucket.sections[self.rank])
-        record = Launch(bucket.name, cause, bucket.sent_bytes(self.rank))
         if self._scatters(bucket):
-            event = self._launch(
-                record, bucket.names, lambda: dist.reduce_scatter_single(total, given, group=self.group, async_op=True)
-            )
+            event = self.scatter(message, bucket.names, cause, given, total)
         else:
-            sent = bucket.encode(given, self.rank)
-            received = sent.new_empty(self.world_size - 1, bucket.wire_sections[self.rank])
+            place = splits(bucket.sections)[self.rank]
+            received = torch.empty(sum(message.from_), dtype=bucket.payload, device=given.device)
 
             def add_up() -> None:
                 total.zero_()
-                for part in received:  # in the order of ranks
-                    total.add_(bucket.decode(part, self.rank))
+                for part in received.view(self.world_size - 1, -1):  # in the order of ranks
+                    total.add_(bucket.decode(part, place))
 
-            to, from_ = bucket.sent_sections(self.rank), bucket.received_sections(self.rank)
-            event = self._exchange(record, bucket.names, (sent, to), (received.flatten(), from_), add_up)
+            event = self.exchange(message, bucket.names, cause, bucket.encode(given, self.rank), received, add_up)
         return InFlight(bucket.merged(total, self.rank), event)
+
+    def _reduce_by_segments(self, bucket: ReduceBucket, given: Tensor, cause: Cause) -> InFlight[dict[str, Merged]]:
+        rank, segments = self.rank, bucket.segments
+        scatter, deliver = bucket.messages(rank)
+        place = segments.segment(rank)
+        total = given.new_zeros(segments.lengths[rank])
+        merged: dict[str, Merged] = {}
+        if has_reduce_scatter(self.device) and bucket.payload == bucket.sum_dtype:
+            whole = filled_up(given, segments.length * self.world_size)
+            filled = whole.new_empty(segments.length)
+
+            def take() -> None:
+                total.copy_(filled[: len(total)])
+
+            first = self.scatter(scatter, bucket.names, cause, whole, filled, take)
+        else:
+            whole = bucket.to_wire(given, slice(0, len(given)))
+            parts = whole.new_empty(sum(scatter.from_))
+
+            def add_up() -> None:
+                if bucket.payload == bucket.sum_dtype:
+                    torch.sum(parts.view(self.world_size, -1), 0, out=total)
+                    return
+                for part in parts.view(self.world_size, -1):
+                    total.add_(bucket.decode(part, place))
+
+            first = self.exchange(scatter, bucket.names, cause, whole, parts, add_up)
+
+        def follow() -> Event:
+            section = total.new_empty(bucket.sections[rank])
+            return self.exchange(
+                deliver, bucket.names, cause, total, section, lambda: merged.update(bucket.merged(section, rank))
+            )
+
+        return InFlight(merged, first.then(follow))
 
     def share(self, bucket: ShareBucket, values: Mapping[str, Tensor]) -> InFlight[dict[str, Tensor]]:
         """Send parcels from their sources to their targets.
@@ -119,45 +121,41 @@ class Communicator:
 
         Returns:
             The parcels that this rank is a target of, by name, `[elements]`: the same bits on all of their targets.
+            Where the bucket goes by segments all ranks must wait for it at the same place in the program, as that
+            launches the second message.
         """
         self._check_world(bucket.name, bucket.world_size)
+        if bucket.segmented:
+            return self._share_by_segments(bucket, values)
+        (message,) = bucket.messages(self.rank)
         going, coming = bucket.sent_by(self.rank), bucket.received_by(self.rank)
-        arriving = list(itertools.chain(*coming))
-        received = torch.empty(_elements(arriving), dtype=bucket.payload, device=self.device)
-        record = Launch(bucket.name, Cause.CALLED, bucket.sent_bytes(self.rank))
-        if bucket.is_even_gather:
-            own = self._joined(bucket, going[self.rank], values)
-            event = self._launch(
-                record, bucket.names, lambda: dist.all_gather_single(received, own, group=self.group, async_op=True)
-            )
-        else:
-            sent = self._joined(bucket, itertools.chain(*going), values)
-            to, from_ = list(map(_elements, going)), list(map(_elements, coming))
-            event = self._exchange(record, bucket.names, (sent, to), (received, from_))
-        parts = torch.split(received, [parcel.elements for parcel in arriving])
-        return InFlight({parcel.name: part for parcel, part in zip(arriving, parts, strict=True)}, event)
+        arriving = [parcel for parcels in coming for parcel in parcels]
+        received = torch.empty(sum(message.from_), dtype=bucket.payload, device=self.device)
+        to_all = message.collective is Collective.ALL_GATHER
+        leaving = going[self.rank] if to_all else [parcel for parcels in going for parcel in parcels]
+        sent = self._joined(bucket, leaving, values)
+        event = self.exchange(message, bucket.names, Cause.CALLED, sent, received)
+        return InFlight(_cut(received, arriving), event)
 
-    def all_reduce(
-        self,
-        name: str,
-        values: Tensor,
-        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-        layers: Sequence[str] = (),
-    ) -> InFlight[Tensor]:
-        """Reduce a few numbers to all ranks, the same bits on each.
+    def _share_by_segments(self, bucket: ShareBucket, values: Mapping[str, Tensor]) -> InFlight[dict[str, Tensor]]:
+        rank, segments = self.rank, bucket.segments
+        spread, gather = bucket.messages(rank)
+        own = torch.empty(segments.length, dtype=bucket.payload, device=self.device)
+        got: dict[str, Tensor] = {}
+        sent = self._joined(bucket, [parcel for parcel in bucket.row if parcel.source == rank], values)
+        first = self.exchange(spread, bucket.names, Cause.CALLED, sent, own[: segments.lengths[rank]])
+        del sent
 
-        Args:
-            name: for messages and traces.
-            values: of one shape and dtype on all ranks; left as they are.
-            operation: `SUM`, `MAX`, …
-            layers: that the numbers are about, for messages.
-        """
-        result = values.detach().clone(memory_format=torch.contiguous_format)
-        record = Launch(name, Cause.CALLED, 2 * (self.world_size - 1) * result.nbytes / self.world_size)
-        event = self._launch(
-            record, layers, lambda: dist.all_reduce(result, op=operation, group=self.group, async_op=True)
-        )
-        return InFlight(result, event)
+        def follow() -> Event:
+            row = own.new_empty(segments.length * self.world_size)
+
+            def take() -> None:
+                parts = _cut(row[: segments.elements], bucket.row)
+                got.update((parcel.name, parts[parcel.name]) for parcel in bucket.row if rank in parcel.targets)
+
+            return self.exchange(gather, bucket.names, Cause.CALLED, own, row, take)
+
+        return InFlight(got, first.then(follow))
 
     def check_agreement(
         self,
@@ -181,8 +179,9 @@ class Communicator:
         digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
         own = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=self.device)
         gathered = own.new_empty(self.world_size)
-        record = Launch(name, Cause.CALLED, (self.world_size - 1) * own.nbytes)
-        self._launch(record, (), lambda: dist.all_gather_single(gathered, own, group=self.group, async_op=True)).wait()
+        one = (1,) * self.world_size
+        message = Message(name, Collective.ALL_GATHER, self.rank, one, one, own.itemsize)
+        self.exchange(message, (), Cause.CALLED, own, gathered).wait()
         fingerprints = gathered.tolist()
         odd = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
         if not odd:
@@ -202,11 +201,11 @@ class Communicator:
     def _scatters(self, bucket: ReduceBucket) -> bool:
         """See [Note: one form for each device]."""
         even = len(set(bucket.sections)) == 1
-        return self.device.type != "cpu" and even and bucket.payload == bucket.sum_dtype
+        return has_reduce_scatter(self.device) and even and bucket.payload == bucket.sum_dtype
 
     def _joined(self, bucket: ShareBucket, parcels: Iterable[Parcel], values: Mapping[str, Tensor]) -> Tensor:
         """Return the elements of all parcels, `[elements]`, as they travel."""
-        pieces = [torch.empty(0, dtype=bucket.payload, device=self.device)]
+        pieces = []
         for parcel in parcels:
             value = values.get(parcel.name)
             if value is None or value.numel() != parcel.elements:
@@ -215,7 +214,9 @@ class Communicator:
                     f"{bucket.name!r}, got {'nothing' if value is None else value.numel()}."
                 )
             pieces.append(value.detach().flatten().to(bucket.payload))
-        return torch.cat(pieces)
+        if not pieces:
+            return torch.empty(0, dtype=bucket.payload, device=self.device)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _check_world(self, name: str, world_size: int) -> None:
         if world_size != self.world_size:
@@ -224,96 +225,7 @@ class Communicator:
                 f"{self.world_size}; plan again for this group."
             )
 
-    def _exchange(
-        self,
-        record: Launch,
-        names: Sequence[str],
-        sent: tuple[Tensor, Sequence[int]],
-        received: tuple[Tensor, Sequence[int]],
-        finish: Callable[[], None] | None = None,
-    ) -> Event:
-        """Launch an all-to-all: each buffer comes with the numbers of elements for, or from, each rank."""
-        (source, to), (target, from_) = sent, received
-        return self._launch(
-            record,
-            names,
-            lambda: dist.all_to_all_single(target, source, list(from_), list(to), group=self.group, async_op=True),
-            finish,
-        )
 
-    def _launch(
-        self,
-        record: Launch,
-        names: Sequence[str],
-        launch: Callable[[], dist.Work | None],
-        finish: Callable[[], None] | None = None,
-    ) -> Event:
-        """Launch, and make the event that waits for the end, and then finishes."""
-        with self._blaming(record.bucket, names):
-            work = launch()
-        assert work is not None, "only a rank outside of the group gets none"
-        if self._observe is not None:
-            self._observe(record)
-
-        def wait() -> None:
-            with self._blaming(record.bucket, names):
-                if self.device.type == "cpu":
-                    self._wait_on_host(work)
-                else:
-                    work.wait()  # makes the stream wait; with a time-out it would be the host
-            if finish is not None:
-                finish()
-
-        return Event(wait)
-
-    def _wait_on_host(self, work: dist.Work) -> None:
-        """Wait until it is done, the time is out, or another rank has given up."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-            try:
-                work.wait(min(left, _LOOKOUT))
-                return
-            except RuntimeError as error:
-                if work.is_completed() or left <= _LOOKOUT:
-                    raise
-                if self.group.get_group_store().check([_GIVEN_UP]):
-                    raise RuntimeError("another rank gave up") from error
-
-    @contextmanager
-    def _blaming(self, bucket: str, names: Sequence[str]) -> Iterator[None]:
-        """Turn what `torch.distributed` raises into an error that says what was under way, and who is missing."""
-        start = time.monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            seconds = time.monotonic() - start
-            layers = f" (layers {listed(names)})" if names else ""
-            raise CollectiveError(
-                f"kfac_optim: on rank {self.rank} of {self.world_size} the collective of {bucket!r}{layers} failed "
-                f"after {seconds:.1f} s (time-out {self.timeout.total_seconds():g} s): {error}. "
-                f"{self._call_the_roll()} Look for the first error in the logs of the other ranks; where one was only "
-                f"slow, raise the time-out. To go on, start all ranks again from the last checkpoint."
-            ) from error
-
-    def _call_the_roll(self) -> str:
-        """Return the ranks that do not give up too: they are gone, or not waiting."""
-        silent = [rank for rank in range(self.world_size) if rank != self.rank]
-        deadline = time.monotonic() + _ROLL_CALL.total_seconds()
-        try:
-            store = self.group.get_group_store()
-            store.set(f"{_GIVEN_UP}/{self.rank}", "")
-            store.set(_GIVEN_UP, "")
-            while silent and time.monotonic() < deadline:
-                time.sleep(0.05)
-                silent = [rank for rank in silent if not store.check([f"{_GIVEN_UP}/{rank}"])]
-        except RuntimeError as error:
-            return f"Who is missing is not known, as the store of the process group is gone too ({error})."
-        if not silent:
-            return "All ranks gave up in a collective."
-        ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-        return f"No word from {ranks}: gone, or at another place in the program."
-
-
-def _elements(parcels: Iterable[Parcel]) -> int:
-    return sum(parcel.elements for parcel in parcels)
+def _cut(row: Tensor, parcels: Sequence[Parcel]) -> dict[str, Tensor]:
+    parts = torch.split(row, [parcel.elements for parcel in parcels])
+    return {parcel.name: part for parcel, part in zip(parcels, parts, strict=True)}

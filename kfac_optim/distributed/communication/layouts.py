@@ -1,7 +1,6 @@
 """What is sent together, on paper: layouts of buckets, what a rank gives, what an owner gets. Sends nothing."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -9,17 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim.utils.text import listed
-
-_PAYLOADS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def repeated(names: Sequence[str]) -> list[str]:
-    """Return names that are there more than once."""
-    return [name for name, count in Counter(names).items() if count > 1]
-
-
-# -- sums to their owners ----------------------------------------------------------------------------------------
+from kfac_optim.distributed.communication.layout_checks import check_elements, check_layout, check_rank
+from kfac_optim.distributed.communication.message import Collective, Message
+from kfac_optim.distributed.communication.segments import Segments, sections, splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +52,20 @@ class ReduceBucket:
         slots: at least one; names differ.
         world_size: number of ranks.
         payload: dtype on the wire.
+        segmented: whether it goes by segments, see [Note: the way by segments]; or each section to its owner directly.
     """
 
     name: str
     slots: tuple[Slot, ...]
     world_size: int
     payload: torch.dtype = torch.float32
+    segmented: bool = False
 
     def __post_init__(self) -> None:
-        where = _check_layout(self.name, self.names, self.payload)
+        where = check_layout(self.name, self.names, self.payload)
         for slot in self.slots:
-            _check_elements(where, slot.name, slot.elements)
-            _check_rank(f"the owner of {slot.name!r} in {where}", slot.owner, self.world_size)
+            check_elements(where, slot.name, slot.elements)
+            check_rank(f"the owner of {slot.name!r} in {where}", slot.owner, self.world_size)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -100,8 +93,7 @@ class ReduceBucket:
     @cached_property
     def wire_sections(self) -> tuple[int, ...]:
         """Return elements of each owner's section in the dtype of the payload."""
-        words = self.sum_dtype.itemsize // self.payload.itemsize
-        return tuple(sum(slot.elements + words * slot.masses for slot in slots) for slots in self.owned)
+        return tuple(sum(slot.elements + self._words * slot.masses for slot in slots) for slots in self.owned)
 
     @cached_property
     def places(self) -> Mapping[str, SlotPlace]:
@@ -116,9 +108,60 @@ class ReduceBucket:
                 mass += slot.masses
         return places
 
+    @cached_property
+    def segments(self) -> Segments:
+        """Return the equal segments of all sections in a row, in the dtype of sums."""
+        return sections(self.sections)
+
+    @property
+    def owned_elements(self) -> tuple[int, ...]:
+        """Return the elements that each rank owns."""
+        return self.sections
+
+    @cached_property
+    def wire_segments(self) -> tuple[int, ...]:
+        """Return elements of each segment in the dtype of the payload."""
+        places = map(self.segments.segment, range(self.world_size))
+        return tuple(self._on_the_wire(place) for place in places)
+
+    def messages(self, rank: int) -> tuple[Message, ...]:
+        """Return the collectives of one launch, in their order, as `rank` takes part in them.
+
+        On accelerators the segments of a reduce-scatter are filled up to one length, which makes the first of two
+        messages longer by less than `P` elements.
+        """
+        size = self.payload.itemsize
+        if not self.segmented:
+            sent, received = tuple(self.sent_sections(rank)), tuple(self.received_sections(rank))
+            return (Message(self.name, Collective.ALL_TO_ALL, rank, sent, received, size),)
+        given, segments = self.wire_segments, self.segments
+        scatter = Message(self.name, Collective.REDUCE_SCATTER, rank, given, (given[rank],) * self.world_size, size)
+        to, from_ = segments.for_owners(rank), segments.from_segments(rank)
+        deliver = Message(self.name, Collective.ALL_TO_ALL, rank, to, from_, self.sum_dtype.itemsize)
+        return scatter, deliver
+
     def sent_bytes(self, rank: int) -> int:
-        """Return what `rank` sends to others in one launch. All ranks together send `P - 1` times the bucket."""
-        return (sum(self.wire_sections) - self.wire_sections[rank]) * self.payload.itemsize
+        """Return what `rank` sends to others in one launch; all ranks together directly `P - 1` times the bucket."""
+        size = self.payload.itemsize
+        if not self.segmented:
+            return (sum(self.wire_sections) - self.wire_sections[rank]) * size
+        segments = self.segments
+        scattered = (sum(self.wire_segments) - self.wire_segments[rank]) * size
+        return scattered + (segments.lengths[rank] - segments.at_home[rank]) * self.sum_dtype.itemsize
+
+    def received_bytes(self, rank: int) -> int:
+        """Return what `rank` receives from others in one launch."""
+        others, size = self.world_size - 1, self.payload.itemsize
+        if not self.segmented:
+            return others * self.wire_sections[rank] * size
+        delivered = (self.sections[rank] - self.segments.at_home[rank]) * self.sum_dtype.itemsize
+        return others * self.wire_segments[rank] * size + delivered
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return what all ranks together send in one launch."""
+        moved = (self.world_size - 1) * sum(self.wire_sections) * self.payload.itemsize
+        return moved + (self.segments.crossing() * self.sum_dtype.itemsize if self.segmented else 0)
 
     def sent_sections(self, rank: int) -> list[int]:
         """Return elements that `rank` sends to each rank, in the dtype of the payload: to itself none."""
@@ -130,21 +173,31 @@ class ReduceBucket:
 
     def encode(self, sections: Tensor, rank: int) -> Tensor:
         """Return all sections, `[sum(sections)]` in the dtype of sums, as `rank` sends them, `[sum(sent_sections)]`."""
-        pieces = []
-        for owner, section in enumerate(torch.split(sections, list(self.sections))):
-            if owner == rank:
-                continue
-            values, masses = self._parts(section, owner)
-            pieces += [values.to(self.payload), masses.view(self.payload)]
+        pieces = [self.to_wire(sections, place) for owner, place in enumerate(splits(self.sections)) if owner != rank]
         return torch.cat(pieces) if pieces else sections.new_empty(0, dtype=self.payload)
 
-    def decode(self, section: Tensor, owner: int) -> Tensor:
-        """Return a section that `encode` made, `[wire_sections[owner]]`, in the dtype of sums, `[sections[owner]]`."""
+    def to_wire(self, row: Tensor, place: slice) -> Tensor:
+        """Return a part of all sections in a row as it is sent."""
         if self.payload == self.sum_dtype:
-            return section
-        values, words = self._parts(section, owner)
+            return row[place]
+        parts = [
+            row[start:stop].view(self.payload) if masses else row[start:stop].to(self.payload)
+            for start, stop, masses in self._kinds(place)
+        ]
+        return torch.cat(parts) if parts else row.new_empty(0, dtype=self.payload)
+
+    def decode(self, sent: Tensor, place: slice) -> Tensor:
+        """Return what `to_wire` made of a part of all sections, in the dtype of sums, `[place.stop - place.start]`."""
+        if self.payload == self.sum_dtype:
+            return sent
+        kinds, words = list(self._kinds(place)), self._words
+        sizes = [(stop - start) * (words if masses else 1) for start, stop, masses in kinds]
         # The words are copied to where a number of the wider dtype may start.
-        return torch.cat((values.to(self.sum_dtype), words.clone().view(self.sum_dtype)))
+        parts = [
+            part.clone().view(self.sum_dtype) if masses else part.to(self.sum_dtype)
+            for part, (_, _, masses) in zip(torch.split(sent, sizes), kinds, strict=True)
+        ]
+        return torch.cat(parts) if parts else sent.new_empty(0, dtype=self.sum_dtype)
 
     def merged(self, section: Tensor, owner: int) -> dict[str, "Merged"]:
         """Return the slots of an owner as views of its summed section, `[sections[owner]]`."""
@@ -154,10 +207,34 @@ class ReduceBucket:
             views[slot.name] = Merged(section[values], None if masses is None else section[masses])
         return views
 
-    def _parts(self, section: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """Return values and masses."""
-        count = sum(slot.elements for slot in self.owned[owner])
-        return section[:count], section[count:]
+    @property
+    def _words(self) -> int:
+        """Return numbers of the payload's dtype that a mass takes on the wire."""
+        return self.sum_dtype.itemsize // self.payload.itemsize
+
+    @cached_property
+    def _kind_ends(self) -> tuple[tuple[int, bool], ...]:
+        """Return where values, and masses, end in the row of all sections."""
+        ends, stop = [], 0
+        for slots in self.owned:
+            for masses in (False, True):
+                stop += sum(slot.masses if masses else slot.elements for slot in slots)
+                ends.append((stop, masses))
+        return tuple(ends)
+
+    def _kinds(self, place: slice) -> Iterator[tuple[int, int, bool]]:
+        """Cut a part of the row of all sections into values and masses: start, stop, and whether it is masses."""
+        start = place.start
+        for end, masses in self._kind_ends:
+            if start < (stop := min(end, place.stop)):
+                yield start, stop, masses
+                start = stop
+
+    def _on_the_wire(self, place: slice) -> int:
+        """Return elements of a part of the row of all sections in the dtype of the payload."""
+        if self.payload == self.sum_dtype:
+            return int(place.stop - place.start)
+        return sum((stop - start) * (self._words if masses else 1) for start, stop, masses in self._kinds(place))
 
 
 class Merged(NamedTuple):
@@ -213,118 +290,14 @@ class Contributions:
             )
         weight = mass if isinstance(mass, Tensor) else torch.full((), mass, device=total.device, dtype=total.dtype)
         weight = weight.to(total.dtype).view(-1, 1)
-        counts = weight > 0
-        # What weighs nothing may be anything: 0 · inf must not reach the sum.
-        weighed = _by_mass(values.detach().to(total.dtype), len(weight)) * weight
-        total.copy_(torch.where(counts, weighed, 0.0).flatten())
+        nothing = ~(weight > 0)
+        # What weighs nothing may be anything: 0 · inf must not reach the sum. In place, as it may be a whole bucket.
+        total.copy_(values.detach().flatten())
+        _by_mass(total, len(weight)).mul_(weight).masked_fill_(nothing, 0.0)
         if masses is not None:
-            masses.copy_(torch.where(counts, weight, 0.0).flatten())
+            masses.copy_(weight.masked_fill(nothing, 0.0).flatten())
 
 
 def _by_mass(values: Tensor, masses: int) -> Tensor:
     """Return values `[masses, elements / masses]`."""
     return values.reshape(masses, values.numel() // masses)
-
-
-# -- parcels from their sources ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Describes one tensor in a `ShareBucket`.
-
-    Attributes:
-        name: of the layer, and of what it is of it: for messages, and in results.
-        elements: how many.
-        source: rank that has it.
-        targets: ranks that get it, ascending. The source may be one of them: it then gets what the others get, its
-            own numbers in the dtype of the payload.
-    """
-
-    name: str
-    elements: int
-    source: int
-    targets: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ShareBucket:
-    """Parcels that go from their sources to their targets in one collective.
-
-    That is an all-gather where all ranks are targets, a broadcast where they have one source, and the way of row
-    shards to the owner of a matrix and back.
-
-    Attributes:
-        name: for messages and traces.
-        parcels: at least one; names differ.
-        world_size: number of ranks.
-        payload: dtype on the wire, and of results.
-    """
-
-    name: str
-    parcels: tuple[Parcel, ...]
-    world_size: int
-    payload: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        where = _check_layout(self.name, self.names, self.payload)
-        for parcel in self.parcels:
-            _check_elements(where, parcel.name, parcel.elements)
-            for rank in (parcel.source, *parcel.targets):
-                _check_rank(f"the source and the targets of {parcel.name!r} in {where}", rank, self.world_size)
-            if parcel.targets != tuple(sorted(set(parcel.targets))):
-                raise ValueError(
-                    f"kfac_optim: the targets of {parcel.name!r} in {where} must ascend, got {parcel.targets}."
-                )
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Give the names of the parcels."""
-        return tuple(parcel.name for parcel in self.parcels)
-
-    @cached_property
-    def is_even_gather(self) -> bool:
-        """Return whether all ranks have equally much, and all of it goes to all."""
-        everyone = tuple(range(self.world_size))
-        held = dict.fromkeys(everyone, 0)
-        for parcel in self.parcels:
-            held[parcel.source] += parcel.elements
-        return len(set(held.values())) == 1 and all(parcel.targets == everyone for parcel in self.parcels)
-
-    def sent_by(self, rank: int) -> list[list[Parcel]]:
-        """Return what `rank` sends to each rank, in order."""
-        own = [parcel for parcel in self.parcels if parcel.source == rank]
-        return [[parcel for parcel in own if target in parcel.targets] for target in range(self.world_size)]
-
-    def received_by(self, rank: int) -> list[list[Parcel]]:
-        """Return what `rank` gets from each rank, in order."""
-        own = [parcel for parcel in self.parcels if rank in parcel.targets]
-        return [[parcel for parcel in own if parcel.source == source] for source in range(self.world_size)]
-
-    def sent_bytes(self, rank: int) -> int:
-        """Return what `rank` sends to others in one launch."""
-        going = (parcels for target, parcels in enumerate(self.sent_by(rank)) if target != rank)
-        return sum(parcel.elements for parcels in going for parcel in parcels) * self.payload.itemsize
-
-
-def _check_layout(name: str, members: Sequence[str], payload: torch.dtype) -> str:
-    """Refuse a layout that is not possible; return what to call the bucket in messages."""
-    where = f"bucket {name!r}"
-    if not members:
-        raise ValueError(f"kfac_optim: {where} holds nothing; leave it out.")
-    if twice := repeated(members):
-        raise ValueError(f"kfac_optim: names in {where} must differ, got {listed(twice)} more than once.")
-    if payload not in _PAYLOADS:
-        allowed = ", ".join(map(str, _PAYLOADS))
-        raise ValueError(f"kfac_optim: the payload of {where} must be one of {allowed}, got {payload}.")
-    return where
-
-
-def _check_elements(where: str, name: str, elements: int) -> None:
-    if elements < 0:
-        raise ValueError(f"kfac_optim: {name!r} in {where} must have 0 elements or more, got {elements}.")
-
-
-def _check_rank(what: str, rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"kfac_optim: {what} must be ranks from 0 to {world_size - 1}, got {rank}.")

@@ -1,12 +1,14 @@
 """Buckets of sums launched during backward, in one order on all ranks, whatever their hooks do."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import Cause, InFlight
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket, repeated
+from kfac_optim.distributed.communication.layout_checks import repeated
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
+from kfac_optim.distributed.communication.segments import batches
 from kfac_optim.utils.text import listed
 
 
@@ -35,6 +37,7 @@ class Reducer:
         self._buckets = tuple(buckets)
         self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         self._owned = {slot.name for bucket in buckets for slot in bucket.owned[communicator.rank]}
+        self._batches = _batches(buckets)
         self._start_round()
 
     def ready(self, name: str, values: Tensor, mass: float | Tensor) -> None:
@@ -80,7 +83,9 @@ class Reducer:
         """Tell of each bucket whether this rank launched it and has other numbers for it now."""
         return list(self._stale)
 
-    def finish(self, final: Callable[[str], tuple[Tensor, Tensor | float]], again: Sequence[bool]) -> dict[str, Merged]:
+    def finish(
+        self, final: Callable[[str], tuple[Tensor, Tensor | float]], again: Sequence[bool]
+    ) -> Iterator[dict[str, Merged]]:
         """Launch what is left, and once more what is stale; wait for all of it, and start the next round.
 
         All ranks must call it at the same place in the program.
@@ -91,7 +96,8 @@ class Reducer:
             again: of each bucket, whether `stale_flags` of any rank has it: the same on all ranks.
 
         Returns:
-            The sums over the other ranks of the slots that this rank owns, by name.
+            The sums over the other ranks of the slots that this rank owns, by name, bucket by bucket: to be asked for
+            to the end, on all ranks at the same place in the program.
 
         Raises:
             ValueError: `again` is not of as many buckets as there are.
@@ -104,18 +110,23 @@ class Reducer:
         while self._next < len(self._buckets):
             if not again[self._next]:  # of what is sent twice only the second counts
                 self._fill(self._next, self._unseen[self._next], final)
-            self._launch(self._next, Cause.LEFT_OVER)
+            self._launch(self._next, Cause.LEFT_OVER, settle=True)
             self._next += 1
         for index, resend in enumerate(again):
             if resend:
                 self._fill(index, self._buckets[index].names, final)
-                self._launch(index, Cause.AGAIN)
-        flights = self._flights
+                self._launch(index, Cause.AGAIN, settle=True)
+        # Of what goes again the second launch counts, which is behind the first of all buckets.
+        flights, sent = self._flights, [*range(len(again)), *(index for index, resend in enumerate(again) if resend)]
+        last = [not resend for resend in again] + [True] * sum(again)
         self._start_round()
-        merged: dict[str, Merged] = {}
-        for flight in flights:
-            merged |= flight.wait()
-        return merged
+        for flight, counts in zip(flights, last, strict=True):
+            if not counts:
+                flight.event.settle()
+        counting = [(self._buckets[index], f) for index, f, counts in zip(sent, flights, last, strict=True) if counts]
+        del flights
+        # They are cut anew where they come in another order than they were laid out in.
+        return _arriving(counting, _batches([bucket for bucket, _ in counting]) if any(again) else self._batches)
 
     def abandon(self) -> None:
         """Launch what is left, wait for all of it, throw it away, and start the next round.
@@ -131,7 +142,7 @@ class Reducer:
         flights = self._flights
         self._start_round()
         for flight in flights:
-            flight.wait()
+            flight.event.settle()  # by segments nothing goes on to the owners
 
     def _start_round(self) -> None:
         self._flights: list[InFlight[dict[str, Merged]]] = []
@@ -164,7 +175,36 @@ class Reducer:
             if name in names and name not in self._owned:
                 self._contributions(index).put(name, *final(name))
 
-    def _launch(self, index: int, cause: Cause) -> None:
+    def _launch(self, index: int, cause: Cause, *, settle: bool = False) -> None:
+        """Launch a bucket; `settle` says that all ranks launch what is left, so that those before may be waited for.
+
+        Within backward nothing may be waited for: another rank may get to its part of a bucket after this one's part of
+        something else. There buffers are given up of what has ended.
+        """
+        for flight in self._flights:
+            if self._buckets[index].segmented or not settle:
+                flight.event.settle(only_if_over=not settle)
         contributions = self._contributions(index)
         self._filling[index] = None
         self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))
+
+
+def _arriving(
+    flights: list[tuple[ReduceBucket, InFlight[dict[str, Merged]]]], laid_out: Sequence[slice]
+) -> Iterator[dict[str, Merged]]:
+    """Wait for buckets in their order, and give what came of each; none is held when it was given."""
+    for batch in laid_out:
+        together = [flight for _, flight in flights[: batch.stop - batch.start]]
+        del flights[: len(together)]
+        for flight in together:
+            flight.event.advance()
+        del flight
+        while together:
+            yield together.pop(0).wait()
+
+
+def _batches(buckets: Sequence[ReduceBucket]) -> list[slice]:
+    """Return where those lie that go to owners together; where they go directly, all of them."""
+    if not any(bucket.segmented for bucket in buckets):
+        return [slice(0, len(buckets))]
+    return batches([bucket.owned_elements for bucket in buckets])

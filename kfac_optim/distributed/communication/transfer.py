@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.layouts import Parcel, ShareBucket
+from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
 
 # Elements in one collective; a transfer that is larger goes alone.
 _TOGETHER = 2**22

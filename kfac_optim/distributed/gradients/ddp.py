@@ -1,17 +1,21 @@
-"""DistributedDataParallel: is this backward the last before a step, and its gradients, sent to owners alone."""
+"""DistributedDataParallel, whose gradients are sent to owners alone."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from kfac_optim.distributed.communication.launcher import has_reduce_scatter
 from kfac_optim.distributed.communication.launches import Cause, Launch
+from kfac_optim.distributed.communication.message import Message
+from kfac_optim.distributed.communication.rows import OwnedRow
+from kfac_optim.distributed.communication.segments import filled_up
 from kfac_optim.distributed.gradients.flow import ShardedGradients
-from kfac_optim.utils.autograd import on_gradient
+from kfac_optim.utils.autograd import after_backward, on_gradient
 from kfac_optim.utils.hooks import PicklableHook, call_if_there
 
 
@@ -26,14 +30,28 @@ class OwnersHook:
     can only have made it zeros. That is looked at before a forward, and again when the next gradient comes to be added
     to it. (Gradients that are views of DDP's buckets are written to together: of those only the first look can tell.)
 
+    [Note: the second message] By segments a bucket takes two messages, and all ranks must launch all messages in one
+    order. DDP has the first ones launched in the order of its buckets, on all ranks; when backward comes to an end, the
+    second ones follow in that same order. There is no other place for them: nothing may wait within backward, where
+    another rank may wait for this one's share of a normalisation, and what is called when the first has ended is called
+    whenever each rank happens to see that.
+
     Args:
         wrapper: whose gradients.
-        observe: is called with every all-to-all, for traces.
+        observe: is called with every message, for traces.
+        at_the_end: has a function called as soon as the running backward has ended, before the wrapper waits.
     """
 
-    def __init__(self, wrapper: DistributedDataParallel, observe: Callable[[Launch], None] | None = None) -> None:
+    def __init__(
+        self,
+        wrapper: DistributedDataParallel,
+        observe: Callable[[Launch], None] | None = None,
+        at_the_end: Callable[[Callable[[], None]], None] = lambda function: after_backward(function, 1),
+    ) -> None:
         self.flow: ShardedGradients | None = None
         self._observe = observe
+        self._at_the_end = at_the_end
+        self._under_way: list[_UnderWay] = []
         self._group = wrapper.process_group
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
         self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
@@ -102,39 +120,142 @@ class OwnersHook:
             work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
             mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
             return mean
+        row = flow.row(bucket.index(), bucket.parameters(), buffer.dtype)
+        self._make_local(bucket, flow)
+        return self._by_segments(row, bucket, flow) if row.segmented else self._directly(row, bucket, flow)
+
+    def _own(self, bucket: dist.GradBucket, flow: ShardedGradients) -> list[tuple[Tensor, Tensor]]:  # type: ignore[name-defined]
+        """Return the parameters in a bucket that this rank owns, each with its gradient, a view of the buffer."""
         rank = dist.get_rank(self._group)
-        pieces = _by_owner(bucket.parameters(), bucket.gradients(), flow.owner_of, ranks)
-        sizes = [sum(piece.numel() for piece in owned) for owned in pieces]
-        own, share = pieces[rank], sizes[rank]
-        params = [param for param in bucket.parameters() if flow.owner_of[param] == rank]
-        for param, piece in zip(params, own, strict=True):
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        return [(param, piece) for param, piece in pairs if flow.owner_of[param] == rank]
+
+    def _make_local(self, bucket: dist.GradBucket, flow: ShardedGradients) -> None:  # type: ignore[name-defined]
+        """Take from the gradients that this rank owns what makes them the mean of backwards before."""
+        for param, piece in self._own(bucket, flow):
             self._watch(param)
             self._stepped.pop(param, None)
             if param.grad is None:  # it got none here, so that nobody has looked
                 self._drop(param)
             if param in self._to_mean:
                 piece.sub_(self._to_mean[param])
-        sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
-        received = sent.new_empty(ranks * share)
-        work = dist.all_to_all_single(received, sent, [share] * ranks, sizes, group=self._group, async_op=True)
+
+    def _take(self, own: Sequence[tuple[Tensor, Tensor]], mean: Tensor) -> None:
+        """Write the mean of this rank's gradients, one after the other, into their pieces of the buffer."""
+        means = torch.split(mean, [piece.numel() for _, piece in own])
+        for (param, piece), each in zip(own, means, strict=True):
+            self._to_mean[param] = each.view(piece.shape) - piece
+            piece.copy_(each.view(piece.shape))
+
+    def _exchange(self, message: Message, sent: Tensor, received: Tensor) -> dist.Work:
+        work: dist.Work | None = dist.all_to_all_single(
+            received, sent, list(message.from_), list(message.to), group=self._group, async_op=True
+        )
         assert work is not None
         if self._observe is not None:
-            others = (sum(sizes) - share) * sent.itemsize
-            self._observe(Launch(f"gradients of DDP {bucket.index()}", Cause.COMPLETE, others))
+            self._observe(Launch.of(message, Cause.COMPLETE))
+        return work
+
+    def _directly(
+        self,
+        row: OwnedRow,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        flow: ShardedGradients,
+    ) -> torch.futures.Future[torch.Tensor]:
+        buffer, rank, ranks = bucket.buffer(), dist.get_rank(self._group), row.world_size
+        own = self._own(bucket, flow)
+        pieces: list[list[Tensor]] = [[] for _ in range(ranks)]
+        for param, piece in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            pieces[flow.owner_of[param]].append(piece)
+        sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
+        (message,) = row.messages(rank)
+        received = sent.new_empty(sum(message.from_))
+        work = self._exchange(message, sent, received)
 
         def add_up(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
-            wide = torch.promote_types(received.dtype, torch.float32)
-            total = received.view(ranks, share).sum(0, dtype=wide) / ranks
-            means = torch.split(total, [piece.numel() for piece in own])
-            for param, piece, mean in zip(params, own, means, strict=True):
-                self._to_mean[param] = mean.view(piece.shape) - piece
-                piece.copy_(mean.view(piece.shape))
+            self._take(own, _mean(received, ranks))
             whole: Tensor = buffer
             return whole
 
         done: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
         return done
+
+    def _by_segments(
+        self,
+        row: OwnedRow,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        flow: ShardedGradients,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Launch the first of two messages, see [Note: the second message]."""
+        buffer, rank = bucket.buffer(), dist.get_rank(self._group)
+        if bucket.index() == 0:
+            self._under_way.clear()  # of a backward that raised
+        scatter, deliver = row.messages(rank)
+        mean = self._scatter(row, scatter, buffer)
+        device = buffer.device
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[] if device.index is None else [device])
+        self._under_way.append(_UnderWay(row, deliver, mean, self._own(bucket, flow), buffer, done))
+        if bucket.is_last():
+            self._at_the_end(self._deliver)
+        return done
+
+    def _scatter(self, row: OwnedRow, message: Message, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Launch the reduce-scatter; what it gives is the mean of this rank's segment."""
+        ranks, segments = row.world_size, row.segments
+        length = segments.lengths[message.rank]
+        if not has_reduce_scatter(buffer.device):
+            received = buffer.new_empty(sum(message.from_))
+            work = self._exchange(message, buffer, received)
+            parts = [received]
+
+            def add_up(future: torch.futures.Future[Any]) -> Tensor:
+                future.wait()
+                return _mean(parts.pop(), ranks).to(buffer.dtype)
+
+            found: torch.futures.Future[Tensor] = work.get_future().then(add_up)
+            return found
+        whole = filled_up(buffer, segments.length * ranks)
+        total = whole.new_empty(segments.length)
+        scattering = dist.reduce_scatter_single(total, whole, group=self._group, async_op=True)
+        assert scattering is not None
+        if self._observe is not None:
+            self._observe(Launch.of(message, Cause.COMPLETE))
+
+        def divide(future: torch.futures.Future[Any]) -> Tensor:
+            future.wait()
+            return total[:length] / ranks
+
+        ended: torch.futures.Future[Tensor] = scattering.get_future().then(divide)
+        return ended
+
+    def _deliver(self) -> None:
+        """Bring segments to owners."""
+        waiting, self._under_way = self._under_way, []
+        assert self.flow is not None, "it has laid them out"
+        for batch in self.flow.batches([each.row for each in waiting]):
+            together = []
+            for each in waiting[batch]:
+                message, segment = each.deliver, each.mean.wait()
+                runs = each.row.segments.within(message.rank)
+                sent = torch.cat([segment[run.start : run.stop] for run in runs]) if len(runs) > 1 else segment
+                received = each.buffer.new_empty(sum(message.from_))
+                together.append((each, self._exchange(message, sent, received), received))
+            for each, work, received in together:
+                work.wait()
+                self._take(each.own, received)
+                each.done.set_result(each.buffer)
+
+
+class _UnderWay(NamedTuple):
+    """Holds a bucket whose second message was not sent yet; see [Note: the second message]."""
+
+    row: OwnedRow
+    deliver: Message
+    mean: torch.futures.Future[Tensor]
+    own: list[tuple[Tensor, Tensor]]
+    buffer: Tensor
+    done: torch.futures.Future[Tensor]
 
 
 class _NoHook:
@@ -144,115 +265,7 @@ class _NoHook:
         pass
 
 
-class Wrappers:
-    """Knows the wrappers that forwards of one model run in; a later one may replace the first.
-
-    Args:
-        to_owners: whether gradients go to owners alone.
-        observe: as of `OwnersHook`.
-    """
-
-    def __init__(self, *, to_owners: bool, observe: Callable[[Launch], None] | None = None) -> None:
-        self._to_owners = to_owners
-        self._observe = observe
-        self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, OwnersHook | None] = weakref.WeakKeyDictionary()
-        self._latest: weakref.ref[DistributedDataParallel] | None = None
-        self._stranger: weakref.ref[DistributedDataParallel] | None = None
-        self._flow: ShardedGradients | None = None
-
-    @property
-    def latest(self) -> DistributedDataParallel | None:
-        """Return the wrapper whose forward was the last."""
-        return None if self._latest is None else self._latest()
-
-    def find(self, model: nn.Module | None) -> DistributedDataParallel | None:
-        """Return the wrapper among a model and its modules that is not known yet; None if there is none."""
-        modules = () if model is None else model.modules()
-        found = next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
-        return None if found in self._hooks else found
-
-    def begin_forward(self, model: nn.Module) -> DistributedDataParallel | None:
-        """Take notice of the wrapper in which a forward of `model` is beginning; it, where it is not known yet."""
-        # Private, but torch asks it for the same reason, as it compiles what a wrapper holds.
-        under_way = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if under_way is None or under_way is self.latest or _is(self._stranger, under_way):
-            return None
-        if under_way in self._hooks:
-            self._latest = weakref.ref(under_way)
-            return None
-        if set(under_way.parameters()).isdisjoint(model.parameters()):
-            self._stranger = weakref.ref(under_way)  # the model is called by another
-            return None
-        found: DistributedDataParallel = under_way
-        return found
-
-    def add(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
-        """Listen to a wrapper that is not known yet.
-
-        Args:
-            wrapper: to listen to.
-            may_have_a_hook: whether one that has another communication hook is left with that: gradients are then the
-                mean on all ranks, before they go to owners.
-        """
-        hook = None
-        if self._to_owners and not (may_have_a_hook and wrapper._comm_hooks):
-            hook = OwnersHook(wrapper, self._observe)
-            hook.flow = self._flow
-        self._hooks[wrapper] = hook
-        self._latest = weakref.ref(wrapper)
-
-    def synchronise(self) -> bool:
-        """Return whether the backward that is running reduces gradients; under `no_sync` it does not."""
-        wrapper = self.latest
-        return wrapper is not None and bool(wrapper.require_backward_grad_sync)
-
-    def use(self, flow: ShardedGradients | None) -> None:
-        """Bring gradients to other owners from now on; None brings them to all ranks."""
-        self._flow = flow
-        for hook in self._of_all():
-            hook.flow = flow
-            hook.forget()
-
-    def forget(self) -> None:
-        """Note that gradients were dropped, or are the mean on all ranks."""
-        for hook in self._of_all():
-            hook.forget()
-
-    def stepped(self) -> None:
-        """Note that a step was taken, or skipped, by the gradients as they are."""
-        for hook in self._of_all():
-            hook.stepped()
-
-    def refuse_join(self) -> None:
-        """Raise where ranks that run out of examples are to go on without a step.
-
-        Raises:
-            RuntimeError: so it is.
-        """
-        wrapper = self.latest
-        config = None if wrapper is None else wrapper._join_config
-        if config is not None and config.enable and not config.throw_on_early_termination:
-            raise RuntimeError(
-                "kfac_optim: within join() of DistributedDataParallel ranks that have run out of examples take no "
-                "step, and the steps of the others would wait for them. Give all ranks the same number of batches, "
-                "smaller or empty ones where examples run out; or end the epoch on all ranks with the first that has "
-                "run out, by join(throw_on_early_termination=True). (torch 2.13 keeps the state of a join() that was "
-                "left: `with model.join(enable=False): pass` ends it.)"
-            )
-
-    def _of_all(self) -> list[OwnersHook]:
-        return [hook for hook in self._hooks.values() if hook is not None]
-
-
-def _is(reference: weakref.ref[Any] | None, found: object) -> bool:
-    return reference is not None and reference() is found
-
-
-def _by_owner(
-    params: Sequence[Tensor], grads: Sequence[Tensor], owner_of: Mapping[Any, int], ranks: int
-) -> list[list[Tensor]]:
-    """Sort the gradients in a bucket, views of its buffer, by their owners."""
-    pieces: list[list[Tensor]] = [[] for _ in range(ranks)]
-    for param, grad in zip(params, grads, strict=True):
-        pieces[owner_of[param]].append(grad)
-    return pieces
+def _mean(received: Tensor, ranks: int) -> Tensor:
+    """Return the mean over ranks of equal parts, `[elements / ranks]`, in float32 at least."""
+    wide = torch.promote_types(received.dtype, torch.float32)
+    return received.view(ranks, -1).sum(0, dtype=wide) / ranks

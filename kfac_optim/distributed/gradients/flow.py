@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +11,16 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import precondition, to_params
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.layouts import Contributions
+from kfac_optim.distributed.communication.laid_out import LaidOut, arrivals
+from kfac_optim.distributed.communication.launches import InFlight
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
+from kfac_optim.distributed.communication.parcels import ShareBucket
+from kfac_optim.distributed.communication.rows import OwnedRow
+from kfac_optim.distributed.communication.segments import batches
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     gradient_buckets,
+    gradient_row,
     parameter_buckets,
     preconditioned_buckets,
     preconditioned_name,
@@ -54,6 +61,7 @@ class ReplicatedGradients(GradientFlow):
         self._communicator = communicator
         self._plan = plan
         self._workers = {layer.name: layer.workers for layer in plan.layers}
+        self._layouts: dict[tuple[str, ...], LaidOut[ShareBucket]] = {}
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
         rank = self._communicator.rank
@@ -67,8 +75,14 @@ class ReplicatedGradients(GradientFlow):
             preconditioned_name(block.name, rank - self._workers[block.name].start): matrix_of_layer(matrix, block.spec)
             for block, matrix in matrices.items()
         }
-        for bucket in preconditioned_buckets(self._plan, by_name):
-            received = self._communicator.share(bucket, values).wait()
+        names = tuple(by_name)
+        if names not in self._layouts:
+            self._layouts[names] = LaidOut.of(preconditioned_buckets(self._plan, names))
+
+        def share(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
+            return self._communicator.share(bucket, values)
+
+        for received in arrivals(self._layouts[names], share, at_once=False):
             for name, block in by_name.items():
                 workers = self._workers[name]
                 found = received.get(preconditioned_name(name, rank % len(workers)))
@@ -100,7 +114,31 @@ class ShardedGradients(GradientFlow):
         owners |= {each.name: each.owner for each in plan.parameters if each.owner is not None}
         self._owners = owners
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
+        self._layouts: dict[Any, LaidOut[Any]] = {}
+        self._batches: dict[tuple[int, ...], list[slice]] = {}
+        self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
         self.forget()
+
+    def row(self, number: int, params: Sequence[Any], dtype: torch.dtype) -> OwnedRow:
+        """Return how the gradients in a bucket of a wrapper go to their owners, which is laid out once.
+
+        Args:
+            number: of the bucket.
+            params: whose gradients it has, in its order.
+            dtype: of the bucket.
+        """
+        key = (number, dtype, tuple(params))
+        if key not in self._rows:
+            pieces = [(self.owner_of[param], param.numel()) for param in params]
+            self._rows[key] = gradient_row(self._plan, number, pieces, dtype)
+        return self._rows[key]
+
+    def batches(self, rows: Sequence[OwnedRow]) -> list[slice]:
+        """Return where those of these rows lie that go to owners together, which is laid out once."""
+        key = tuple(map(id, rows))  # they are kept
+        if key not in self._batches:
+            self._batches[key] = batches([row.owned for row in rows])
+        return self._batches[key]
 
     def bring(self, params: Iterable[Tensor]) -> None:
         """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
@@ -113,15 +151,16 @@ class ShardedGradients(GradientFlow):
         if not names:
             return
         rank, ranks = self._communicator.rank, self._communicator.world_size
-        flights = []
-        for bucket in gradient_buckets(self._plan, names):
+
+        def launch(bucket: ReduceBucket) -> InFlight[dict[str, Merged]]:
             given = Contributions(bucket, rank, self._communicator.device)
             for slot in bucket.slots:
                 if slot.owner != rank:
                     given.put(slot.name, self._flat(slot.name), 1.0)
-            flights.append(self._communicator.reduce(bucket, given))
-        for flight in flights:
-            for name, merged in flight.wait().items():
+            return self._communicator.reduce(bucket, given)
+
+        for found in arrivals(self._laid_out(gradient_buckets, names), launch):
+            for name, merged in found.items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
                     if param in waiting:
@@ -157,8 +196,8 @@ class ShardedGradients(GradientFlow):
 
     def _flat(self, name: str) -> Tensor:
         """Return the gradients of a layer's parameters, in a row."""
-        return torch.cat(
-            [(torch.zeros_like(param) if param.grad is None else param.grad).flatten() for param in self._params[name]]
+        return _in_a_row(
+            [torch.zeros_like(param) if param.grad is None else param.grad for param in self._params[name]]
         )
 
     def _gather(
@@ -169,14 +208,28 @@ class ShardedGradients(GradientFlow):
     ) -> None:
         """Bring what owners have of the parameters of these pieces to all other ranks."""
         rank = self._communicator.rank
-        owned = [name for name in names if self._owners.get(name) == rank]
-        values = {name: torch.cat([read(param).detach().flatten() for param in self._params[name]]) for name in owned}
-        flights = [self._communicator.share(bucket, values) for bucket in parameter_buckets(self._plan, names)]
-        for flight in flights:
-            for name, joined in flight.wait().items():
+
+        def launch(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
+            own = [parcel.name for parcel in bucket.parcels if parcel.source == rank]
+            values = {name: _in_a_row([read(param).detach() for param in self._params[name]]) for name in own}
+            return self._communicator.share(bucket, values)
+
+        for found in arrivals(self._laid_out(parameter_buckets, names), launch):
+            for name, joined in found.items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, value in zip(self._params[name], torch.split(joined, sizes), strict=True):
                     write(param, value.view(param.shape))
+
+    def _laid_out(self, layout: Callable[[Plan, Collection[str]], Any], names: Collection[str]) -> LaidOut[Any]:
+        """Return the buckets of a layout for these names, which is made once."""
+        key = (layout, tuple(names))
+        if key not in self._layouts:
+            self._layouts[key] = LaidOut.of(layout(self._plan, names))
+        return self._layouts[key]
+
+
+def _in_a_row(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _average(param: nn.Parameter, others: Tensor, ranks: int) -> None:

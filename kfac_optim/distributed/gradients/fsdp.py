@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from kfac_optim.distributed.communication.layouts import Parcel, ShareBucket
+from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
 
 
 class Rows(NamedTuple):

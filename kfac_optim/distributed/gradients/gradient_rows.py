@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.layouts import ShareBucket
+from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.gradients.flow import GradientFlow, sum_scalars, total_norm
 from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, to_owners
 from kfac_optim.distributed.planning.plan import Plan

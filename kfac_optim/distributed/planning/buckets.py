@@ -1,12 +1,15 @@
 """What is sent together: fixed parts of fixed size, in an order that all ranks share."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kfac_optim.distributed.planning.costs import Collective, CostModel
+from kfac_optim.distributed.communication.message import Collective
+from kfac_optim.distributed.communication.segments import batches
+from kfac_optim.distributed.planning.costs import CostModel
+from kfac_optim.distributed.planning.strategies import Exchange
 
 
 class Payload(Enum):
@@ -61,8 +64,10 @@ class PlannedBucket:
         items: in order; never cut.
         itemsize: bytes of a word.
         members: ranks of the group.
-        collective: how it is sent.
-        seconds: that this is predicted to take.
+        collective: how it is sent: a reduce-scatter is followed by an all-to-all to owners, and an all-gather follows
+            one from owners, as [Note: the way by segments] has it; an all-to-all alone goes directly.
+        seconds: that this is predicted to take, as far as backward may hide it.
+        later: seconds of what follows where backward has ended.
     """
 
     payload: Payload
@@ -71,6 +76,12 @@ class PlannedBucket:
     members: range
     collective: Collective
     seconds: float
+    later: float = 0.0
+
+    @property
+    def segmented(self) -> bool:
+        """Return whether it goes by segments."""
+        return self.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 
     @property
     def words(self) -> int:
@@ -100,25 +111,88 @@ def fill(items: Iterable[Item], limit: int) -> list[tuple[Item, ...]]:
     return [tuple(bucket) for bucket in buckets]
 
 
+_TO_OWNERS = (Payload.GRADIENTS, Payload.ROWS, Payload.SUMS)
+
+
 def make_buckets(
-    payload: Payload, items: Sequence[Item], *, limit: int, itemsize: int, members: range, cost: CostModel
+    payload: Payload,
+    items: Sequence[Item],
+    *,
+    limit: int,
+    itemsize: int,
+    members: range,
+    cost: CostModel,
+    exchange: Exchange | None = Exchange.DIRECT,
 ) -> tuple[PlannedBucket, ...]:
-    """Return buckets of at most `limit` words, with the collective that the cost model finds quickest for each."""
+    """Return buckets of at most `limit` words, and how each is sent.
+
+    Args:
+        payload: what they hold.
+        items: in order.
+        limit: words.
+        itemsize: bytes of a word.
+        members: ranks of the group.
+        cost: of collectives.
+        exchange: the way between all ranks and owners; None is the one that is quicker for the slowest rank.
+    """
+    filled = fill(items, limit)
+    shares = [_shares(together, itemsize) for together in filled]
+    ranks = len(members)
+    if all(set(share) == {-1} for share in shares):
+        ways = [(Collective.ALL_REDUCE, cost.communicating(Collective.ALL_REDUCE, s[-1], ranks), 0.0) for s in shares]
+    else:
+        exchange = exchange or _quicker(shares, ranks, cost)
+        if exchange is Exchange.DIRECT:
+            ways = [(Collective.ALL_TO_ALL, _direct(share, ranks, cost), 0.0) for share in shares]
+        else:
+            even = [cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares]
+            pairs = list(zip(even, _between(shares, ranks, cost), strict=True))
+            scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
+            to_owners = payload in _TO_OWNERS
+            ways = [(scatter, one, other) if to_owners else (gather, one + other, 0.0) for one, other in pairs]
     return tuple(
-        PlannedBucket(
-            payload, together, itemsize, members, *_transport(payload, together, itemsize, len(members), cost)
-        )
-        for together in fill(items, limit)
+        PlannedBucket(payload, together, itemsize, members, *way) for together, way in zip(filled, ways, strict=True)
     )
 
 
-def _transport(
-    payload: Payload, items: Sequence[Item], itemsize: int, ranks: int, cost: CostModel
-) -> tuple[Collective, float]:
+def _shares(items: Iterable[Item], itemsize: int) -> Mapping[int, float]:
+    """Return the bytes of each owner."""
     shares: defaultdict[int, float] = defaultdict(float)
     for item in items:
         shares[item.rank] += item.words * itemsize
-    if set(shares) == {-1}:
-        return cost.all_reducing(shares[-1], ranks)
-    to_owners = payload in (Payload.GRADIENTS, Payload.ROWS, Payload.SUMS)
-    return cost.rooted(Collective.REDUCE if to_owners else Collective.BROADCAST, shares.values(), ranks)
+    return shares
+
+
+def _direct(shares: Mapping[int, float], ranks: int, cost: CostModel) -> float:
+    """Return the seconds of one all-to-all, which takes as long as the largest share."""
+    whole, largest = sum(shares.values()), max(shares.values())
+    return cost.communicating(Collective.ALL_TO_ALL, ranks * largest, ranks, mean=max(whole, largest))
+
+
+def _between(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> list[float]:
+    """Return the seconds of each bucket's all-to-all between segments and owners, a part of those of its batch."""
+    found: list[float] = []
+    for batch in batches([[share.get(rank, 0.0) for rank in range(ranks)] for share in shares]):
+        together: defaultdict[int, float] = defaultdict(float)
+        for share in shares[batch]:
+            for rank, size in share.items():
+                together[rank] += size
+        whole, number = sum(together.values()), batch.stop - batch.start
+        mean = whole / ranks
+        seconds = cost.communicating(Collective.ALL_TO_ALL, max(mean, *together.values()), ranks, mean=mean)
+        seconds += (number - 1) * cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
+        found += [seconds * sum(share.values()) / whole for share in shares[batch]]
+    return found
+
+
+def _quicker(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> Exchange:
+    """Return the way that is quicker for the slowest rank: all that passes its link, and every bucket's latency."""
+    together: defaultdict[int, float] = defaultdict(float)
+    for share in shares:
+        for rank, size in share.items():
+            together[rank] += size
+    latency = cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
+    direct = _direct(together, ranks, cost) + (len(shares) - 1) * latency
+    even = sum(cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares)
+    segmented = even + sum(_between(shares, ranks, cost))
+    return Exchange.SEGMENTS if segmented < direct else Exchange.DIRECT

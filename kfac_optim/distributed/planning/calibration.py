@@ -1,5 +1,6 @@
 """The rates of a cost model, measured on the machines at hand."""
 
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -54,7 +55,7 @@ def measure_costs(device: torch.device | str = "cpu", group: dist.ProcessGroup |
     )
     dist.all_reduce(measured, dist.ReduceOp.MAX, group=group)
     product, inverse, short, long = measured.tolist()
-    latency = short / (2 * (ranks - 1))
+    latency = short / (2 * math.ceil(math.log2(ranks)))
     sending = max(long - short, 1e-9)
     return CostModel(
         flop_rate=2 * _DIM**3 / product,

@@ -5,12 +5,14 @@ Buckets of different groups, which the plan sends side by side, go in one launch
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from kfac_optim.distributed.communication.layouts import Parcel, ReduceBucket, ShareBucket, Slot
+from kfac_optim.distributed.communication.layouts import ReduceBucket, Slot
+from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
+from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.planning.buckets import Item, Payload, fill
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
@@ -67,9 +69,9 @@ def sum_buckets(plan: Plan, layers: Collection[str]) -> tuple[ReduceBucket, ...]
         for layer in plan.layers
         for part in layer.parts
     }
-    dtype = plan.options.sent_dtype
+    dtype, segmented = plan.options.sent_dtype, plan.by_segments(Payload.SUMS)
     return tuple(
-        ReduceBucket(name, tuple(slot for item, _ in sent for slot in slots[item.name]), plan.ranks, dtype)
+        ReduceBucket(name, tuple(slot for item, _ in sent for slot in slots[item.name]), plan.ranks, dtype, segmented)
         for name, sent in _launches(plan, Payload.SUMS, layers)
     )
 
@@ -85,9 +87,11 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
         ValueError: the plan has no such layer or parameter, or is not `Sharded`.
     """
     _check_sharded(plan)
-    dtype = plan.options.parameter_dtype
+    dtype, segmented = plan.options.parameter_dtype, plan.by_segments(Payload.GRADIENTS)
     return tuple(
-        ReduceBucket(name, tuple(Slot(i.name, i.words, i.rank, masses=0) for i, _ in sent), plan.ranks, dtype)
+        ReduceBucket(
+            name, tuple(Slot(i.name, i.words, i.rank, masses=0) for i, _ in sent), plan.ranks, dtype, segmented
+        )
         for name, sent in _launches(plan, Payload.GRADIENTS, names)
     )
 
@@ -160,6 +164,42 @@ def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, 
     return _shared(plan, Payload.PARAMETERS, names, parcel, plan.options.parameter_dtype)
 
 
+# -- all of them -------------------------------------------------------------------------------------------------
+
+
+def all_buckets(plan: Plan, payload: Payload) -> tuple[ReduceBucket | ShareBucket, ...]:
+    """Return all that is sent of one payload where no layer is left out; nothing where it goes in all-reduces.
+
+    Args:
+        plan: whose.
+        payload: which; rows and directions are laid out by their shards (`gradients.fsdp`), and are not here.
+    """
+    layouts: dict[Payload, Callable[[Plan, Collection[str]], tuple[ReduceBucket | ShareBucket, ...]]] = {
+        Payload.SUMS: sum_buckets,
+        Payload.INVERSES: result_buckets,
+        Payload.PRECONDITIONED: preconditioned_buckets,
+    }
+    if isinstance(plan.strategy, Sharded):
+        layouts |= {Payload.GRADIENTS: gradient_buckets, Payload.PARAMETERS: parameter_buckets}
+    names = [layer.name for layer in plan.layers]
+    if payload in (Payload.GRADIENTS, Payload.PARAMETERS):
+        names += [parameter.name for parameter in plan.parameters]
+    return layouts[payload](plan, names) if payload in layouts else ()
+
+
+def gradient_row(plan: Plan, number: int, pieces: Sequence[tuple[int, int]], dtype: torch.dtype) -> OwnedRow:
+    """Return how gradients go to their owners that a wrapper has in one of its buckets.
+
+    Args:
+        plan: whose.
+        number: of the bucket.
+        pieces: owner and number of elements of each gradient, in the order of the bucket.
+        dtype: of the bucket.
+    """
+    name = f"{Payload.GRADIENTS.value} of DDP {number}"
+    return OwnedRow(name, tuple(pieces), plan.ranks, dtype, plan.by_segments(Payload.GRADIENTS))
+
+
 # -- what they share ---------------------------------------------------------------------------------------------
 
 
@@ -170,8 +210,9 @@ def _shared(
     parcels: Callable[[_Sent], Iterator[Parcel]],
     dtype: torch.dtype,
 ) -> tuple[ShareBucket, ...]:
+    segmented = plan.by_segments(payload)
     return tuple(
-        ShareBucket(name, tuple(parcel for each in sent for parcel in parcels(each)), plan.ranks, dtype)
+        ShareBucket(name, tuple(parcel for each in sent for parcel in parcels(each)), plan.ranks, dtype, segmented)
         for name, sent in _launches(plan, payload, names)
     )
 

@@ -53,6 +53,10 @@ class Plan:
         """Give the buckets in the order in which they are sent."""
         return tuple(bucket for bucket in self.buckets if bucket.payload is payload)
 
+    def by_segments(self, payload: Payload) -> bool:
+        """Return whether the payload goes by segments, see [Note: the way by segments]."""
+        return any(bucket.segmented for bucket in self.buckets_of(payload))
+
     @property
     def words_per_step(self) -> Fraction:
         """Give the words that all ranks together send, on average over the periods."""
@@ -147,7 +151,8 @@ class Plan:
         lines += [
             f"{each.payload.value}: {_count(len(self.buckets_of(each.payload)), 'bucket')} every "
             f"{'step' if each.period == 1 else f'{each.period} steps'}, "
-            f"{describe_bytes(float(each.bytes_per_step))} a step."
+            f"{describe_bytes(float(each.bytes_per_step))} a step"
+            f"{', by segments' if self.by_segments(each.payload) else ''}."
             for each in self.traffic
             if not each.payload.is_control
         ]

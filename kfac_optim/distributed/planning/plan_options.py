@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.distributed.planning.strategies import Exchange
 from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind
 
 # Words of a vote: whether a gradient is not finite, and whether one was edited, loss terms, and, each twice,
@@ -62,6 +63,8 @@ class PlanOptions:
         momentum: whether there is a momentum buffer for each parameter.
         scalars: how many numbers each sum over parameters has that every step takes, over ranks too but under
             `Replicated`: three for the trust region with one param group, and one for its momentum.
+        exchange: the way between all ranks and owners, where the numbers are for all ranks; None is the one that is
+            quicker for the slowest rank, for each payload.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -76,6 +79,7 @@ class PlanOptions:
     sums_dtype: torch.dtype | None = None
     momentum: bool = True
     scalars: tuple[int, ...] = (3, 1)
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         for name in ("factor_update_period", "inverse_update_period", "bucket_bytes"):
@@ -85,6 +89,8 @@ class PlanOptions:
         for name in ("factor_dtype", "sums_dtype"):
             check_dtype(f"{name} of PlanOptions", getattr(self, name))
         check_flag("momentum of PlanOptions", self.momentum, optional=False)
+        if self.exchange is not None:
+            check_kind("exchange of PlanOptions", self.exchange, Exchange)
         check_kind("scalars of PlanOptions", self.scalars, tuple)
         for number in self.scalars:
             check_integer("each of the scalars of PlanOptions", number)

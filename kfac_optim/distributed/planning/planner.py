@@ -2,19 +2,20 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kfac_optim.distributed.planning.assignment import LayerLoad, LayerPlace, Load, largest_first, place
 from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill, make_buckets
 from kfac_optim.distributed.planning.costs import CostModel
-from kfac_optim.distributed.planning.messages import result_name
+from kfac_optim.distributed.planning.messages import all_buckets, result_name
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.plan_options import STATUS_WORDS, VOTE_WORDS, PlanOptions, vote_marks
 from kfac_optim.distributed.planning.plan_parts import LayerPlan, Memory, ParameterPlan, PartPlan, Traffic
 from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
-from kfac_optim.distributed.planning.prediction import Compute, Seconds, predict
+from kfac_optim.distributed.planning.prediction import Compute, predict
 from kfac_optim.distributed.planning.strategies import (
     Auto,
+    Exchange,
     FullySharded,
     Replicated,
     Sharded,
@@ -75,31 +76,6 @@ def make_plan(
     return min(fitting, key=lambda plan: (plan.seconds.mean, plan.memory_per_rank))
 
 
-def predict_sgd(
-    model: Sequence[Covered | Uncovered], ranks: int, cost: CostModel, options: PlanOptions | None = None
-) -> Seconds:
-    """Return seconds of a step of plain SGD under DDP, by the same model; arguments as of `make_plan`."""
-    options = PlanOptions() if options is None else options
-    items = [Item(each.name, each.words, -1, number) for number, each in enumerate(model)][::-1]
-    gradients = make_buckets(
-        Payload.GRADIENTS,
-        items if ranks > 1 else [],
-        limit=options.bucket_words(Payload.GRADIENTS),
-        itemsize=options.itemsize(Payload.GRADIENTS),
-        members=range(ranks),
-        cost=cost,
-    )
-    forward = [2.0 * each.rows * each.words if isinstance(each, Covered) else 0.0 for each in model]
-    return predict(
-        [Compute(flops, 2 * flops) for flops in forward],
-        {**dict.fromkeys(Payload, ()), Payload.GRADIENTS: gradients},
-        refresh=0.0,
-        apply=0.0,
-        period=1,
-        cost=cost,
-    )
-
-
 @dataclass(eq=False)
 class _Planner:
     """Shares what the steps of making one plan need."""
@@ -124,7 +100,7 @@ class _Planner:
             for part in layer.parts:
                 refresh_loads[part.owner] += part.part.refresh
         apply_loads = self._over_ranks([layer.apply for layer in self.layers])
-        return Plan(
+        plan = Plan(
             ranks=self.ranks,
             strategy=self.strategy,
             options=self.options,
@@ -132,7 +108,7 @@ class _Planner:
             layers=self.layers,
             parameters=self.parameters,
             buckets=tuple(bucket for payload in Payload for bucket in buckets[payload]),
-            traffic=tuple(self._traffic(payload, each) for payload, each in items.items() if each),
+            traffic=(),
             refresh_loads=tuple(refresh_loads),
             apply_loads=tuple(apply_loads),
             memory=self._memory(),
@@ -144,6 +120,9 @@ class _Planner:
                 period=self.options.inverse_update_period,
                 cost=self.cost,
             ),
+        )
+        return replace(
+            plan, traffic=tuple(self._traffic(payload, each, plan) for payload, each in items.items() if each)
         )
 
     def _place_layers(self) -> tuple[LayerPlan, ...]:
@@ -247,13 +226,28 @@ class _Planner:
         by_group: dict[range, list[Item]] = {}
         for item, members in self._all_results():
             by_group.setdefault(members, []).append(item)
-        return tuple(b for members, group in by_group.items() for b in self._filled(payload, group, members))
+        alone = len(by_group) == 1
+        return tuple(
+            b for members, group in by_group.items() for b in self._filled(payload, group, members, alone=alone)
+        )
 
-    def _filled(self, payload: Payload, items: Sequence[Item], members: range) -> tuple[PlannedBucket, ...]:
-        limit, itemsize = self.options.bucket_words(payload), self.options.itemsize(payload)
-        return make_buckets(payload, items, limit=limit, itemsize=itemsize, members=members, cost=self.cost)
+    def _filled(
+        self, payload: Payload, items: Sequence[Item], members: range, *, alone: bool = True
+    ) -> tuple[PlannedBucket, ...]:
+        """Return the buckets of one group; `alone` says whether the payload has no other."""
+        # By segments go numbers that are for all ranks; rows are cut as their owners need them.
+        segments = alone and members == range(self.ranks) and payload not in (Payload.ROWS, Payload.DIRECTIONS)
+        return make_buckets(
+            payload,
+            items,
+            limit=self.options.bucket_words(payload),
+            itemsize=self.options.itemsize(payload),
+            members=members,
+            cost=self.cost,
+            exchange=self.options.exchange if segments else Exchange.DIRECT,
+        )
 
-    def _traffic(self, payload: Payload, items: Sequence[Item]) -> Traffic:
+    def _traffic(self, payload: Payload, items: Sequence[Item], plan: Plan) -> Traffic:
         others, total = self.ranks - 1, sum(item.words for item in items)
         rare = payload in (Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS)
         words = others * total
@@ -265,8 +259,10 @@ class _Planner:
             words = (self.ranks - self.workers) * total
         elif payload is Payload.INVERSES:
             words = sum(item.words * (len(members) - 1) for item, members in self._all_results())
-        period = self.options.inverse_update_period if rare else 1
-        return Traffic(payload, words, self.options.itemsize(payload), period)
+        period, itemsize = self.options.inverse_update_period if rare else 1, self.options.itemsize(payload)
+        if plan.by_segments(payload):
+            words = sum(bucket.moved_bytes for bucket in all_buckets(plan, payload)) // itemsize
+        return Traffic(payload, words, itemsize, period)
 
     def _held_by_owner(self, item: Item) -> int:
         """Return elements of a sharded layer that its owner need not be sent."""

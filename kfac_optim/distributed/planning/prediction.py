@@ -85,7 +85,8 @@ def exposed(layers: Sequence[Compute], buckets: Sequence[PlannedBucket], cost: C
         clock += cost.computing(layers[position].backward)
         ready[position] = clock
     begins = [max(ready[item.position] for item in bucket.items) for bucket in buckets]
-    return max(0.0, finished(begins, [bucket.seconds for bucket in buckets]) - clock)
+    left = max(0.0, finished(begins, [bucket.seconds for bucket in buckets]) - clock)
+    return left + sum(bucket.later for bucket in buckets)
 
 
 def sharing(buckets: Sequence[PlannedBucket]) -> float:

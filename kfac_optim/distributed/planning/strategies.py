@@ -25,6 +25,17 @@ class Statistics(Enum):
     """The batch of the rank that refreshes: an approximation by `1 / ranks` of the examples, which sends nothing."""
 
 
+class Exchange(Enum):
+    """Says which way numbers go between all ranks and the one that owns them."""
+
+    DIRECT = "direct"
+    """Goes in one all-to-all: each rank sends to each owner what is its own. The fewest bytes, `2(P−1)n` in all, but an
+    owner moves and holds P − 1 times what it owns, so that it is for few ranks."""
+    SEGMENTS = "segments"
+    """Goes by a reduce-scatter into equal segments and an all-to-all of these to owners, and back by an all-to-all and
+    an all-gather: `1 + 1/P` times the bytes, about the same on every rank."""
+
+
 @dataclass(frozen=True)
 class Replicated:
     """Gradients all-reduced, as DDP does, and every rank updates all parameters.

@@ -9,7 +9,10 @@ from torch import Tensor
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import from_ordered, largest, ordered
+from kfac_optim.distributed.communication.laid_out import LaidOut, arrivals
+from kfac_optim.distributed.communication.launches import InFlight
 from kfac_optim.distributed.communication.layouts import Merged
+from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out
 from kfac_optim.distributed.planning.messages import result_buckets, result_name, slot_name, sum_buckets
@@ -52,6 +55,7 @@ class StatisticsExchange:
         self._layers = {layer.name: layer for layer in plan.layers}
         self.merges = plan.ranks > 1 and plan.strategy.statistics is Statistics.ALL
         self._reducers: dict[tuple[str, ...], Reducer] = {}
+        self._result_buckets: dict[tuple[str, ...], LaidOut[ShareBucket]] = {}
         self._told: dict[str, dict[str, Elsewhere]] = {}
 
     @property
@@ -107,10 +111,15 @@ class StatisticsExchange:
                 return factors[name].packed, factors[name].mass
 
             count = len(reducer.stale_flags())
-            merged = reducer.finish(final, list(again)[:count] or [False] * count)
-            for block, part in self._parts(blocks):
-                name = part.part.name
-                if part.owner == self.rank:
+            owned = {
+                slot_name(block.name, part.part.name, 0): (block, part)
+                for block, part in self._parts(blocks)
+                if part.owner == self.rank
+            }
+            # All sums of one part are in one bucket.
+            for merged in reducer.finish(final, list(again)[:count] or [False] * count):
+                for block, part in [owned[name] for name in merged if name in owned]:
+                    name = part.part.name
                     names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
                     block.state.merge(name, [_weighted(merged[n]) for n in names])
             self.forget_others(blocks)
@@ -147,14 +156,20 @@ class StatisticsExchange:
         self._tell_status(blocks)
         by_name = {block.name: block for block in blocks}
         taken: set[str] = set()
-        for bucket in result_buckets(self.plan, by_name):
+        names = tuple(by_name)
+        if names not in self._result_buckets:
+            self._result_buckets[names] = LaidOut.of(result_buckets(self.plan, names))
+
+        def launch(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
             values = {}
             wanted = {parcel.name for parcel in bucket.parcels if parcel.source == self.rank}
             for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in wanted:
                         values[name] = _joined([each for _, each in results], bucket.payload)
-            received = self._main.share(bucket, values).wait()
+            return self._main.share(bucket, values)
+
+        for received in arrivals(self._result_buckets[names], launch, at_once=False):
             for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in received:

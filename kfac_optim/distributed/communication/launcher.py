@@ -1,0 +1,214 @@
+"""Launches collectives of one process group, waits for them, and says what was under way where one fails."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch
+from kfac_optim.distributed.communication.message import Collective, Message, all_reduction
+from kfac_optim.utils.text import listed
+
+# How often a rank that waits looks whether another has given up: gloo tells only those that were to hear from a rank
+# that is gone, not those that wait for them in turn.
+_LOOKOUT = timedelta(seconds=1)
+
+# How long a rank that gives up waits for all others that wait to do so too.
+_ROLL_CALL = timedelta(seconds=3)
+
+# Key in the store of a process group.
+_GIVEN_UP = "kfac_optim/given-up"
+
+
+def has_reduce_scatter(device: torch.device) -> bool:
+    """Return whether a reduce-scatter saves anything there; see [Note: one form for each device].
+
+    What is on paper alone (meta) is taken to be on the CPU.
+    """
+    return device.type not in ("cpu", "meta")
+
+
+class Launcher:
+    """Launches messages of one process group.
+
+    [Note: one order] All ranks must call its methods in the same order. A `Reducer` does so whatever its hooks do, if
+    nothing else is launched between the first report of a round and its end; what has to be then goes through another
+    communicator.
+
+    Args:
+        group: of our own, see `groups`.
+        device: that all tensors lie on.
+        timeout: how long an event waits on the CPU; on accelerators that of the group counts.
+        observe: is called with every launch, for traces.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        observe: Callable[[Launch], None] | None = None,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.device = device
+        self.timeout = timeout
+        self._observe = observe
+
+    def all_reduce(
+        self,
+        name: str,
+        values: Tensor,
+        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        layers: Sequence[str] = (),
+    ) -> InFlight[Tensor]:
+        """Reduce a few numbers to all ranks, the same bits on each.
+
+        Args:
+            name: for messages and traces.
+            values: of one shape and dtype on all ranks; left as they are.
+            operation: `SUM`, `MAX`, …
+            layers: that the numbers are about, for messages.
+        """
+        result = values.detach().clone(memory_format=torch.contiguous_format)
+        message = all_reduction(name, self.rank, self.world_size, result.numel(), result.itemsize)
+        event = self._launch(
+            message,
+            layers,
+            Cause.CALLED,
+            lambda: dist.all_reduce(result, op=operation, group=self.group, async_op=True),
+        )
+        return InFlight(result, event)
+
+    def exchange(
+        self,
+        message: Message,
+        names: Sequence[str],
+        cause: Cause,
+        sent: Tensor,
+        received: Tensor,
+        finish: Callable[[], None] | None = None,
+    ) -> Event:
+        """Launch a message that is no all-reduce.
+
+        Args:
+            message: of this rank; a reduce-scatter is summed by the caller, as an all-to-all of the parts.
+            names: of layers, for messages.
+            cause: for the trace.
+            sent: what `message.to` counts, `[sum(message.to)]`; of an all-gather this rank's part.
+            received: what `message.from_` counts, to be written to.
+            finish: is called when all has come.
+        """
+        if message.collective is Collective.ALL_GATHER:
+            return self._launch(
+                message,
+                names,
+                cause,
+                lambda: dist.all_gather_single(received, sent, group=self.group, async_op=True),
+                finish,
+            )
+        to, from_ = list(message.to), list(message.from_)
+        return self._launch(
+            message,
+            names,
+            cause,
+            lambda: dist.all_to_all_single(received, sent, from_, to, group=self.group, async_op=True),
+            finish,
+        )
+
+    def scatter(
+        self,
+        message: Message,
+        names: Sequence[str],
+        cause: Cause,
+        given: Tensor,
+        total: Tensor,
+        finish: Callable[[], None] | None = None,
+    ) -> Event:
+        """Launch a reduce-scatter of equal parts."""
+        return self._launch(
+            message,
+            names,
+            cause,
+            lambda: dist.reduce_scatter_single(total, given, group=self.group, async_op=True),
+            finish,
+        )
+
+    def _launch(
+        self,
+        message: Message,
+        names: Sequence[str],
+        cause: Cause,
+        launch: Callable[[], dist.Work | None],
+        finish: Callable[[], None] | None = None,
+    ) -> Event:
+        """Launch, and make the event that waits for the end, and then finishes."""
+        with self._blaming(message.name, names):
+            work = launch()
+        assert work is not None, "only a rank outside of the group gets none"
+        if self._observe is not None:
+            self._observe(Launch.of(message, cause))
+
+        def wait() -> None:
+            with self._blaming(message.name, names):
+                if self.device.type == "cpu":
+                    self._wait_on_host(work)
+                else:
+                    work.wait()  # makes the stream wait; with a time-out it would be the host
+            if finish is not None:
+                finish()
+
+        return Event(wait, work.is_completed)
+
+    def _wait_on_host(self, work: dist.Work) -> None:
+        """Wait until it is done, the time is out, or another rank has given up."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                work.wait(min(left, _LOOKOUT))
+                return
+            except RuntimeError as error:
+                if work.is_completed() or left <= _LOOKOUT:
+                    raise
+                if self.group.get_group_store().check([_GIVEN_UP]):
+                    raise RuntimeError("another rank gave up") from error
+
+    @contextmanager
+    def _blaming(self, bucket: str, names: Sequence[str]) -> Iterator[None]:
+        """Turn what `torch.distributed` raises into an error that says what was under way, and who is missing."""
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            layers = f" (layers {listed(names)})" if names else ""
+            raise CollectiveError(
+                f"kfac_optim: on rank {self.rank} of {self.world_size} the collective of {bucket!r}{layers} failed "
+                f"after {seconds:.1f} s (time-out {self.timeout.total_seconds():g} s): {error}. "
+                f"{self._call_the_roll()} Look for the first error in the logs of the other ranks; where one was only "
+                f"slow, raise the time-out. To go on, start all ranks again from the last checkpoint."
+            ) from error
+
+    def _call_the_roll(self) -> str:
+        """Return the ranks that do not give up too: they are gone, or not waiting."""
+        silent = [rank for rank in range(self.world_size) if rank != self.rank]
+        deadline = time.monotonic() + _ROLL_CALL.total_seconds()
+        try:
+            store = self.group.get_group_store()
+            store.set(f"{_GIVEN_UP}/{self.rank}", "")
+            store.set(_GIVEN_UP, "")
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.05)
+                silent = [rank for rank in silent if not store.check([f"{_GIVEN_UP}/{rank}"])]
+        except RuntimeError as error:
+            return f"Who is missing is not known, as the store of the process group is gone too ({error})."
+        if not silent:
+            return "All ranks gave up in a collective."
+        ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        return f"No word from {ranks}: gone, or at another place in the program."

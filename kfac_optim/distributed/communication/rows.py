@@ -1,0 +1,59 @@
+"""Gradients in a row, as a wrapper has them in one of its buckets, on paper: the messages that bring them to owners."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kfac_optim.distributed.communication.message import Collective, Message
+from kfac_optim.distributed.communication.segments import Segments
+
+
+@dataclass(frozen=True)
+class OwnedRow:
+    """Pieces in a row that are summed over ranks, owners included, each to its owner.
+
+    Attributes:
+        name: for messages and traces.
+        pieces: owner and number of elements of each, in the order of the row.
+        world_size: number of ranks.
+        payload: dtype on the wire.
+        segmented: whether it goes by segments, see [Note: the way by segments]; or each piece to its owner directly.
+    """
+
+    name: str
+    pieces: tuple[tuple[int, int], ...]
+    world_size: int
+    payload: torch.dtype
+    segmented: bool = False
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Return the equal segments of the row."""
+        return Segments(self.pieces, self.world_size)
+
+    @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """Return the elements that each rank owns."""
+        sizes = [0] * self.world_size
+        for owner, size in self.pieces:
+            sizes[owner] += size
+        return tuple(sizes)
+
+    def messages(self, rank: int) -> tuple[Message, ...]:
+        """Return the collectives of one launch, in their order, as `rank` takes part in them.
+
+        On accelerators the segments of a reduce-scatter are filled up to one length, which makes the first of two
+        messages longer by less than `P` elements.
+        """
+        size, everyone = self.payload.itemsize, self.world_size
+        if not self.segmented:
+            from_ = (self.owned[rank],) * everyone
+            return (Message(self.name, Collective.ALL_TO_ALL, rank, self.owned, from_, size),)
+        segments = self.segments
+        lengths = segments.lengths
+        to, from_ = segments.for_owners(rank), segments.from_segments(rank)
+        return (
+            Message(self.name, Collective.REDUCE_SCATTER, rank, lengths, (lengths[rank],) * everyone, size),
+            Message(self.name, Collective.ALL_TO_ALL, rank, to, from_, size),
+        )

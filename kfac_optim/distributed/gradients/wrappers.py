@@ -1,0 +1,116 @@
+"""DistributedDataParallel: which wrapper a model is in, and whether this backward is the last before a step."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_optim.distributed.communication.launches import Launch
+from kfac_optim.distributed.gradients.ddp import OwnersHook
+from kfac_optim.distributed.gradients.flow import ShardedGradients
+
+
+class Wrappers:
+    """Knows the wrappers that forwards of one model run in; a later one may replace the first.
+
+    Args:
+        to_owners: whether gradients go to owners alone.
+        observe: as of `OwnersHook`.
+    """
+
+    def __init__(self, *, to_owners: bool, observe: Callable[[Launch], None] | None = None) -> None:
+        self._to_owners = to_owners
+        self._observe = observe
+        self._hooks: weakref.WeakKeyDictionary[DistributedDataParallel, OwnersHook | None] = weakref.WeakKeyDictionary()
+        self._latest: weakref.ref[DistributedDataParallel] | None = None
+        self._stranger: weakref.ref[DistributedDataParallel] | None = None
+        self._flow: ShardedGradients | None = None
+
+    @property
+    def latest(self) -> DistributedDataParallel | None:
+        """Return the wrapper whose forward was the last."""
+        return None if self._latest is None else self._latest()
+
+    def find(self, model: nn.Module | None) -> DistributedDataParallel | None:
+        """Return the wrapper among a model and its modules that is not known yet; None if there is none."""
+        modules = () if model is None else model.modules()
+        found = next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
+        return None if found in self._hooks else found
+
+    def begin_forward(self, model: nn.Module) -> DistributedDataParallel | None:
+        """Take notice of the wrapper in which a forward of `model` is beginning; it, where it is not known yet."""
+        # Private, but torch asks it for the same reason, as it compiles what a wrapper holds.
+        under_way = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if under_way is None or under_way is self.latest or _is(self._stranger, under_way):
+            return None
+        if under_way in self._hooks:
+            self._latest = weakref.ref(under_way)
+            return None
+        if set(under_way.parameters()).isdisjoint(model.parameters()):
+            self._stranger = weakref.ref(under_way)  # the model is called by another
+            return None
+        found: DistributedDataParallel = under_way
+        return found
+
+    def add(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
+        """Listen to a wrapper that is not known yet.
+
+        Args:
+            wrapper: to listen to.
+            may_have_a_hook: whether one that has another communication hook is left with that: gradients are then the
+                mean on all ranks, before they go to owners.
+        """
+        hook = None
+        if self._to_owners and not (may_have_a_hook and wrapper._comm_hooks):
+            hook = OwnersHook(wrapper, self._observe)
+            hook.flow = self._flow
+        self._hooks[wrapper] = hook
+        self._latest = weakref.ref(wrapper)
+
+    def synchronise(self) -> bool:
+        """Return whether the backward that is running reduces gradients; under `no_sync` it does not."""
+        wrapper = self.latest
+        return wrapper is not None and bool(wrapper.require_backward_grad_sync)
+
+    def use(self, flow: ShardedGradients | None) -> None:
+        """Bring gradients to other owners from now on; None brings them to all ranks."""
+        self._flow = flow
+        for hook in self._of_all():
+            hook.flow = flow
+            hook.forget()
+
+    def forget(self) -> None:
+        """Note that gradients were dropped, or are the mean on all ranks."""
+        for hook in self._of_all():
+            hook.forget()
+
+    def stepped(self) -> None:
+        """Note that a step was taken, or skipped, by the gradients as they are."""
+        for hook in self._of_all():
+            hook.stepped()
+
+    def refuse_join(self) -> None:
+        """Raise where ranks that run out of examples are to go on without a step.
+
+        Raises:
+            RuntimeError: so it is.
+        """
+        wrapper = self.latest
+        config = None if wrapper is None else wrapper._join_config
+        if config is not None and config.enable and not config.throw_on_early_termination:
+            raise RuntimeError(
+                "kfac_optim: within join() of DistributedDataParallel ranks that have run out of examples take no "
+                "step, and the steps of the others would wait for them. Give all ranks the same number of batches, "
+                "smaller or empty ones where examples run out; or end the epoch on all ranks with the first that has "
+                "run out, by join(throw_on_early_termination=True). (torch 2.13 keeps the state of a join() that was "
+                "left: `with model.join(enable=False): pass` ends it.)"
+            )
+
+    def _of_all(self) -> list[OwnersHook]:
+        return [hook for hook in self._hooks.values() if hook is not None]
+
+
+def _is(reference: weakref.ref[Any] | None, found: object) -> bool:
+    return reference is not None and reference() is found

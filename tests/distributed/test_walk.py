@@ -1,0 +1,138 @@
+"""The plan, message by message: what each rank is seen to send and receive in a period is what the plan says."""
+
+from collections import defaultdict
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.collectives import counted_calls
+from helpers.ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
+from kfac_optim.distributed import DistributedConfig, Exchange, Launch, Placement, Replicated, Sharded, Strategy
+from kfac_optim.distributed.communication.message import Message, all_reduction
+from kfac_optim.distributed.gradients.ddp import OwnersHook
+from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.distributed.planning.messages import all_buckets, gradient_row
+from kfac_optim.distributed.planning.plan import Plan
+
+PERIOD = 3
+Moved = tuple[float, float]
+RARE = (Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS)
+
+
+class Mixed(nn.Sequential):
+    """Layers of several shapes, two of a norm's vectors, one parameter left to SGD."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(5, 7), nn.PReLU(), nn.Linear(7, 6, bias=False), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)
+        )
+
+
+def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: nn.Module) -> dict[str, list[Moved]]:
+    """What the plan says of each bucket in a period of steps; `rows` are the parameters in each of DDP's buckets."""
+    owners = {layer.name: layer.workers.start for layer in plan.layers}
+    owners |= {each.name: each.owner or 0 for each in plan.parameters}
+    name_of = {param: name for name, param in model.named_parameters()}
+
+    def pieces(params: list[nn.Parameter]) -> list[tuple[int, int]]:
+        names = [name_of[param] for param in params]
+        return [
+            (owners[n if n in owners else n.rpartition(".")[0]], p.numel()) for n, p in zip(names, params, strict=True)
+        ]
+
+    found: dict[str, list[Moved]] = {}
+
+    def add(messages: tuple[Message, ...], payload: Payload) -> None:
+        moved = [(message.sent_bytes, message.received_bytes) for message in messages]
+        found.setdefault(messages[0].name, []).extend(moved * (1 if payload in RARE else PERIOD))
+
+    for payload in Payload:
+        if payload.is_control:
+            for bucket in plan.buckets_of(payload):
+                add((all_reduction(payload.value, rank, plan.ranks, bucket.words, 8),), payload)
+        elif payload is Payload.GRADIENTS and rows:
+            for number, params in rows.items():
+                add(gradient_row(plan, number, pieces(params), torch.float32).messages(rank), payload)
+        else:
+            for layout in all_buckets(plan, payload):
+                add(layout.messages(rank), payload)
+    return found
+
+
+def walk(
+    rank: int, strategy: Strategy, exchange: Exchange, inverse: Inverse[Any], wrapped: bool
+) -> tuple[dict[str, list[Moved]], dict[str, list[Moved]], list[Moved], list[Moved], Plan]:
+    """What was told of each bucket, what the plan says of it, and all that was told and handed over, in order."""
+    torch.manual_seed(0)
+    model = Mixed()
+    trace: list[Launch] = []
+    net: Any = DistributedDataParallel(model, bucket_cap_mb=1e-4) if wrapped else model
+    rows: dict[int, list[nn.Parameter]] = {}
+    begin = OwnersHook._make_local
+    optimizer = KFACOptimizer(
+        net,
+        lr=1e-3,
+        momentum=0.9,
+        factor_update_period=1,
+        inverse_update_period=PERIOD,
+        inverse=inverse,
+        distributed=DistributedConfig(strategy, bucket_bytes=300, observe=trace.append, exchange=exchange),
+    )
+
+    def seen(hook: OwnersHook, bucket: Any, flow: Any) -> None:
+        rows[bucket.index()] = bucket.parameters()
+        begin(hook, bucket, flow)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * number + (rank if wrapped else 0))
+        (net(torch.randn(8, 5, generator=generator)) - 1).square().mean().backward()
+        optimizer.step()
+
+    for number in range(PERIOD):
+        step(number)
+    for block in optimizer._binding.coverage.blocks:
+        block.clock.folds = block.clock.folds_at_refresh = 10**6
+    trace.clear()
+    with counted_calls() as handed_over, mock.patch.object(OwnersHook, "_make_local", seen):
+        for number in range(PERIOD):
+            step(PERIOD + number)
+    plan = optimizer.plan()
+    assert plan is not None
+    told = defaultdict(list)
+    for launch in trace:
+        told[launch.bucket].append((launch.sent_bytes, launch.received_bytes))
+    return (
+        dict(told),
+        planned(plan, rank, rows, model),
+        [(launch.sent_bytes, launch.received_bytes) for launch in trace],
+        [(each.sent, each.received) for each in handed_over],
+        plan,
+    )
+
+
+@pytest.mark.parametrize("exchange", Exchange)
+@pytest.mark.parametrize(
+    ("strategy", "wrapped"),
+    [(Sharded(), True), (Sharded(Placement.FACTORS), False), (Replicated(), True), (Replicated(0.01), False)],
+    ids=str,
+)
+@pytest.mark.parametrize("several", ["two_ranks", "four_ranks"])
+def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
+    request: pytest.FixtureRequest, several: str, strategy: Strategy, wrapped: bool, exchange: Exchange
+) -> None:
+    ranks: Ranks = request.getfixturevalue(several)
+    inverse = Cholesky() if wrapped else EKFAC()
+    for told, said, traced, handed_over, plan in ranks.run(walk, strategy, exchange, inverse, wrapped, timeout=30):
+        assert traced == handed_over, "every collective is told of, and nothing else"
+        scalars = told.pop(Payload.SCALARS.value, [])
+        assert sorted(scalars) == sorted(said.pop(Payload.SCALARS.value, []))  # of several sizes
+        assert told == said
+        for payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS):
+            if plan.buckets_of(payload) and (payload is not Payload.GRADIENTS or isinstance(strategy, Sharded)):
+                assert plan.by_segments(payload) is (exchange is Exchange.SEGMENTS)
