@@ -114,7 +114,7 @@ class DistributedExecutor(Executor):
         looked_at: tuple[int | str, ...] = (*map(id, params), *covered)
         if looked_at == self._checked:
             return
-        check_sharding(blocks, self._shards, self.ranks.group)
+        check_sharding(blocks, params, self._shards, self.ranks.group)
         refuse_coarse_sketches(blocks, self.config)
         in_parts, of_layers = any(map(is_sharded, params)), [param for block in blocks for param in block.params]
         if isinstance(self.config.strategy, FullySharded) and params and not in_parts:
@@ -275,7 +275,10 @@ class DistributedExecutor(Executor):
             self._wrappers.use(sharded)
             return sharded
         self._wrappers.use(None)
-        return RowGradients(plan, main) if isinstance(plan.strategy, FullySharded) else ReplicatedGradients(plan, main)
+        if isinstance(plan.strategy, FullySharded):
+            assert self.agreement.grid is not None, "what is planned was described"
+            return RowGradients(plan, main, self.agreement.grid)
+        return ReplicatedGradients(plan, main)
 
 
 def _mark(block: KFACBlock) -> int:

@@ -219,7 +219,7 @@ def test_pipeline_stages_train_as_they_are_told(pairs: int, request: pytest.Fixt
         compare([params], halves[rank // pairs])
 
 
-# -- tensor parallelism, HSDP ----------------------------------------------------------------------------------------
+# -- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 COLUMNS_AND_ROWS = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -232,8 +232,6 @@ def parallel(how: str) -> nn.Module:
         return parallelize_module(model, one, {"0": ColwiseParallel(output_layouts=Replicate())})
     if how == "tensor":
         return parallelize_module(model, init_device_mesh("cpu", (ranks,)), COLUMNS_AND_ROWS)
-    if how == "hybrid":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "shards")))
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], COLUMNS_AND_ROWS)
     if how == "tensor and fully_shard":
@@ -256,9 +254,6 @@ def of_parallel(rank: int, how: str, own: bool) -> tuple[list[str], list[Tensor]
         messages.append(message)
         if skipped := re.search(r"skip_layers=(\[.*?\])", message):
             choices["skip_layers"] = literal_eval(skipped[1])
-        if "init_device_mesh" in message:
-            model = fully_shard(net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-            number = rank
     return messages, None
 
 
@@ -266,7 +261,6 @@ PARALLEL = {
     "columns": (2, r"kfac_optim: the parameters of '0' are .*tensor parallelism.*skip_layers=\['0'\]\.$", ["0"], 1),
     "tensor": (2, r"kfac_optim: the parameters of '0', '2' are .*tensor parallelism", ["0", "2"], 1),
     "tensor and fully_shard": (4, r"kfac_optim: .*tensor parallelism.*skip_layers=\['0', '2'\]\.$", ["0", "2"], 2),
-    "hybrid": (4, r"kfac_optim: the parameters of '0', '2', '4' are .*HSDP.*\(4,\)", [], 4),
 }
 
 
