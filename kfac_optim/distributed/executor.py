@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from kfac_optim.distributed.gradients.ddp import Wrappers
 from kfac_optim.distributed.gradients.edits import EditWatch
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
+from kfac_optim.distributed.gradients.grid import mesh_of
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.plan_agreement import PlanAgreement
 from kfac_optim.distributed.planning.plan import Plan
@@ -193,8 +193,8 @@ class DistributedExecutor(Executor):
                 f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
                 "clipped; pass error_if_nonfinite=False to scale them all the same."
             )
-        for sharded in (False, True):  # torch does not take both at once
-            nn.utils.clip_grads_with_norm_([p for p in owned if isinstance(p, DTensor) is sharded], max_norm, norm)
+        for mesh in {mesh_of(param) for param in owned}:  # torch takes those of one mesh at once
+            nn.utils.clip_grads_with_norm_([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
         self._edits.note()
         return norm
 

@@ -222,6 +222,7 @@ def test_pipeline_stages_train_as_they_are_told(pairs: int, request: pytest.Fixt
 # -- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
+# Four columns of `2` cannot be cut evenly by three ranks, nor six by four.
 COLUMNS_AND_ROWS = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 

@@ -3,18 +3,18 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from helpers.training import close
 from kfac_optim import KFACOptimizer
 from kfac_optim.blocks.checkpoint import KEY
 from kfac_optim.distributed.communication.transfer import leaves
 
-STEPS, EXAMPLES = 8, 5
+STEPS, EXAMPLES = 8, 8
 DEFAULTS: dict[str, Any] = {
     "lr": 0.05,
     "momentum": 0.9,
@@ -103,13 +103,12 @@ def alone(net: Model, examples: int, **options: Any) -> Outcome:
 
 def assert_close(found: list[Outcome], expected: Outcome, tolerance: float = 1e-12) -> None:
     """Compare what all ranks have with that of one process."""
-    compare = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     for rank, each in enumerate(found):
         for kind in ("params", "momentum", "averages") if rank == 0 else ("params", "momentum"):
             ours, theirs = getattr(each, kind), getattr(expected, kind)
             assert list(ours) == list(theirs)
             assert theirs
             for name, tensor in theirs.items():
-                compare(ours[name], tensor, msg=partial("{} of {}: {}".format, kind, name))
+                close(ours[name], tensor, f"{kind} of {name}", tolerance)
         for name, value in expected.metrics.items():
             assert abs(each.metrics[name] - value) <= tolerance * abs(value), (name, each.metrics[name], value)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -74,6 +75,11 @@ class Grid:
                 return tuple(found)
         return None
 
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in boxes on this grid."""
+        placements = self.placements(tensor)
+        return placements is not None and _order(placements, self.ranks.shape) is not None
+
     def parts(self, tensor: Tensor, name: str = "a parameter") -> tuple[Part, ...]:
         """Return all parts of a tensor, in the order of their first holders; those without elements are left out.
 
@@ -134,6 +140,11 @@ def grid_of(tensors: Iterable[Tensor], group: Sequence[int]) -> Grid:
     number = {rank: index for index, rank in enumerate(group)}
     numbers = torch.tensor([number[rank] for rank in world.flatten().tolist()], device="cpu")
     return Grid(numbers.view(world.shape), world)
+
+
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """Return the mesh that a tensor lies on; None for a plain one."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def _cut(placement: Placement) -> int | None:

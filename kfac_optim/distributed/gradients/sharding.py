@@ -29,11 +29,11 @@ def check_sharding(
         NotImplementedError: there are such layers; all of them are named, with all that is to be done about it.
     """
     in_parts = [block for block in blocks if any(map(is_part, block.params))]
-    in_rows = [block for block in in_parts if _are_rows(block, shards)]
+    known = [block for block in in_parts if _are_rows(block, shards) or _is_parallel(block, shards)]
     ranks = dist.get_process_group_ranks(group)
     grid = grid_of(params, ranks)
     advice = ""
-    if apart := [block for block in in_rows if not _lies_on(grid, block)]:
+    if apart := [block for block in known if not _lies_on(grid, block)]:
         mesh = _one(apart[0]).device_mesh
         several = f"dist.new_group({sorted(mesh.mesh.flatten().tolist())})"
         advice = (
@@ -41,19 +41,21 @@ def check_sharding(
             f"{mesh.mesh.flatten().tolist()}. Have these train together: "
             + (
                 "leave group of DistributedConfig out, or pass group=mesh.get_group(), with the mesh that fully_shard "
-                "was given."
+                "or parallelize_module was given."
                 if mesh.ndim == 1
                 else f"shard all layers over this mesh, and pass DistributedConfig(group={several})."
             )
         )
-    if others := [block for block in in_parts if block not in in_rows]:
+    if others := [block for block in in_parts if block not in known]:
         raise NotImplementedError(
             f"kfac_optim: the parameters of {_names(others)} are laid out over ranks as tensor parallelism has them"
-            f"{_first_layout(others)}. K-FAC needs them whole, or in rows, as fully_shard keeps them without "
-            f"shard_placement_fn. Leave these layers to SGD: skip_layers={_patterns(others)}.{advice}"
+            f"{_first_layout(others)}. K-FAC needs them whole, in rows, as fully_shard keeps them without "
+            "shard_placement_fn, or of an nn.Linear in even shards over one mesh dimension, as ColwiseParallel and "
+            f"RowwiseParallel have them. Leave these layers to SGD: skip_layers={_patterns(others)}.{advice}"
         )
     if apart:
         raise NotImplementedError(f"kfac_optim:{advice}")
+    in_rows = [block for block in in_parts if any(shards.of(param) is not None for param in block.params)]
     whole = [block for block in blocks if block not in in_parts]
     if in_rows and whole:
         raise NotImplementedError(
@@ -63,21 +65,22 @@ def check_sharding(
 
 
 def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.ProcessGroup | None:
-    """Return the group over which FSDP2 keeps the first of these parameters that it has in rows; None if it has none.
+    """Return the group over which FSDP2 keeps these parameters; None if it has none of them.
 
-    Of a mesh of several dimensions (HSDP) that is all of it: the group of all processes, where it has all of them.
+    Where some lie on a mesh of several dimensions, as under HSDP and tensor parallelism, that is all of it: the group
+    of all processes, where it has all of them.
 
     Args:
         params: to look at.
         shards: what FSDP2 keeps of the model.
     """
-    for param in params:
-        if shards.of(param) is not None and isinstance(param, DTensor):
-            if param.device_mesh.ndim == 1:
-                return param.device_mesh.get_group()
-            if param.device_mesh.size() == dist.get_world_size():
-                return world()
-    return None
+    meshes = [param.device_mesh for param in params if shards.of(param) is not None and isinstance(param, DTensor)]
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.ndim)
+    if largest.ndim == 1:
+        return largest.get_group()
+    return world() if largest.size() == dist.get_world_size() else None
 
 
 def _are_rows(block: KFACBlock, shards: Shards) -> bool:
@@ -91,8 +94,23 @@ def _is_rows(param: DTensor) -> bool:
     return type(last) is Shard and last.dim == 0 and all(isinstance(each, Replicate) for each in before)
 
 
+def _is_parallel(block: KFACBlock, shards: Shards) -> bool:
+    """Return whether tensor parallelism has cut one linear layer evenly, perhaps with fully_shard around it."""
+    modules = {use.module for use in block.uses}
+    # A module that counts its products for itself hides how their sides are cut.
+    if len(modules) > 1 or not all(type(module).forward is nn.Linear.forward for module in modules):
+        return False
+    if not all(isinstance(param, DTensor) for param in block.params):
+        return False
+    weight = cast(DTensor, block.params[0])
+    mesh, placement = weight.device_mesh, weight.placements[-1]
+    if mesh.ndim > 1 and shards.of(block.params[0]) is None:
+        return False
+    return placement in (Shard(0), Shard(1)) and weight.shape[placement.dim] % mesh.size(mesh.ndim - 1) == 0
+
+
 def _lies_on(grid: Grid, block: KFACBlock) -> bool:
-    return all(grid.placements(param) is not None for param in block.params)
+    return all(grid.has(param) for param in block.params)
 
 
 def _one(block: KFACBlock) -> DTensor:
