@@ -1,6 +1,7 @@
 """Tensor parallelism, alone and with `fully_shard`, goes where one process goes that has all examples."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -135,3 +136,15 @@ def clipping(_: int, sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_clipping_is_that_of_one_process(four_ranks: Ranks, sharded: bool) -> None:
     four_ranks.run(clipping, sharded)
+
+
+def of_cut_examples(_: int) -> str:
+    """Of a norm whose parameters are no shards, ranks see examples of their own."""
+    with pytest.raises(NotImplementedError) as caught:
+        KFACOptimizer(parallel("examples in shards between", False), **DEFAULTS)
+    return str(caught.value)
+
+
+def test_other_layers_in_parts_are_refused_by_name(four_ranks: Ranks) -> None:
+    for message in four_ranks.run(of_cut_examples):
+        assert re.match(r"kfac_optim: the parameters of 'norm' are .*skip_layers=\['norm'\]\.$", message), message
