@@ -26,6 +26,7 @@ from kfac_optim.capture.layer_watch import LayerWatch, WatchHandle
 from kfac_optim.capture.loss_terms import LossCount, LossTally, RootCall
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.second_moments import without_ragged
+from kfac_optim.factors.whole_calls import whole_call
 from kfac_optim.specs import LossTerms
 from kfac_optim.utils.autograd import (
     accumulator,
@@ -251,7 +252,8 @@ class ForwardCall:
         self._root = ledger.tally.count_layer(self._root, self._examples, gradient.shape, running_backward())
         with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
-            keep = watch.emit(LayerCall(shown, gradient, earlier, self._training, self.context, term=self.term))
+            call = LayerCall(shown, gradient, earlier, self._training, self.context, term=self.term)
+            keep = watch.emit(whole_call(call, watch.used))
         if (keep or verifies) and kept and not traced:
             # Statistics that did not ask for the input are what they are without the check.
             self._input, self._is_for_check = layer_input, not keep
@@ -260,6 +262,7 @@ class ForwardCall:
         call = None
         if layer_input is not None:
             call = LayerCall(layer_input, gradient, None, self._training, self.context, in_operator)
+            call = whole_call(call, watch.used)
         with without_autocast((gradient.device.type,)):
             watch.verify(call)
 
@@ -338,7 +341,8 @@ class ForwardCall:
             with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
                 layer_input, gradient = without_ragged(self._input), without_ragged(gradient.detach())
                 reach = without_ragged(reach)
-                watch.emit(LayerCall(layer_input, gradient, None, self._training, self.context, False, reach, *drawn))
+                call = LayerCall(layer_input, gradient, None, self._training, self.context, False, reach, *drawn)
+                watch.emit(whole_call(call, watch.used))
 
     def withdraw(self) -> None:
         """Take the call back before any backward has come to it, as somebody else notes it."""

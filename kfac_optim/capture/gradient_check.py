@@ -25,6 +25,7 @@ from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import on_gradient_first, reaches
 from kfac_optim.utils.hooks import weakly
+from kfac_optim.utils.sharded_params import whole
 
 # Directions along which the two sides are compared: enough for the norm of a difference to show.
 _DIRECTIONS = 4
@@ -153,8 +154,8 @@ class GradientCheck:
         """Make the matrix `[groups, out, in]` of a tensor that is shaped like one parameter, the others being zero."""
         assert self._directions is not None
         dtype = self._directions.dtype
-        tensors = [torch.zeros_like(param, dtype=dtype) for param in params]
-        tensors[index] = tensor.to(dtype)
+        tensors = [torch.zeros(param.shape, dtype=dtype, device=param.device) for param in params]
+        tensors[index] = whole(tensor).to(dtype)
         return self._pack(tensors)
 
     def _known_params(self) -> list[nn.Parameter]:

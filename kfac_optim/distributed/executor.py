@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,6 +19,7 @@ from kfac_optim.distributed.gradients.averaging import AveragingCheck
 from kfac_optim.distributed.gradients.edits import EditWatch
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
+from kfac_optim.distributed.gradients.grid import mesh_of
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.plan_agreement import PlanAgreement
@@ -114,7 +114,7 @@ class DistributedExecutor(Executor):
         looked_at: tuple[int | str, ...] = (*map(id, params), *covered)
         if looked_at == self._checked:
             return
-        check_sharding(blocks, self._shards, self.ranks.group)
+        check_sharding(blocks, params, self._shards, self.ranks.group)
         refuse_coarse_sketches(blocks, self.config)
         in_parts, of_layers = any(map(is_sharded, params)), [param for block in blocks for param in block.params]
         if isinstance(self.config.strategy, FullySharded) and params and not in_parts:
@@ -193,8 +193,8 @@ class DistributedExecutor(Executor):
                 f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
                 "clipped; pass error_if_nonfinite=False to scale them all the same."
             )
-        for sharded in (False, True):  # torch does not take both at once
-            nn.utils.clip_grads_with_norm_([p for p in owned if isinstance(p, DTensor) is sharded], max_norm, norm)
+        for mesh in {mesh_of(param) for param in owned}:  # torch takes those of one mesh at once
+            nn.utils.clip_grads_with_norm_([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
         self._edits.note()
         return norm
 
@@ -275,7 +275,10 @@ class DistributedExecutor(Executor):
             self._wrappers.use(sharded)
             return sharded
         self._wrappers.use(None)
-        return RowGradients(plan, main) if isinstance(plan.strategy, FullySharded) else ReplicatedGradients(plan, main)
+        if isinstance(plan.strategy, FullySharded):
+            assert self.agreement.grid is not None, "what is planned was described"
+            return RowGradients(plan, main, self.agreement.grid)
+        return ReplicatedGradients(plan, main)
 
 
 def _mark(block: KFACBlock) -> int:

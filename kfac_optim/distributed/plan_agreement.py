@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed.communication.consensus import Ballot, vote
+from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.gradients.fsdp import rows_of
+from kfac_optim.distributed.gradients.grid import Grid, grid_of
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.plan import Plan, differences, remedy
 from kfac_optim.distributed.planning.plan_options import PlanOptions, vote_marks
@@ -48,6 +48,7 @@ class PlanAgreement:
         plan: the plan that all ranks go by; None before the first step.
         blocks: the blocks that were described last.
         params: the parameters of each covered layer and each other parameter, by its name in the plan.
+        grid: the ranks that train, and which of them hold what; None before anything was described.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PlanAgreement:
         self.plan: Plan | None = None
         self.blocks: Sequence[KFACBlock] = ()
         self.params: dict[str, Sequence[nn.Parameter]] = {}
+        self.grid: Grid | None = None
         self._model: list[Covered | Uncovered] = []
         self._loaded = ""
         self._seen: tuple[Any, ...] = ()
@@ -83,7 +85,8 @@ class PlanAgreement:
             loaded: describes the checkpoints that were loaded.
         """
         self._seen, self._loaded, self.blocks = _seen(trained, loaded), loaded, list(trained.blocks)
-        self._model, self.params = _layout(trained)
+        self.grid = grid_of(trained.params, ranks_of(self._ranks.group))
+        self._model, self.params = _layout(trained, self.grid)
         config = replace(self._config, group=None)
         dtypes = sorted({str(param.dtype) for param in trained.params})
         self._number = _hash([repr(config), loaded, *dtypes, *map(repr, self._model)])
@@ -196,7 +199,7 @@ def _seen(trained: Trained, loaded: str) -> tuple[Any, ...]:
     )
 
 
-def _layout(trained: Trained) -> tuple[list[Covered | Uncovered], dict[str, Sequence[nn.Parameter]]]:
+def _layout(trained: Trained, grid: Grid) -> tuple[list[Covered | Uncovered], dict[str, Sequence[nn.Parameter]]]:
     """Return what is to be planned, in the order of the model if it is known, and the parameters of each piece."""
     names = trained.names()
     block_of = {param: block for block in trained.blocks for param in block.params}
@@ -207,7 +210,7 @@ def _layout(trained: Trained) -> tuple[list[Covered | Uncovered], dict[str, Sequ
         block = block_of.get(param)
         if block is not None:
             model[block.name] = Covered(
-                replace(block.spec, name=block.name), block.inverse, shards=_shards(block.params, block.param_names)
+                replace(block.spec, name=block.name), block.inverse, shards=_shards(block, grid)
             )
             held[block.name] = block.params
         elif param.requires_grad:
@@ -217,10 +220,16 @@ def _layout(trained: Trained) -> tuple[list[Covered | Uncovered], dict[str, Sequ
     return list(model.values()), held
 
 
-def _shards(params: Sequence[nn.Parameter], names: Sequence[str]) -> tuple[int, ...]:
-    """Return the elements that each rank holds, if the parameters are sharded."""
-    sharded = [rows_of(p, name) for p, name in zip(params, names, strict=True) if isinstance(p, DTensor)]
-    return tuple(sum(held.elements for held in of_rank) for of_rank in zip(*sharded, strict=True))
+def _shards(block: KFACBlock, grid: Grid) -> tuple[int, ...]:
+    """Return the elements that each rank holds, if any of the parameters is sharded."""
+    if not any(map(is_sharded, block.params)):
+        return ()
+    held = [0] * grid.count
+    for param, name in zip(block.params, block.param_names, strict=True):
+        for part in grid.parts(param, name):
+            for rank in part.holders:
+                held[rank] += part.elements
+    return tuple(held)
 
 
 def _hash(lines: Iterable[str]) -> int:

@@ -20,7 +20,17 @@ from kfac_optim.step.scalars import (
     total,
     vector,
 )
-from kfac_optim.step.scaling import by_group, covered_here, lengths, momenta, scale_all, scale_momentum, summed_terms
+from kfac_optim.step.scaling import (
+    Momentum,
+    by_group,
+    counted,
+    covered_here,
+    lengths,
+    momenta,
+    scale_all,
+    scale_momentum,
+    summed_terms,
+)
 from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import follow, inner_product, shortened, slope_ratio, trust_region_scale
 from kfac_optim.utils.joined_tensors import joined
@@ -84,7 +94,7 @@ class AdaptiveTrustRegion(StepSize):
         allowed = _SHARE * scale * decrease
         kept = chosen(promised < -allowed, quotient(-allowed, promised), 1.0)
         scale_all(chain.from_iterable(proposal.parts), scale)
-        scale_momentum(proposal, [(group, buffer) for group, buffer, _ in buffers], kept)
+        scale_momentum(proposal, buffers, kept)
         direction = proposal.direction()
         _keep_directions(proposal, direction)
         holds = scale < longest
@@ -98,11 +108,11 @@ class AdaptiveTrustRegion(StepSize):
         )
 
 
-def _slopes(proposal: Proposal, buffers: Sequence[tuple[Group, Tensor, Tensor]]) -> Tensor:
+def _slopes(proposal: Proposal, buffers: Sequence[Momentum]) -> Tensor:
     """Return `Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
     found: list[Tensor] = []
     device = proposal.covered[0].params[0].device
-    for group, lefts, rights in by_group(buffers):
+    for group, lefts, rights in by_group(counted(buffers)):
         product = inner_product(joined(lefts), proposal.joins.of(rights), device)
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
         slope = product * (sign * scalar_beside(group["lr"], product))

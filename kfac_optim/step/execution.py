@@ -165,6 +165,10 @@ class Gradients:
         """Return those of `params` that are updated here, in whole or in part."""
         return params
 
+    def counts(self, param: nn.Parameter) -> bool:
+        """Return whether sums over ranks take this rank's part of `param`: of copies they take one."""
+        return True
+
     def sum_over_updaters(self, values: Tensor) -> Tensor:
         """Sum `values` `[n]` over the ranks that update different parameters."""
         return values

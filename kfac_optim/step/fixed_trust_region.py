@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from kfac_optim.step.scalars import scalar_beside, scalars_beside, vector
-from kfac_optim.step.scaling import by_group, lengths, momenta, scale_all, scale_momentum, summed_terms
+from kfac_optim.step.scaling import (
+    Momentum,
+    by_group,
+    counted,
+    lengths,
+    momenta,
+    scale_all,
+    scale_momentum,
+    summed_terms,
+)
 from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import inner_product, momentum_scale, shortened, trust_region_scale
 from kfac_optim.utils.joined_tensors import joined
@@ -38,12 +47,12 @@ class TrustRegion(StepSize):
         decrease, quadratic = lengths(proposal.products)
         summed = summed_terms(proposal)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
-        buffers = [each for each in momenta(proposal) if each[0]["momentum"] != 0]
+        buffers = [each for each in momenta(proposal) if each.group["momentum"] != 0]
         promises = proposal.executor.gradients.sum_over_updaters(_promised(proposal, buffers).reshape(1))
         (promised,) = scalars_beside(promises, decrease)
         held = momentum_scale(promised, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)
-        scale_momentum(proposal, [(group, buffer) for group, buffer, _ in buffers], held)
+        scale_momentum(proposal, buffers, held)
         *unused, share = scalars_beside(proposal.memory, decrease)
         return Sized(
             proposal.direction(),
@@ -53,11 +62,11 @@ class TrustRegion(StepSize):
         )
 
 
-def _promised(proposal: Proposal, buffers: Sequence[tuple[Group, Tensor, Tensor]]) -> Tensor:
+def _promised(proposal: Proposal, buffers: Sequence[Momentum]) -> Tensor:
     """Return the decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
     device = proposal.covered[0].params[0].device
     decrease = torch.zeros((), device=device)
-    for group, lefts, rights in by_group(buffers):
+    for group, lefts, rights in by_group(counted(buffers)):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
         product = inner_product(joined(lefts), proposal.joins.of(rights), device)
         decrease = decrease + product * (sign * group["momentum"] * scalar_beside(group["lr"], product))

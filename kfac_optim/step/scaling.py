@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,33 @@ def covered_here(proposal: Proposal) -> list[tuple[nn.Parameter, Group]]:
     return [(param, group) for param, group in zip(params, groups, strict=True) if param in here]
 
 
-def momenta(proposal: Proposal) -> list[tuple[Group, Tensor, Tensor]]:
-    """Return the momentum of the parameters that are covered and updated here, with its param group and `∇h`.
+class Momentum(NamedTuple):
+    """Holds the part of one parameter's momentum that is here."""
 
-    Where the group has no momentum, it is the direction of the last step. Of each it is the part that is here.
+    group: Group
+    buffer: Tensor
+    gradient: Tensor
+    """`∇h`."""
+    counts: bool
+    """Whether sums over ranks take this part: of copies they take one."""
+
+
+def momenta(proposal: Proposal) -> list[Momentum]:
+    """Return the momentum of the parameters that are covered and updated here.
+
+    Where the group has no momentum, it is the direction of the last step.
     """
+    counts = proposal.executor.gradients.counts
     return [
-        (group, local(buffer), local(regularised(param, group)))
+        Momentum(group, local(buffer), local(regularised(param, group)), counts(param))
         for param, group in covered_here(proposal)
         if param.grad is not None and (buffer := proposal.momentum(param)) is not None
     ]
+
+
+def counted(buffers: Iterable[Momentum]) -> list[tuple[Group, Tensor, Tensor]]:
+    """Return what sums over ranks take of these: momentum and gradient, with their param groups."""
+    return [(each.group, each.buffer, each.gradient) for each in buffers if each.counts]
 
 
 def lengths(products: Sequence[tuple[Group, Scalar]]) -> tuple[Scalar, Scalar]:
@@ -56,11 +74,11 @@ def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Gr
     return found.values()
 
 
-def scale_momentum(proposal: Proposal, buffers: Iterable[tuple[Group, Tensor]], factor: Scalar) -> None:
+def scale_momentum(proposal: Proposal, buffers: Iterable[Momentum], factor: Scalar) -> None:
     """Scale momentum for good, and so not where the step will not be taken."""
     if proposal.finite is not None:
         factor = chosen(proposal.finite, factor, 1.0)
-    scale_all([buffer for group, buffer in buffers if group["momentum"] != 0], factor)
+    scale_all([each.buffer for each in buffers if each.group["momentum"] != 0], factor)
 
 
 def scale_all(tensors: Iterable[Tensor], factor: Scalar) -> None:

@@ -127,6 +127,12 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a DTensor, which is a collective; a plain tensor is returned as it is."""
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return full
+
+
 def refuse_flat(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
     """Raise where FSDP1 keeps parameters as pieces of a vector, in which no process sees a matrix.
 

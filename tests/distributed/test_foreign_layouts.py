@@ -13,8 +13,8 @@ from helpers.ranks import Ranks
 from helpers.training import close
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -219,7 +219,7 @@ def test_pipeline_stages_train_as_they_are_told(pairs: int, request: pytest.Fixt
         compare([params], halves[rank // pairs])
 
 
-# -- tensor parallelism, HSDP ----------------------------------------------------------------------------------------
+# -- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 COLUMNS_AND_ROWS = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -232,53 +232,48 @@ def parallel(how: str) -> nn.Module:
         return parallelize_module(model, one, {"0": ColwiseParallel(output_layouts=Replicate())})
     if how == "tensor":
         return parallelize_module(model, init_device_mesh("cpu", (ranks,)), COLUMNS_AND_ROWS)
-    if how == "hybrid":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "shards")))
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], COLUMNS_AND_ROWS)
-    if how == "tensor and fully_shard":
-        return fully_shard(model, mesh=mesh["dp"])
+    if how == "tensor beside copies":
+        return model
     return DistributedDataParallel(model, device_mesh=mesh["dp"])
 
 
-def of_parallel(rank: int, how: str, own: bool) -> tuple[list[str], list[Tensor] | None]:
-    """What is told until what was told is done, and what is trained then; ranks with the same weights share batches."""
+def of_parallel(_: int, how: str, own: bool) -> tuple[list[str], list[Tensor] | None]:
+    """What is told until what was told is done, and what is trained then; all ranks share one batch."""
     choices: dict[str, Any] = {"distributed": False} if own else {}
     messages: list[str] = []
     model = parallel(how)
-    number = rank // 2 if "and" in how else 0
     for _ in range(3):
         optimizer: list[KFACOptimizer] = []
         message = told(lambda: optimizer.append(KFACOptimizer(model, **OPTIONS, **choices)))  # noqa: B023
         if message == "nothing":
-            train(model, optimizer[0], number)
+            train(model, optimizer[0])
             return messages, whole(model)
         messages.append(message)
         if skipped := re.search(r"skip_layers=(\[.*?\])", message):
             choices["skip_layers"] = literal_eval(skipped[1])
-        if "init_device_mesh" in message:
-            model = fully_shard(net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-            number = rank
+        elif "group=mesh.get_group()" in message:
+            mesh = next(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
+            choices["distributed"] = DistributedConfig(group=mesh.get_group())
     return messages, None
 
 
+# Six rows of layer 0 are no even shards on four ranks; who averages over copies of the shards is not known.
 PARALLEL = {
-    "columns": (2, r"kfac_optim: the parameters of '0' are .*tensor parallelism.*skip_layers=\['0'\]\.$", ["0"], 1),
-    "tensor": (2, r"kfac_optim: the parameters of '0', '2' are .*tensor parallelism", ["0", "2"], 1),
-    "tensor and fully_shard": (4, r"kfac_optim: .*tensor parallelism.*skip_layers=\['0', '2'\]\.$", ["0", "2"], 2),
-    "hybrid": (4, r"kfac_optim: the parameters of '0', '2', '4' are .*HSDP.*\(4,\)", [], 4),
+    "columns": (r"kfac_optim: the parameters of '0' are .*tensor parallelism.*even.*skip_layers=\['0'\]\.$", ["0"]),
+    "tensor beside copies": (r"kfac_optim: Ranks \[0, 1, 2, 3\] .*'0', '2' lie in shards on ranks .*get_group\(\)", []),
 }
 
 
 @pytest.mark.parametrize("how", PARALLEL)
-def test_other_layouts_are_refused_once_and_train_as_they_are_told(how: str, request: pytest.FixtureRequest) -> None:
-    count, words, skipped, examples = PARALLEL[how]
-    ranks: Ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[count])
-    answers = ranks.run(quietly, of_parallel, how, False)
+def test_other_layouts_are_refused_once_and_train_as_they_are_told(four_ranks: Ranks, how: str) -> None:
+    words, skipped = PARALLEL[how]
+    answers = four_ranks.run(quietly, of_parallel, how, False)
     for messages, _ in answers:
         assert len(messages) == 1
         assert re.match(words, messages[0]), messages
-    compare([params for _, params in answers if params], alone(examples, skip_layers=skipped))
+    compare([params for _, params in answers if params], alone(skip_layers=skipped))
 
 
 def test_one_process_alone_is_told_of_layers_to_skip(two_ranks: Ranks) -> None:

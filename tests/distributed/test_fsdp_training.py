@@ -670,9 +670,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
     build: Callable[..., KFACOptimizer] = partial(KFACOptimizer, model, lr=0.1)
     loss_named = {"estimate": MonteCarlo(nn.MSELoss())}
     late = what.startswith("before")
-    if what == "hybrid":
-        nested(model, init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
-    elif what == "partly":
+    if what == "partly":
         fully_shard(model.first, mesh=mesh)
     elif not late and what != "not sharded":
         nested(model, mesh)
@@ -717,7 +715,6 @@ REFUSED = {
     "fused": r"built: kfac_optim: torch's fused SGD needs whole parameters.*Leave fused at None",
     "names": r"built: kfac_optim: torch's fused SGD needs whole parameters, and 'slope' of param group 0",
     "fused later": r"step: kfac_optim: torch's fused SGD needs whole parameters",
-    "hybrid": r"built: kfac_optim: the parameters of 'first', .* over .*\[\[0\], \[1\]\].*\(HSDP\).*fully_shard",
     "partly": r"built: kfac_optim: the parameters of 'norm'.* are not sharded.*skip_layers",
     "alone": r"step: kfac_optim: the parameters of 'first' are sharded, and no process alone.*DistributedConfig",
     "not sharded": r"built: kfac_optim: FullySharded\(\) is for parameters that fully_shard has sharded",

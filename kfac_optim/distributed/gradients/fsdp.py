@@ -1,11 +1,11 @@
-"""Gradients that FSDP2 keeps in rows: to the owner of each matrix and back, in one bucket each way. Sends nothing.
+"""Gradients that ranks keep in parts: to the owner of each matrix and back, in one bucket each way. Sends nothing.
 
-A parameter `[d₀, …]` kept as `Shard(0)` has its rows cut as by `torch.chunk`: all ranks of the shard mesh hold
-`⌈d₀ / P⌉` rows, but for the last ones, which hold fewer or none. Where mesh dimensions before that replicate, as HSDP
-has them, each replica has all the rows, and owners of its own.
+A part is what FSDP2 keeps of a parameter `[d₀, …]` on one rank, rows cut as by `torch.chunk`; or a box of it, where
+tensor parallelism has cut it too. Several ranks may hold the same part, as under HSDP: one of them sends it to the
+owner, and all of them get its direction back, bit for bit the same.
 
-Each rank's rows are one parcel of a `ShareBucket`. Of `n` elements in even shards `n (P - 1) / P` travel each way, over
-all ranks and whoever the owners are; the load is spread as evenly as what they own.
+Each part is one parcel of a `ShareBucket`. Of `n` elements in even parts without copies `n (P - 1) / P` travel each
+way, over all ranks and whoever the owners are; the load is spread as evenly as what they own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,138 +13,96 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
-
-
-class Rows(NamedTuple):
-    """Says what one rank of the shard mesh holds of a parameter.
-
-    Attributes:
-        held: along the first dimension.
-        elements: how many.
-    """
-
-    held: slice
-    elements: int
+from kfac_optim.distributed.gradients.grid import Grid, Part
+from kfac_optim.utils.sharded_params import local
 
 
 class Owned(NamedTuple):
-    """Names a parameter, and the rank of the shard mesh that gets its whole gradient.
+    """Names a parameter, and the rank that gets its whole gradient.
 
     Attributes:
         name: fully qualified name.
-        param: the parameter, sharded.
-        owner: rank within the shard mesh.
+        param: the parameter; a plain tensor is the same on all ranks.
+        owner: rank within the grid.
     """
 
     name: str
-    param: DTensor
+    param: Tensor
     owner: int
 
 
-def rows_of(param: DTensor, name: str = "a parameter") -> tuple[Rows, ...]:
-    """Return what each rank of the shard mesh, in its order, holds of `param`.
-
-    Args:
-        param: of any shape with a dimension, `Shard(0)` over the last mesh dimension and replicated over all before.
-        name: for messages.
-
-    Raises:
-        NotImplementedError: it is laid out in another way.
-    """
-    *before, last = param.placements
-    # A subclass of Shard lays rows out otherwise: tensor parallelism with FSDP2 interleaves them.
-    if type(last) is not Shard or last.dim != 0 or not all(isinstance(each, Replicate) for each in before):
-        raise NotImplementedError(
-            f"kfac_optim: {name!r} is laid out as {tuple(param.placements)} over a mesh of "
-            f"{tuple(param.device_mesh.shape)} ranks; rows are exchanged of parameters that fully_shard keeps as "
-            "Shard(0), perhaps replicated (HSDP). Leave its layer to SGD by skip_layers, or shard the model by "
-            "fully_shard alone, without shard_placement_fn."
-        )
-    length, ranks = param.shape[0], int(param.device_mesh.shape[-1])
-    row = param.numel() // length if length else 0
-    most = -(-length // ranks)
-    bounds = [(min(rank * most, length), min((rank + 1) * most, length)) for rank in range(ranks)]
-    return tuple(Rows(slice(start, stop), (stop - start) * row) for start, stop in bounds)
+def parcel_name(name: str, part: Part) -> str:
+    """Name a part of a parameter."""
+    return f"{name}[{part.holders[0]}]"
 
 
-def parcel_name(name: str, rank: int) -> str:
-    """Name the rows that `rank` of the shard mesh holds of a parameter."""
-    return f"{name}[{rank}]"
+def held_by(rank: int, param: Tensor, name: str, grid: Grid) -> Part | None:
+    """Return the part of a parameter that a rank holds; None where it holds nothing."""
+    return next((part for part in grid.parts(param, name) if rank in part.holders), None)
 
 
-def to_owners(name: str, params: Sequence[Owned], world_size: int, payload: torch.dtype = torch.float32) -> ShareBucket:
-    """Return the bucket that brings rows of gradients to the owners of the whole; empty shards send nothing.
+def to_owners(name: str, params: Sequence[Owned], grid: Grid, payload: torch.dtype = torch.float32) -> ShareBucket:
+    """Return the bucket that brings parts of gradients to the owners of the whole; empty parts send nothing.
 
     Args:
         name: of the bucket.
         params: with at least one element between them; names differ.
-        world_size: ranks of the shard mesh.
+        grid: the ranks.
         payload: dtype on the wire.
 
     Raises:
-        NotImplementedError: see `rows_of`.
-        ValueError: a parameter is sharded over another number of ranks; see also `ShareBucket`.
+        NotImplementedError: see `Grid.parts`.
+        ValueError: see `ShareBucket`.
     """
-    return ShareBucket(name, tuple(_parcels(params, world_size)), world_size, payload)
+    parcels = [
+        Parcel(parcel_name(of, part), part.elements, part.copy_near(owner, grid.count), (owner,))
+        for of, param, owner in params
+        for part in grid.parts(param, of)
+    ]
+    return ShareBucket(name, tuple(parcels), grid.count, payload)
 
 
-def from_owners(
-    name: str, params: Sequence[Owned], world_size: int, payload: torch.dtype = torch.float32
-) -> ShareBucket:
-    """Return the bucket that brings rows of directions back from the owners of the whole."""
-    back = [Parcel(each.name, each.elements, each.targets[0], (each.source,)) for each in _parcels(params, world_size)]
-    return ShareBucket(name, tuple(back), world_size, payload)
+def from_owners(name: str, params: Sequence[Owned], grid: Grid, payload: torch.dtype = torch.float32) -> ShareBucket:
+    """Return the bucket that brings parts of directions from the owners of the whole to all who hold them."""
+    parcels = [
+        Parcel(parcel_name(of, part), part.elements, owner, part.holders)
+        for of, param, owner in params
+        for part in grid.parts(param, of)
+    ]
+    return ShareBucket(name, tuple(parcels), grid.count, payload)
 
 
-def assemble(param: DTensor, name: str, pieces: Mapping[str, Tensor]) -> Tensor:
+def assemble(param: Tensor, name: str, pieces: Mapping[str, Tensor], grid: Grid) -> Tensor:
     """Put the whole gradient together, in the shape of `param`, from the parcels of a `to_owners` bucket, by name."""
-    whole = [pieces[parcel_name(name, rank)] for rank, rows in enumerate(rows_of(param, name)) if rows.elements]
-    if not whole:
-        return param.to_local().new_zeros(param.shape)
-    return torch.cat([piece.flatten() for piece in whole]).view(param.shape)
+    parts = [(part, pieces[parcel_name(name, part)]) for part in grid.parts(param, name)]
+    if not parts:
+        return local(param).detach().new_zeros(param.shape)
+    whole = parts[0][1].new_empty(param.shape)
+    for part, piece in parts:
+        box = whole[part.box]
+        box.copy_(piece.view(box.shape))
+    return whole
 
 
-def cut(whole: Tensor, param: DTensor, name: str) -> dict[str, Tensor]:
+def cut(whole: Tensor, param: Tensor, name: str, grid: Grid) -> dict[str, Tensor]:
     """Cut a direction, in the shape of `param`, into the parcels of a `from_owners` bucket, by name."""
-    return {
-        parcel_name(name, rank): whole[rows.held] for rank, rows in enumerate(rows_of(param, name)) if rows.elements
-    }
+    return {parcel_name(name, part): whole[part.box] for part in grid.parts(param, name)}
 
 
-def like(param: DTensor, part: Tensor) -> DTensor:
+def like(param: Tensor, part: Tensor) -> Tensor:
     """Lay this rank's part of a tensor out as `param` is; this communicates nothing.
 
     Args:
         param: the layout.
         part: of as many elements as `local(param)`, in any shape.
     """
-    shape = param.to_local().shape
+    part = part.reshape(local(param).shape)
+    if not isinstance(param, DTensor):
+        return part
     result: DTensor = DTensor.from_local(
-        part.reshape(shape),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
     return result
-
-
-def _parcels(params: Sequence[Owned], world_size: int) -> list[Parcel]:
-    parcels = []
-    for name, param, owner in params:
-        rows = rows_of(param, name)
-        if len(rows) != world_size:
-            raise ValueError(
-                f"kfac_optim: {name!r} is sharded over {len(rows)} ranks, but rows are to be exchanged among "
-                f"{world_size}. Parameters of one bucket are sharded over one mesh."
-            )
-        parcels += [
-            Parcel(parcel_name(name, rank), held.elements, rank, (owner,))
-            for rank, held in enumerate(rows)
-            if held.elements
-        ]
-    return parcels

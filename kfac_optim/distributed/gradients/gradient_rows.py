@@ -1,10 +1,8 @@
-"""FSDP2: rows of gradients to the owner of the whole matrix, who preconditions it, and rows of its direction back."""
+"""FSDP2 and the like: parts of gradients to the owner of the matrix, who preconditions, and of its direction back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -13,38 +11,50 @@ from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.gradients.flow import GradientFlow, sum_scalars, total_norm
-from kfac_optim.distributed.gradients.fsdp import Owned, assemble, cut, from_owners, like, parcel_name, to_owners
+from kfac_optim.distributed.gradients.fsdp import (
+    Owned,
+    assemble,
+    cut,
+    from_owners,
+    held_by,
+    like,
+    parcel_name,
+    to_owners,
+)
+from kfac_optim.distributed.gradients.grid import Grid
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.step.execution import Parts
 from kfac_optim.utils.sharded_params import local
 
 
 class RowGradients(GradientFlow):
-    """Leaves rows of all parameters on every rank, which updates them; a layer's owner preconditions the whole.
+    """Leaves parts of all parameters on the ranks, which update them; a layer's owner preconditions the whole.
 
     Args:
         plan: of `FullySharded`.
         communicator: for the main line of the program.
+        grid: the ranks, and who holds what.
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator) -> None:
+    def __init__(self, plan: Plan, communicator: Communicator, grid: Grid) -> None:
         super().__init__()
         self._communicator = communicator
+        self._grid = grid
         self._owners = {layer.name: layer.workers.start for layer in plan.layers}
         self._payload = plan.options.parameter_dtype
-        self._ranks = dist.get_process_group_ranks(communicator.group)
         self._limit = plan.options.bucket_bytes // self._payload.itemsize
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
         rank = self._communicator.rank
         values = {
-            parcel_name(name, rank): local(_gradient(param, group))
+            parcel_name(name, part): local(_gradient(param, group))
             for block in blocks
             for name, param, group in zip(block.param_names, block.params, block.groups, strict=True)
+            if (part := held_by(rank, param, name, self._grid)) is not None
         }
         pieces = self._exchange(to_owners, "rows of gradients", blocks, values)
         return [
-            (block, [assemble(param, name, pieces) for name, param, _ in self._owned(block)])
+            (block, [assemble(param, name, pieces, self._grid) for name, param, _ in self._owned(block)])
             for block in blocks
             if self._owners[block.name] == rank
         ]
@@ -52,53 +62,48 @@ class RowGradients(GradientFlow):
     def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
         values: dict[str, Tensor] = {}
         for block, parts in blocks.items():
-            for (name, param, _), part in zip(self._owned(block), parts, strict=True):
-                values |= cut(part, param, name)
+            for (name, param, _), whole in zip(self._owned(block), parts, strict=True):
+                values |= cut(whole, param, name, self._grid)
         pieces = self._exchange(from_owners, "rows of directions", covered, values)
-        rank = self._communicator.rank
-        return {
-            param: like(sharded, pieces.get(parcel_name(name, rank), local(param)[:0]).to(param.dtype))
-            for block in covered
-            for param, (name, sharded, _) in zip(block.params, self._owned(block), strict=True)
-            if param.grad is not None
-        }
+        rank, found = self._communicator.rank, {}
+        for block in covered:
+            for param, name in zip(block.params, block.param_names, strict=True):
+                if param.grad is not None:
+                    part = held_by(rank, param, name, self._grid)
+                    piece = local(param).detach().flatten()[:0] if part is None else pieces[parcel_name(name, part)]
+                    found[param] = like(param, piece.to(param.dtype))
+        return found
+
+    def counts(self, param: nn.Parameter) -> bool:
+        return self._grid.counts(param, self._communicator.rank)
 
     def sum_over_updaters(self, values: Tensor) -> Tensor:
         return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        # Of layers that are left to SGD some may lie otherwise, and be whole on each rank.
-        ours = [grad for grad in grads if self._is_in_rows(grad)]
-        held = [part for grad in ours if (part := local(grad)).numel()]  # no maximum of nothing
+        # Of layers that are left to SGD some may lie otherwise.
+        ours = [grad for grad in grads if self._grid.placements(grad) is not None]
+        counted = [grad for grad in ours if self._grid.counts(grad, self._communicator.rank)]
+        held = [part for grad in counted if (part := local(grad)).numel()]  # no maximum of nothing
         rows = total_norm(held, order, self._communicator, self._payload)
-        others = [_norm(grad, order).to(rows) for grad in grads if not self._is_in_rows(grad)]
+        others = [_norm(grad, order).to(rows) for grad in grads if self._grid.placements(grad) is None]
         return nn.utils.get_total_norm([rows, *others], order)
-
-    def _is_in_rows(self, grad: Tensor) -> bool:
-        """Return whether the ranks that train together each hold a part of the gradient."""
-        if not isinstance(grad, DTensor) or grad.device_mesh.ndim > 1 or not grad.placements[0].is_shard():
-            return False
-        return dist.get_process_group_ranks(grad.device_mesh.get_group(0)) == self._ranks
 
     def _owned(self, block: KFACBlock) -> list[Owned]:
         owner = self._owners[block.name]
-        return [
-            Owned(name, cast(DTensor, param), owner)
-            for name, param in zip(block.param_names, block.params, strict=True)
-        ]
+        return [Owned(name, param, owner) for name, param in zip(block.param_names, block.params, strict=True)]
 
     def _exchange(
         self,
-        layout: Callable[[str, Sequence[Owned], int, torch.dtype], ShareBucket],
+        layout: Callable[[str, Sequence[Owned], Grid, torch.dtype], ShareBucket],
         name: str,
         blocks: Sequence[KFACBlock],
         values: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Exchange rows in buckets of about equal size, all under way at once."""
-        world_size = self._communicator.world_size
         filled = _filled((owned for block in blocks for owned in self._owned(block)), self._limit)
         flights = [
-            self._communicator.share(layout(f"{name} {number}", params, world_size, self._payload), values)
+            self._communicator.share(layout(f"{name} {number}", params, self._grid, self._payload), values)
             for number, params in enumerate(filled)
         ]
         return {parcel: piece for flight in flights for parcel, piece in flight.wait().items()}

@@ -8,15 +8,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.distributed.communication.process_groups import world
+from kfac_optim.distributed.gradients.grid import Grid, grid_of
 from kfac_optim.utils.sharded_params import Shards, is_part, is_sharded
 from kfac_optim.utils.text import listed
 
 
-def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.ProcessGroup) -> None:
+def check_sharding(
+    blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter], shards: Shards, group: dist.ProcessGroup
+) -> None:
     """Refuse covered layers whose parameters are kept in parts, but not in rows on the ranks that train together.
 
     Args:
         blocks: all there are.
+        params: of the optimizer.
         shards: what FSDP2 keeps of the model.
         group: of the ranks that train together.
 
@@ -24,30 +29,33 @@ def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.Proc
         NotImplementedError: there are such layers; all of them are named, with all that is to be done about it.
     """
     in_parts = [block for block in blocks if any(map(is_part, block.params))]
-    if hybrid := [block for block in in_parts if _are_rows(block, shards, copied=True)]:
-        mesh = _one(hybrid[0]).device_mesh
-        raise NotImplementedError(
-            f"kfac_optim: the parameters of {_names(hybrid)} are sharded over the mesh {mesh.mesh.tolist()}, each "
-            "shard on several ranks (HSDP). Shard over one mesh dimension that has all ranks that train together: "
-            f'fully_shard(module, mesh=init_device_mesh("{mesh.device_type}", ({dist.get_world_size(group)},))).'
-        )
-    in_rows = [block for block in in_parts if _are_rows(block, shards)]
+    known = [block for block in in_parts if _are_rows(block, shards) or _is_parallel(block, shards)]
     ranks = dist.get_process_group_ranks(group)
+    grid = grid_of(params, ranks)
     advice = ""
-    if apart := [block for block in in_rows if _ranks(block) != ranks]:
+    if apart := [block for block in known if not _lies_on(grid, block)]:
+        mesh = _one(apart[0]).device_mesh
+        several = f"dist.new_group({sorted(mesh.mesh.flatten().tolist())})"
         advice = (
-            f" Ranks {ranks} are to train together, but {_names(apart)} lie in shards on ranks {_ranks(apart[0])}. "
-            "Have these train together: leave group of DistributedConfig out, or pass group=mesh.get_group(), with the "
-            "mesh that fully_shard was given."
+            f" Ranks {ranks} are to train together, but {_names(apart)} lie in shards on ranks "
+            f"{mesh.mesh.flatten().tolist()}. Have these train together: "
+            + (
+                "leave group of DistributedConfig out, or pass group=mesh.get_group(), with the mesh that fully_shard "
+                "or parallelize_module was given."
+                if mesh.ndim == 1
+                else f"shard all layers over this mesh, and pass DistributedConfig(group={several})."
+            )
         )
-    if others := [block for block in in_parts if block not in in_rows]:
+    if others := [block for block in in_parts if block not in known]:
         raise NotImplementedError(
             f"kfac_optim: the parameters of {_names(others)} are laid out over ranks as tensor parallelism has them"
-            f"{_first_layout(others)}. K-FAC needs them whole, or in rows, as fully_shard keeps them without "
-            f"shard_placement_fn. Leave these layers to SGD: skip_layers={_patterns(others)}.{advice}"
+            f"{_first_layout(others)}. K-FAC needs them whole, in rows, as fully_shard keeps them without "
+            "shard_placement_fn, or of an nn.Linear in even shards over one mesh dimension, as ColwiseParallel and "
+            f"RowwiseParallel have them. Leave these layers to SGD: skip_layers={_patterns(others)}.{advice}"
         )
     if apart:
         raise NotImplementedError(f"kfac_optim:{advice}")
+    in_rows = [block for block in in_parts if any(shards.of(param) is not None for param in block.params)]
     whole = [block for block in blocks if block not in in_parts]
     if in_rows and whole:
         raise NotImplementedError(
@@ -57,28 +65,52 @@ def check_sharding(blocks: Sequence[KFACBlock], shards: Shards, group: dist.Proc
 
 
 def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.ProcessGroup | None:
-    """Return the group over which FSDP2 keeps the first of these parameters that it has in rows; None if it has none.
+    """Return the group over which FSDP2 keeps these parameters; None if it has none of them.
+
+    Where some lie on a mesh of several dimensions, as under HSDP and tensor parallelism, that is all of it: the group
+    of all processes, where it has all of them.
 
     Args:
         params: to look at.
         shards: what FSDP2 keeps of the model.
     """
-    for param in params:
-        if shards.of(param) is not None and isinstance(param, DTensor) and param.device_mesh.ndim == 1:
-            return param.device_mesh.get_group()
-    return None
+    meshes = [param.device_mesh for param in params if shards.of(param) is not None and isinstance(param, DTensor)]
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.ndim)
+    if largest.ndim == 1:
+        return largest.get_group()
+    return world() if largest.size() == dist.get_world_size() else None
 
 
-def _are_rows(block: KFACBlock, shards: Shards, *, copied: bool = False) -> bool:
-    """Return whether FSDP2 keeps rows over one mesh dimension; if `copied`, over the last of several."""
-    return all(shards.of(param) is not None and _is_rows(cast(DTensor, param), copied=copied) for param in block.params)
+def _are_rows(block: KFACBlock, shards: Shards) -> bool:
+    """Return whether FSDP2 keeps rows over one mesh dimension, perhaps copied over those before."""
+    return all(shards.of(param) is not None and _is_rows(cast(DTensor, param)) for param in block.params)
 
 
-def _is_rows(param: DTensor, *, copied: bool) -> bool:
+def _is_rows(param: DTensor) -> bool:
     *before, last = param.placements
     # A subclass of Shard lays rows out otherwise: tensor parallelism with FSDP2 interleaves them.
-    rows = type(last) is Shard and last.dim == 0
-    return rows and bool(before) is copied and all(isinstance(each, Replicate) for each in before)
+    return type(last) is Shard and last.dim == 0 and all(isinstance(each, Replicate) for each in before)
+
+
+def _is_parallel(block: KFACBlock, shards: Shards) -> bool:
+    """Return whether tensor parallelism has cut one linear layer evenly, perhaps with fully_shard around it."""
+    modules = {use.module for use in block.uses}
+    # A module that counts its products for itself hides how their sides are cut.
+    if len(modules) > 1 or not all(type(module).forward is nn.Linear.forward for module in modules):
+        return False
+    if not all(isinstance(param, DTensor) for param in block.params):
+        return False
+    weight = cast(DTensor, block.params[0])
+    mesh, placement = weight.device_mesh, weight.placements[-1]
+    if mesh.ndim > 1 and shards.of(block.params[0]) is None:
+        return False
+    return placement in (Shard(0), Shard(1)) and weight.shape[placement.dim] % mesh.size(mesh.ndim - 1) == 0
+
+
+def _lies_on(grid: Grid, block: KFACBlock) -> bool:
+    return all(grid.has(param) for param in block.params)
 
 
 def _one(block: KFACBlock) -> DTensor:
@@ -92,10 +124,6 @@ def _first_layout(blocks: Sequence[KFACBlock]) -> str:
         if isinstance(param, DTensor):
             return f", the first as {tuple(param.placements)} over the mesh {param.device_mesh.mesh.tolist()}"
     return ""
-
-
-def _ranks(block: KFACBlock) -> list[int]:
-    return dist.get_process_group_ranks(_one(block).device_mesh.get_group())
 
 
 def _names(blocks: Sequence[KFACBlock]) -> str:

@@ -253,8 +253,10 @@ class _Planner:
         words = others * total
         if payload.is_control or (payload is Payload.GRADIENTS and isinstance(self.strategy, Replicated)):
             words = 2 * others * total
-        elif payload in (Payload.ROWS, Payload.DIRECTIONS):
-            words = sum(item.words - self._held_by_owner(item) for item in items)
+        elif payload is Payload.ROWS:
+            words = sum(item.words - self._shards(item)[item.rank] for item in items)
+        elif payload is Payload.DIRECTIONS:  # to each rank that holds a copy
+            words = sum(max(item.words, sum(held := self._shards(item))) - held[item.rank] for item in items)
         elif payload is Payload.PRECONDITIONED:
             words = (self.ranks - self.workers) * total
         elif payload is Payload.INVERSES:
@@ -264,11 +266,11 @@ class _Planner:
             words = sum(bucket.moved_bytes for bucket in all_buckets(plan, payload)) // itemsize
         return Traffic(payload, words, itemsize, period)
 
-    def _held_by_owner(self, item: Item) -> int:
-        """Return elements of a sharded layer that its owner need not be sent."""
+    def _shards(self, item: Item) -> Sequence[int]:
+        """Return the elements of a sharded layer, or parameter, that each rank holds."""
         layer = self.model[item.position]
         shards = layer.shards if isinstance(layer, Covered) else ()
-        return shards[item.rank] if shards else item.words // self.ranks
+        return shards or [item.words // self.ranks] * self.ranks
 
     def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
         """Sum over the layers that each rank preconditions; `amounts` has a number for each layer."""
@@ -295,7 +297,8 @@ class _Planner:
         held = self._over_ranks(at_workers)
         for item in self._matrices() if options.momentum else ():
             for rank in range(self.ranks) if item.rank < 0 else (item.rank,):
-                momentum[rank] += item.words // (self.ranks if isinstance(self.strategy, FullySharded) else 1)
+                sharded = isinstance(self.strategy, FullySharded)
+                momentum[rank] += self._shards(item)[rank] if sharded else item.words
         parts = [part for layer in self.layers for part in layer.parts if self.merges]
         sums = sum(_packed(part.part) for part in parts) * options.factor_dtype.itemsize
         buffers = sum(part.sums for part in parts) * options.sent_dtype.itemsize

@@ -1,0 +1,150 @@
+"""Tensor parallelism, alone and with `fully_shard`, goes where one process goes that has all examples."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers.layouts import DEFAULTS, Outcome, alone, assert_close, batch, loss, outcome, seeded, train, whole
+from helpers.ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer, TrustRegion
+
+
+class Net(nn.Module):
+    """Columns and rows that four ranks share evenly, around layers that stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 8), nn.Linear(8, 4)
+        self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 3)
+        self.slope = nn.Parameter(torch.full((3,), 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.down(self.up(self.first(x).tanh()).tanh()))
+        mapped: Tensor = self.last(h) * self.slope
+        return mapped
+
+
+STYLES: dict[str, dict[str, ParallelStyle]] = {
+    "columns and rows": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "columns that are gathered": {"up": ColwiseParallel(output_layouts=Replicate())},
+    "rows of what is whole": {"down": RowwiseParallel(input_layouts=Replicate())},
+    "outputs that stay DTensors": {
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(use_local_output=True),
+    },
+    "examples in shards between": {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(0)),
+        "norm": SequenceParallel(sequence_dim=0),
+        "last": PrepareModuleInput(
+            input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+    },
+}
+
+
+def parallel(style: str, sharded: bool) -> nn.Module:
+    model = seeded(Net)
+    if not sharded:
+        return parallelize_module(model, init_device_mesh("cpu", (4,)), STYLES[style])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], STYLES[style])
+    for child in (model.first, model.last):  # of those that are cut torch warns that they return views
+        fully_shard(child, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def on_rank(rank: int, style: str, sharded: bool, options: dict[str, Any]) -> Outcome:
+    model = parallel(style, sharded)
+    optimizer = KFACOptimizer(model, **(DEFAULTS | options))
+    number = rank // 2 if sharded else 0
+    train(model, optimizer, range(number, number + 1))
+    return outcome(model, optimizer)
+
+
+CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "alone": ("columns and rows", False, {"inverse": Cholesky(), "nesterov": True}),
+    "gathered": ("columns that are gathered", False, {"inverse": Eigen(), "weight_decay": 0.01}),
+    "whole inputs": ("rows of what is whole", False, {"step_size": TrustRegion(), "kl_clip": 1e-4, "lr": 0.5}),
+    "DTensors": ("outputs that stay DTensors", False, {"momentum": 0.0}),
+    "sequence parallel": ("examples in shards between", False, {"skip_layers": ["norm"]}),
+    "fully_shard": ("columns and rows", True, {"inverse": Cholesky(), "nesterov": True}),
+    "fully_shard, EKFAC": ("columns and rows", True, {"inverse": EKFAC(), "factor_update_period": 3, "foreach": True}),
+    "fully_shard, momentum": (
+        "columns that are gathered",
+        True,
+        {"step_size": TrustRegion(), "kl_clip": 1e-4, "lr": 0.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(four_ranks: Ranks, case: str) -> None:
+    style, sharded, options = CASES[case]
+    assert_close(four_ranks.run(on_rank, style, sharded, options), alone(Net, 2 if sharded else 1, **options))
+
+
+def resumed(rank: int, sharded: bool) -> tuple[Outcome, Outcome]:
+    """A run that goes through, and one that goes on from its checkpoint, at a step that does not refresh."""
+    model, mine = parallel("columns and rows", sharded), range(rank // 2, rank // 2 + 1) if sharded else range(1)
+    optimizer = KFACOptimizer(model, **DEFAULTS)
+    train(model, optimizer, mine, range(4))
+    optimizer.consolidate_state_dict(to=None)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, optimizer, mine, range(4, 8))
+    other = parallel("columns and rows", sharded)
+    other.load_state_dict(weights)
+    again = KFACOptimizer(other, **DEFAULTS)
+    again.load_state_dict(state)
+    train(other, again, mine, range(4, 8))
+    return outcome(model, optimizer), outcome(other, again)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_resuming_goes_on_as_if_nothing_had_been(four_ranks: Ranks, sharded: bool) -> None:
+    straight, again = four_ranks.run(resumed, sharded)[0]
+    assert_close([again], straight)
+
+
+def clipping(_: int, sharded: bool) -> None:
+    model, bare = parallel("columns and rows", sharded), seeded(Net)
+    optimizer = KFACOptimizer(model)
+    loss(model, batch(0, 0)).backward()
+    loss(bare, batch(0, 0)).backward()
+    expected = nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected, rtol=1e-12, atol=0)
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_clipping_is_that_of_one_process(four_ranks: Ranks, sharded: bool) -> None:
+    four_ranks.run(clipping, sharded)
+
+
+def of_cut_examples(_: int) -> str:
+    """Of a norm whose parameters are no shards, ranks see examples of their own."""
+    with pytest.raises(NotImplementedError) as caught:
+        KFACOptimizer(parallel("examples in shards between", False), **DEFAULTS)
+    return str(caught.value)
+
+
+def test_other_layers_in_parts_are_refused_by_name(four_ranks: Ranks) -> None:
+    for message in four_ranks.run(of_cut_examples):
+        assert re.match(r"kfac_optim: the parameters of 'norm' are .*skip_layers=\['norm'\]\.$", message), message

@@ -1,0 +1,114 @@
+"""Training on ranks that keep a model in parts, and what came of it, whole."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from helpers.training import close
+from kfac_optim import KFACOptimizer
+from kfac_optim.blocks.checkpoint import KEY
+from kfac_optim.distributed.communication.transfer import leaves
+
+STEPS, EXAMPLES = 8, 8
+DEFAULTS: dict[str, Any] = {
+    "lr": 0.05,
+    "momentum": 0.9,
+    "damping": 0.1,
+    "factor_update_period": 1,
+    "inverse_update_period": 3,
+    "kl_clip": 1e-2,
+}
+
+Model = Callable[[], nn.Module]
+
+
+def seeded(net: Model) -> nn.Module:
+    torch.manual_seed(0)
+    return net().to(torch.float64)
+
+
+def batch(number: int, step: int) -> Tensor:
+    """Examples that some ranks train on."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randn(EXAMPLES, 4, generator=generator, dtype=torch.float64)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    mean: Tensor = (model(x) - x[:, :3].square() + x[:, 1:]).square().sum(1).mean()
+    return mean
+
+
+def train(model: nn.Module, optimizer: KFACOptimizer, numbers: range, steps: range = range(STEPS)) -> None:
+    """Train on the examples of these numbers, joined."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, torch.cat([batch(number, step) for number in numbers])).backward()
+        optimizer.step()
+
+
+@dataclass
+class Outcome:
+    """Whole tensors by name; averages are whole on rank 0 alone."""
+
+    params: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+    averages: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+METRICS = ("cosine", "gradient_norm", "direction_norm", "trust_region_scale", "momentum_scale")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def outcome(model: nn.Module, optimizer: KFACOptimizer) -> Outcome:
+    buffers = {name: optimizer.state[param].get("momentum_buffer") for name, param in model.named_parameters()}
+    momentum = {name: whole(buffer) for name, buffer in buffers.items() if buffer is not None}
+    params = {name: whole(param) for name, param in model.named_parameters()}
+    optimizer.consolidate_state_dict(to=0)
+    metrics = optimizer.metrics()
+    return Outcome(params, momentum, averages(model, optimizer), {name: metrics[name] for name in METRICS})
+
+
+def averages(model: nn.Module, optimizer: KFACOptimizer) -> dict[str, Tensor]:
+    """Running averages by layer and place, as a checkpoint holds them."""
+    with warnings.catch_warnings():  # of this rank alone
+        warnings.filterwarnings("ignore", r"kfac_optim. this state_dict\(\) lacks")
+        saved = optimizer.state_dict()["state"]
+    names = [name for name, _ in model.named_parameters()]
+    return {
+        " ".join((names[number], *path)): tensor.clone()
+        for number, state in saved.items()
+        if KEY in state
+        for path, tensor in leaves({key: value for key, value in state[KEY].items() if key == "inverse"})
+        if path[-1] == "average"
+    }
+
+
+def alone(net: Model, examples: int, **options: Any) -> Outcome:
+    """One process, which trains on the examples of the first numbers."""
+    model = seeded(net)
+    optimizer = KFACOptimizer(model, **(DEFAULTS | options))
+    train(model, optimizer, range(examples))
+    return outcome(model, optimizer)
+
+
+def assert_close(found: list[Outcome], expected: Outcome, tolerance: float = 1e-12) -> None:
+    """Compare what all ranks have with that of one process."""
+    for rank, each in enumerate(found):
+        for kind in ("params", "momentum", "averages") if rank == 0 else ("params", "momentum"):
+            ours, theirs = getattr(each, kind), getattr(expected, kind)
+            assert list(ours) == list(theirs)
+            assert theirs
+            for name, tensor in theirs.items():
+                close(ours[name], tensor, f"{kind} of {name}", tolerance)
+        for name, value in expected.metrics.items():
+            assert abs(each.metrics[name] - value) <= tolerance * abs(value), (name, each.metrics[name], value)
