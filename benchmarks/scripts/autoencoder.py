@@ -19,7 +19,7 @@ from kfac_optim import KFACOptimizer, LevenbergMarquardt, MonteCarlo, QuadraticM
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--folder", help="of MNIST's parquet files (default: the digits of scikit-learn)")
 parser.add_argument("--optimizer", choices=("kfac", "adam"), default="kfac", help="(default: %(default)s)")
-parser.add_argument("--lr", type=float, default=0.01, help="of adam alone (default: %(default)s)")
+parser.add_argument("--lr", type=float, default=0.02, help="of adam alone (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
 args = parser.parse_args()
 torch.manual_seed(0)
