@@ -318,3 +318,39 @@ def test_a_graph_that_raises_leaves_nothing_behind() -> None:
             (call(batch(seed, size=4), torch.arange(4)).square().sum() / 8).backward()
         each.step()
     assert_same_factors(optimizer.factors(), reference.factors())
+
+
+def test_the_remedy_for_a_graph_that_was_compiled_without_hooks_works() -> None:
+    forward = torch.compile(lambda model, x: model(x), backend=BACKEND)
+
+    def train_with(kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        model = mlp()
+        optimizer = kind(model)
+        square_loss(forward(model, batch())).backward()
+        optimizer.step()
+        return optimizer
+
+    train_with(lambda model: torch.optim.SGD(model.parameters()))
+    with pytest.warns(UserWarning, match=r"call torch\._dynamo\.reset\(\) before the optimizer is built"):
+        train_with(KFACOptimizer)
+    torch._dynamo.reset()
+    optimizer = train_with(KFACOptimizer)
+    assert isinstance(optimizer, KFACOptimizer)
+    assert optimizer.metrics()["measured_parameters"] == 1
+
+
+def test_where_backward_is_called_within_a_compiled_function_nothing_of_ours_is_compiled_by_itself() -> None:
+    traces: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        found = [node.meta["stack_trace"] for node in graph.graph.nodes if node.meta.get("stack_trace")]
+        traces.append("".join(found))
+        return graph
+
+    model = mlp()
+    optimizer = KFACOptimizer(model)
+    torch.compile(lambda: square_loss(model(batch())).backward(), backend=backend)()
+    optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1
+    assert traces
+    assert all(__file__ in each for each in traces)

@@ -16,25 +16,27 @@ from kfac_optim.taylor import laplacian
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=3000)
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--seed", type=int, default=1)
 args = parser.parse_args()
 
-torch.manual_seed(0)
+# Weights and points are drawn as in the experiments of the paper; its published run has the seed 1.
+torch.manual_seed(args.seed)
+model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).double()
+inside, sides = torch.rand(900, 2).double(), torch.rand(120, 2).double()
+across, end = torch.randint(2, (120,)), torch.randint(2, (120,))
+sides[torch.arange(120), across] = end.double()
+test = torch.rand(9000, 2).double()
 torch.set_default_dtype(torch.float64)
-inside, sides, test = torch.rand(900, 2), torch.rand(120, 2), torch.rand(9000, 2)
-sides[torch.arange(120), torch.randint(2, (120,))] = torch.randint(2, (120,)).double()
 source = 2 * torch.pi**2 * torch.sin(torch.pi * inside).prod(1, keepdim=True)
 solution = torch.sin(torch.pi * test).prod(1, keepdim=True)  # known here, to see the error
 
-torch.manual_seed(args.seed)
-model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
 criterion = nn.MSELoss()
 optimizer = KFACOptimizer(
     model,
     lr=1.0,
     momentum=0.9,  # above 0: the quadratic model finds both
     damping=1.0,
-    factor_decay=0.98,
+    factor_decay=0.5,
     factor_update_period=1,
     inverse_update_period=1,
     inverse=SumOfTerms(),

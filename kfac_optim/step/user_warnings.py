@@ -83,8 +83,10 @@ class UserWarnings:
                 f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. Either no finite "
                 "statistics came yet, or a layer was parametrized or pruned since, or its forward or backward is out "
                 "of sight: torch.func, gradients from autograd.grad, a forward of its own that multiplies by something "
-                "else than its weight, or, with an estimate that names the loss, an output that is not found (under "
-                "torch.compile call the criterion that the estimate names, outside of what is compiled). "
+                "else than its weight; a graph that torch.compile made of a model without these hooks, and takes for "
+                "this one (call torch._dynamo.reset() before the optimizer is built); or, with an estimate that names "
+                "the loss, an output that is not found (under torch.compile call the criterion that the estimate "
+                "names, outside of what is compiled). "
                 "optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )

@@ -10,6 +10,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
+from kfac_optim.utils.dynamo import call_as_it_is, inline_only
+
 Node: TypeAlias = torch.autograd.graph.Node
 GradientEdge = torch.autograd.graph.GradientEdge
 Function = torch.autograd.Function
@@ -109,9 +111,10 @@ class _PassedOn(torch.autograd.Function):
         return same
 
     @staticmethod
+    @inline_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         zero = torch.zeros((), device="cpu") if ctx.is_anchored else None
-        return ctx.hook(*ctx.saved_tensors, *gradients), None, zero, *(None for _ in ctx.saved_tensors)
+        return call_as_it_is(ctx.hook, *ctx.saved_tensors, *gradients), None, zero, *(None for _ in ctx.saved_tensors)
 
 
 def with_hook(output: Tensor, hook: Callable[..., Tensor], anchor: Tensor | None, *kept: Tensor) -> Tensor:

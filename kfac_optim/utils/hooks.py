@@ -57,10 +57,11 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return partial(call_if_there, weakref.WeakMethod(method), *args)
 
 
+@inline_only
 def call_if_there(method: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> Any:
     """Call it, where the object that it is of is there still."""
     found = method()
-    return None if found is None else found(*args)
+    return None if found is None else call_as_it_is(found, *args)
 
 
 def _do_nothing(*args: Any) -> None:
