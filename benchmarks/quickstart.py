@@ -257,11 +257,12 @@ def result_table(best: Sequence[Run], target: float) -> Table:
 
 
 def verdict(best: Sequence[Run], target: float) -> str:
-    """One line: how many of SGD's steps and seconds K-FAC needed."""
+    """How many of SGD's steps and seconds K-FAC needed, and what it had on the validation data then."""
     sgd, kfac = (run.reaches(target) for run in best)
     if sgd is None or kfac is None:
         return "KFAC did not reach SGD's lowest training loss."
     return (
         f"KFAC reached SGD's lowest training loss in {kfac.steps / sgd.steps:.2f} of its steps "
-        f"and {kfac.seconds / sgd.seconds:.2f} of its seconds."
+        f"and {kfac.seconds / sgd.seconds:.2f} of its seconds. The validation loss was "
+        f"{kfac.validation_loss:.3g} there, SGD's {sgd.validation_loss:.3g}."
     )

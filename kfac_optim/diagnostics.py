@@ -245,10 +245,14 @@ def _merged(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _shares(blocks: Sequence[KFACBlock], params: Iterable[nn.Parameter]) -> dict[str, float]:
-    """Tell which shares of all parameters are covered, measured and left out."""
-    total = sum(param.numel() for param in params if not is_lazy(param))
-    covered = sum(param.numel() for block in blocks for param in block.params)
-    measured = sum(param.numel() for block in blocks if block.clock.folds > 0 for param in block.params)
+    """Tell which shares of the parameters that are trained are covered, measured and left out."""
+
+    def numel(some: Iterable[nn.Parameter]) -> int:
+        return sum(param.numel() for param in some if param.requires_grad and not is_lazy(param))
+
+    total = numel(params)
+    covered = sum(numel(block.params) for block in blocks)
+    measured = sum(numel(block.params) for block in blocks if block.clock.folds > 0)
     return {
         "covered_parameters": covered / max(1, total),
         "measured_parameters": measured / max(1, total),
