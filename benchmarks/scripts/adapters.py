@@ -19,8 +19,9 @@ from kfac_optim import KFACOptimizer, LossTerms
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--optimizer", choices=("kfac", "adamw"), default="kfac", help="of adapters (default: %(default)s)")
 parser.add_argument("--lr", type=float, help="at the start (default: kfac 0.1, adamw 0.01)")
-parser.add_argument("--steps", type=int, default=200, help="of fine-tuning (default: %(default)s)")
-parser.add_argument("--steps-before", type=int, default=400, help="on prose, of all parameters (default: %(default)s)")
+parser.add_argument("--steps", type=int, default=150, help="of fine-tuning (default: %(default)s)")
+parser.add_argument("--steps-before", type=int, default=200, help="on prose, of all parameters (default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
 args = parser.parse_args()
 
 
@@ -42,7 +43,7 @@ def train(optimizer, passages, steps):
                 print(f"step {step}: loss on held-out code {model(test, labels=test).loss:.3f}", flush=True)
 
 
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 prose, code = windows("".join(pydoc_data.topics.topics.values())), windows(inspect.getsource(argparse))
 code, test = code[:1200], code[1200:1400]
 sizes = {"vocab_size": 100, "n_positions": 64, "n_embd": 96, "n_layer": 3, "n_head": 4}

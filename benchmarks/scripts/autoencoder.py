@@ -21,8 +21,9 @@ parser.add_argument("--folder", help="of MNIST's parquet files (default: the dig
 parser.add_argument("--optimizer", choices=("kfac", "adam"), default="kfac", help="(default: %(default)s)")
 parser.add_argument("--lr", type=float, default=0.02, help="of adam alone (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
 args = parser.parse_args()
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 if args.folder:
     images = datasets.load_dataset(args.folder, split="train")["image"]
     pixels, widths = torch.from_numpy(np.stack(list(images))).flatten(1) / 255, (784, 1000, 500, 250, 30)

@@ -22,8 +22,9 @@ parser.add_argument("--folder", help="of MNIST's or CIFAR-10's parquet files (de
 parser.add_argument("--optimizer", choices=("kfac", "sgd"), default="kfac", help="(default: %(default)s)")
 parser.add_argument("--lr", type=float, help="at the start (default: kfac 0.01, sgd 0.1)")
 parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
 args = parser.parse_args()
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 place = initialize()  # forms the process group under torchrun, and does nothing alone
 if args.folder:
     parts = [datasets.load_dataset(args.folder, split=split) for split in ("train", "test")]
@@ -39,8 +40,7 @@ for i in range(6):
     layers += [nn.Conv2d(widths[i], widths[i + 1], 3, stride=1 + i % 2, padding=1), nn.ReLU()]
     nn.init.kaiming_normal_(layers[-2].weight, nonlinearity="relu")  # from torch's own SGD would not learn
 model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-if place.world_size > 1:
-    model = nn.parallel.DistributedDataParallel(model)
+model = nn.parallel.DistributedDataParallel(model) if place.world_size > 1 else model
 make, rate = (KFACOptimizer, 0.01) if args.optimizer == "kfac" else (torch.optim.SGD, 0.1)
 optimizer = make(model.parameters(), lr=args.lr or rate, momentum=0.9, weight_decay=5e-4)
 sampler = DistributedSampler(TensorDataset(pixels[:-held_out], labels[:-held_out]), place.world_size, place.rank)

@@ -19,10 +19,11 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--text", type=pathlib.Path, help="a file (default: the pages that Python's own help() shows)")
 parser.add_argument("--optimizer", choices=RATES, default="kfac", help="(default: %(default)s)")
 parser.add_argument("--lr", type=float, help=f"the highest (default: {RATES})")
-parser.add_argument("--steps", type=int, default=600, help="(default: %(default)s)")
+parser.add_argument("--steps", type=int, default=400, help="(default: %(default)s)")
+parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
 args = parser.parse_args()
 
-torch.manual_seed(0)
+torch.manual_seed(args.seed)
 text = args.text.read_text() if args.text else "".join(pydoc_data.topics.topics.values())
 characters = sorted(set(text))
 tokens = torch.tensor([characters.index(character) for character in text])
@@ -38,6 +39,7 @@ else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
 arguments = TrainingArguments(
     output_dir="language_model",  # nothing is saved
+    seed=args.seed,
     dataloader_pin_memory=False,
     max_steps=args.steps,
     per_device_train_batch_size=32,
