@@ -8,7 +8,6 @@ One sees the squared error of reconstructions fall, and the rate that each step 
 import argparse
 from itertools import pairwise
 
-import datasets
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
@@ -25,6 +24,8 @@ parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)"
 args = parser.parse_args()
 torch.manual_seed(args.seed)
 if args.folder:
+    import datasets  # of Hugging Face, to read parquet files
+
     images = datasets.load_dataset(args.folder, split="train")["image"]
     pixels, widths = torch.from_numpy(np.stack(list(images))).flatten(1) / 255, (784, 1000, 500, 250, 30)
 else:

@@ -20,7 +20,7 @@ from kfac_optim.distributed import initialize
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--folder", help="of MNIST's or CIFAR-10's parquet files (default: the digits of scikit-learn)")
 parser.add_argument("--optimizer", choices=("kfac", "sgd"), default="kfac", help="(default: %(default)s)")
-parser.add_argument("--lr", type=float, help="at the start (default: kfac 0.01, sgd 0.1)")
+parser.add_argument("--lr", type=float, help="at the start (default: kfac 0.01, sgd 0.03)")
 parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
 parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
 args = parser.parse_args()
@@ -41,7 +41,7 @@ for i in range(6):
     nn.init.kaiming_normal_(layers[-2].weight, nonlinearity="relu")  # from torch's own SGD would not learn
 model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 model = nn.parallel.DistributedDataParallel(model) if place.world_size > 1 else model
-make, rate = (KFACOptimizer, 0.01) if args.optimizer == "kfac" else (torch.optim.SGD, 0.1)
+make, rate = (KFACOptimizer, 0.01) if args.optimizer == "kfac" else (torch.optim.SGD, 0.03)
 optimizer = make(model.parameters(), lr=args.lr or rate, momentum=0.9, weight_decay=5e-4)
 sampler = DistributedSampler(TensorDataset(pixels[:-held_out], labels[:-held_out]), place.world_size, place.rank)
 batches = DataLoader(sampler.dataset, 128 // place.world_size, sampler=sampler, drop_last=True)

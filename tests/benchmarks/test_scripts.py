@@ -48,7 +48,7 @@ def test_images_are_learned(
     for tool in ("datasets", "sklearn"):
         pytest.importorskip(tool)
     names = run("images.py", "--epochs", "2", monkeypatch=monkeypatch, folder=tmp_path)
-    assert figures(capsys.readouterr().out, "test loss")[-1] < 0.5
+    assert figures(capsys.readouterr().out, "test loss")[-1] < 0.3
     assert names["optimizer"].metrics()["measured_parameters"] == 1
 
 
@@ -71,7 +71,7 @@ def test_images_on_two_processes_are_learned_as_on_one(tmp_path: Path) -> None:
         assert process.returncode == 0, printed
         losses += figures(printed, "test loss")
     alone, shared = losses
-    assert shared == pytest.approx(alone, rel=1e-2)
+    assert shared == pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_language_model_is_trained_by_the_trainer(
         pytest.importorskip(tool)
     names = run("language_model.py", "--steps", "30", monkeypatch=monkeypatch, folder=tmp_path)
     (loss,) = figures(capsys.readouterr().out, "held out:")
-    assert loss < 3.0
+    assert loss < 2.5
     assert names["optimizer"].metrics()["measured_parameters"] > 0.95
 
 
@@ -92,18 +92,16 @@ def test_adapters_are_fine_tuned(
 ) -> None:
     for tool in ("transformers", "peft"):
         pytest.importorskip(tool)
-    names = run("adapters.py", "--steps-before", "20", "--steps", "30", monkeypatch=monkeypatch, folder=tmp_path)
+    names = run("adapters.py", "--steps-before", "20", "--steps", "50", monkeypatch=monkeypatch, folder=tmp_path)
     before, after = figures(capsys.readouterr().out, "held-out code")
     assert after < before - 0.1
-    trained, count = names["model"].get_nb_trainable_parameters()
-    assert names["optimizer"].metrics()["measured_parameters"] * count == pytest.approx(trained)
+    assert names["optimizer"].metrics()["measured_parameters"] == 1
 
 
 def test_an_autoencoder_needs_no_rate(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for tool in ("datasets", "sklearn"):
-        pytest.importorskip(tool)
-    names = run("autoencoder.py", "--steps", "10", monkeypatch=monkeypatch, folder=tmp_path)
-    assert figures(capsys.readouterr().out, "squared error")[-1] < 4.8
+    pytest.importorskip("sklearn")
+    names = run("autoencoder.py", "--steps", "20", monkeypatch=monkeypatch, folder=tmp_path)
+    assert figures(capsys.readouterr().out, "squared error")[-1] < 4.4  # the mean image has 4.69
     assert names["optimizer"].metrics()["measured_parameters"] == 1
