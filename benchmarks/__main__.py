@@ -21,6 +21,7 @@ _BENCHMARKS = {
     "quickstart": "does K-FAC beat a tuned SGD on real data?",
     "defaults": "does K-FAC train at its defaults, whatever the size of the loss?",
     "averaging": "what does the average of the iterates gain?",
+    "range-test": "does the range test spare the tuning of rate and damping?",
     "pinn": "which optimizer trains physics-informed networks to the smallest error, and in how many seconds?",
     "cart-pole": "how many steps of its environment does an actor-critic need to balance a pole?",
     "step-cost": "what does a step cost, and how far is that from the arithmetic floor?",
@@ -34,7 +35,7 @@ _BENCHMARKS = {
 }
 
 # These keep each run that is done in a file of its own.
-_RESUMING = {"compare", "batch-size", "pinn", "cart-pole"}
+_RESUMING = {"compare", "batch-size", "pinn", "cart-pole", "range-test"}
 
 _EXTRAS = dict.fromkeys(
     ("datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"), "benchmarks"

@@ -219,6 +219,33 @@ def _averaging(parser: argparse.ArgumentParser) -> None:
     _of_runs(parser, "averaging-results")
 
 
+def _range_test(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "problems",
+        nargs="*",
+        type=_one_of(PROBLEMS),
+        default=["digits"],
+        metavar="PROBLEM",
+        help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
+    )
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=[name for name in CONTESTANTS if name.startswith("KFAC")],
+        metavar="OPTIMIZER",
+        help="some of the K-FACs that compare has tuned (default: KFAC-default, or else KFAC-named)",
+    )
+    parser.add_argument(
+        "--tuned",
+        type=Path,
+        default=Path(__file__).parent / "results" / "compare" / "rate-alone",
+        metavar="PATH",
+        help="folder of what compare has left of tuned runs (default: the results that come with the benchmarks)",
+    )
+    parser.add_argument("--seeds", type=arguments.positive_int, default=1, metavar="N", help="default: 1")
+    _of_runs(parser, "range-test-results")
+
+
 def _pinn(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "problems",
@@ -442,6 +469,7 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "quickstart": _quickstart,
     "defaults": _defaults,
     "averaging": _averaging,
+    "range-test": _range_test,
     "pinn": _pinn,
     "cart-pole": _cart_pole,
     "step-cost": _step_cost,

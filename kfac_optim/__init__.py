@@ -13,6 +13,7 @@ one row do not import each other; `tests/test_architecture.py` holds them to it.
     distributed, diagnostics, schedulers  several processes; what the optimizer reports; schedules of its numbers
     watching                              what reports of a run say, in words and drawn
     optimizer                             KFACOptimizer, which puts all of this together
+    tuning                                rate and damping, found by trial steps
     integrations                          what some trainers need of us, a file for each, which nobody else imports
 """
 

@@ -19,9 +19,9 @@ from kfac_optim.blocks.replaced_params import refuse_stand_ins
 from kfac_optim.blocks.selection import ModuleNames
 from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
-from kfac_optim.capture.model_hooks import watch_root
+from kfac_optim.capture.model_hooks import watch_called_part, watch_root
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.utils.hooks import Handle, Handles
+from kfac_optim.utils.hooks import Handle, Handles, weakly
 from kfac_optim.utils.sharded_params import local, refuse_flat
 
 UNACCOUNTED = "only a part of its gradient comes by calls that are captured"
@@ -87,6 +87,7 @@ class ModelBinding:
         self._groups = groups
         if self._to_adopt is not None:
             self._adopt(self._to_adopt)
+            self._window.outside = weakly(self._meet_part)
         else:
             refuse_flat(groups, {})
             self._finder = ModelFinder(groups, self._adopt, self._window.roots.is_under_way)
@@ -150,7 +151,7 @@ class ModelBinding:
             return False
         if self._finder is not None and self.model is not None:
             self._options.check_patterns(self.model)
-        self.settled = True
+        self.settled, self._window.outside = True, None
         awaited = self._finder is not None or bool(self.coverage.candidates)
         self._stop_finding()
         return awaited
@@ -277,6 +278,11 @@ class ModelBinding:
         self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
         self._roots[root] = watch_root(self._window, root, args_under_way if root is model else None)
+
+    def _meet_part(self) -> None:
+        """Have a part of the given model count as the model does, if it is called in its place."""
+        (root,) = self._roots
+        self._roots |= watch_called_part(self._window, root, {param for param in self._groups if param.requires_grad})
 
     def _stop_finding(self) -> None:
         if self._finder is not None:

@@ -75,6 +75,11 @@ class RootCall:
 _OUTSIDE = 0
 
 
+def read_terms_of_inputs(rule: LossTerms, inputs: Any) -> int | None:
+    """Read the terms off the arguments of a forward that has not ended; None where it takes the output to tell."""
+    return read_terms(rule, inputs, None) if rule in _BY_INPUT else None
+
+
 def read_terms(rule: LossTerms, inputs: Any, output: Any) -> int | None:
     """Read the terms off the model's arguments or its output; None if there is no tensor to read them off."""
     tensor = first_tensor(inputs) if rule in _BY_INPUT else first_tensor(output)
@@ -226,7 +231,7 @@ class LossTally:
 
     def summed(self) -> float:
         """Return `LossCount.summed` so far."""
-        return max(self._read(), self._of_layers()) if self.is_sum else 1
+        return self._most()[0] if self.is_sum else 1
 
     def result(self) -> LossCount:
         """Return the terms so far."""
@@ -235,25 +240,29 @@ class LossTally:
             return LossCount(1, self.summed(), by_criterion=self.by_criterion, mixed=mixed)
         if self._stated is not None:
             return LossCount(self._stated, 1, by_criterion=self.by_criterion, mixed=mixed)
-        read, of_layers = self._read(), self._of_layers()
-        averaged = max(read, of_layers, 1 if self.by_criterion else 0)
-        return LossCount(averaged, 1, of_layers > read and not self.by_criterion, self.by_criterion, mixed)
+        averaged, assumed = self._most()
+        if self.by_criterion:
+            averaged, assumed = max(averaged, 1), False
+        return LossCount(averaged, 1, assumed, self.by_criterion, mixed)
 
     def counted(self) -> int | None:
         """Return the terms that the loss is taken to be the mean of; None if that was stated, or no backward came."""
         if self.is_sum or self._stated is not None or self.by_criterion or not self.has_counted():
             return None
-        return max(self._read(), self._of_layers())
+        return self._most()[0]
 
-    def _read(self) -> int:
-        # Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
-        return max(self._counted.values(), default=0)
+    def _most(self) -> tuple[int, bool]:
+        """Return the terms of the model that has most of them, and whether layers had to tell some of these.
 
-    def _of_layers(self) -> int:
-        terms: Counter[int] = Counter()
+        Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
+        """
+        of_layers: Counter[int] = Counter()
         for root in self._unread:
-            terms[root.model] += root.of_layers
-        return max(terms.values(), default=0)
+            of_layers[root.model] += root.of_layers
+        models = {*self._counted, *of_layers}
+        totals = ((self._counted[model] + of_layers[model], of_layers[model] > 0) for model in models)
+        # Of two models with as many terms, the one that was seen to have them.
+        return max(totals, key=lambda total: (total[0], not total[1]), default=(0, False))
 
     def reset(self) -> None:
         """Begin the next step."""

@@ -7,7 +7,7 @@ forward they belong to has ended. Such a forward leaves a hook on the model's ou
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ class Roots:
         self._under_way: list[RootCall] = []
         self._last: RootCall | None = None
         self._recomputed: RootCall | None = None
+        self._stand_in: RootCall | None = None
         self._expected: list[tuple[ForwardCall, GradientEdge]] = []
         self.entered = 0  # since the last step
 
@@ -38,6 +39,7 @@ class Roots:
 
     def enter(self, model: int, *, is_mapped: bool = False) -> None:
         """Note that a forward of the model with this identity begins; if it calls itself only the outermost counts."""
+        self._stand_in = None
         if self._under_way:
             self._under_way.append(self._under_way[-1])
         else:
@@ -65,8 +67,14 @@ class Roots:
     def end(self) -> None:
         """Note that a step was taken: no backward goes on from an earlier forward."""
         self.leave_all()
-        self._last = self._recomputed = None
+        self._last = self._recomputed = self._stand_in = None
         self.entered = 0
+
+    def begin_late(self, part: nn.Module, terms: int | None) -> None:
+        """Note a forward that counts as one of the model, of which hooks learn neither the beginning nor the end."""
+        self._stand_in = RootCall(id(part), self.entered)
+        self._stand_in.terms = terms
+        self.entered += 1
 
     def layer_without_graph(self) -> None:
         """Note that, in a forward without gradients, a layer ran that may run again. See [Note: recomputed layers]."""
@@ -106,7 +114,7 @@ class Roots:
         """Return the forward of the model that is running, or that a backward computes again; None if there is none."""
         if self._under_way:
             return self._under_way[-1]
-        return self._recomputed if in_backward() else None
+        return self._recomputed if self._recomputed is not None and in_backward() else self._stand_in
 
 
 class OutputPass:
@@ -141,10 +149,21 @@ def outputs_with_gradient(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+def outermost_call(parts: Collection[nn.Module]) -> tuple[nn.Module, Any] | None:
+    """Return which of these modules is being called, the outermost one, with its arguments; None if none is."""
+    calls = [(module, arguments) for module, arguments in _running_calls() if module in parts]
+    return calls[-1] if calls else None
+
+
 def _is_nested(model: nn.Module) -> bool:
     """Return whether the call of `model` that is beginning is inside another one."""
-    calls, frame = 0, cast(FrameType | None, sys._getframe())
+    return sum(module is model for module, _ in _running_calls()) > 1
+
+
+def _running_calls() -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the modules that are being called, from the innermost call on, each with its arguments."""
+    frame = cast(FrameType | None, sys._getframe())
     while frame is not None:
-        calls += frame.f_code is _MODULE_CALL and frame.f_locals.get("self") is model
+        if frame.f_code is _MODULE_CALL:
+            yield frame.f_locals["self"], (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
         frame = frame.f_back
-    return calls > 1

@@ -1,6 +1,7 @@
 """The hooks on the model and on its layers, which tell the capture window of forwards."""
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.layer_watch import LayerWatch
-from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms
+from kfac_optim.capture.loss_terms import examples_of, first_tensor, read_terms, read_terms_of_inputs
+from kfac_optim.capture.model_calls import outermost_call
 from kfac_optim.capture.noted_outputs import note_lookup
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import adds_bias_to_first
@@ -40,6 +42,26 @@ def watch_root(window: CaptureWindow, model: nn.Module, args_under_way: tuple[An
         hooks.enter(model, args_under_way, {})
         window.catch_up(model, args_under_way)
     return handle
+
+
+def watch_called_part(
+    window: CaptureWindow, model: nn.Module, trained: Collection[nn.Parameter]
+) -> dict[nn.Module, Handle]:
+    """Watch the part of the model whose forward is running, as the model itself, if it holds all that is trained.
+
+    A module of Lightning is not called: its training step calls the network that it holds.
+
+    Returns:
+        The part, with the handle of its hooks; nothing if there is none.
+    """
+    if (call := outermost_call(set(model.modules()))) is None:
+        return {}
+    part, inputs = call
+    if not set(trained) <= set(part.parameters()):
+        return {}
+    window.outside = None
+    window.roots.begin_late(part, read_terms_of_inputs(window.rule, inputs))
+    return {part: watch_root(window, part)}
 
 
 def watch_layer(
@@ -79,6 +101,8 @@ class _LayerHook:
                 return None
         elif window.idle:
             return None
+        elif window.outside is not None and not window.roots.is_under_way():
+            window.outside()
         if not torch.is_grad_enabled():
             window.roots.layer_without_graph()
             return None

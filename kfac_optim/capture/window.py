@@ -53,6 +53,7 @@ class CaptureWindow(Ledger):
         step: the number of the optimizer step, for those that draw random numbers.
         worker: the number of this process among those that train the model, for the same use.
         graphs: what compiled graphs tell.
+        outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -75,6 +76,7 @@ class CaptureWindow(Ledger):
         self.estimate: Callable[[RootCall, Sequence[tuple[ForwardCall, GradientEdge]], Any], None] | None = None
         self.recorder: ForwardKeeper | None = None
         self.terms: TermObserver | None = None
+        self.outside: Callable[[], None] | None = None
         self.terms_of: Callable[[Any], int | None] | None = None
 
     def hooked(self) -> Collection[LayerHooks]:
@@ -270,6 +272,7 @@ class CaptureWindow(Ledger):
 
     def begin_forward(self) -> None:
         """Note that the model's outermost forward begins."""
+        self.outside = None
         self.notice_what_is_gone()
         self.modes.leave()
         for hooks in self._hooks:

@@ -333,6 +333,7 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         "quickstart",
         "defaults",
         "averaging",
+        "range-test",
         "step-cost",
         "accelerator",
         "preconditioning",

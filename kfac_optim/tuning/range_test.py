@@ -1,0 +1,122 @@
+"""`range_test` finds a learning rate and a damping by trial steps, and puts everything back."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from kfac_optim.optimizer import KFACOptimizer
+from kfac_optim.tuning import trial_steps
+from kfac_optim.tuning.result import RangeTest
+from kfac_optim.tuning.search import TRIALS, Start, search
+from kfac_optim.tuning.undo import everything_undone, has_position
+from kfac_optim.utils.validation import check_integer
+
+_LEAST = 8  # steps of a trial
+_HELD = 4  # a trial is judged by so many parts of it, the last one
+_RATES = (0.003, 0.03, 0.3)  # of steps that a trust region bounds
+_RATES_OF_ADAMW = (0.001, 0.01, 0.1)
+
+
+def range_test(
+    optimizer: KFACOptimizer,
+    loader: Iterable[Any],
+    loss_of: Callable[[Any], Tensor],
+    *,
+    steps: int = 140,
+    advance: Callable[[], object] = lambda: None,
+) -> RangeTest:
+    """Recommend a learning rate and a damping, from trial steps on the model where it stands, and put everything back.
+
+        result = range_test(optimizer, loader, lambda batch: criterion(model(batch[0]), batch[1]))
+        print(result)
+        result.apply(optimizer)
+
+    Up to 7 settings are trained for `steps / 7` steps each, from the same parameters, on the same batches and with the
+    same random numbers: rates a factor of ten apart, then the ends of the range of rates that do equally well, then
+    more and less damping. They are judged by how far they lower the loss of the last batches, each seen for the first
+    time. That differs from the range test of Smith (2017, arXiv 1506.01186), which lets the rate grow within one run,
+    and stops where the loss rises: a trust region bounds the steps of K-FAC, so that the loss need not rise at any
+    rate, and damping takes part. All that is known is what a few steps show; decays of the rate are for the user.
+
+    A twin of the optimizer takes the steps, and the optimizer itself does not notice. What is put back to the bit, also
+    after an error or Ctrl-C: parameters, buffers, `.grad` and attributes of the model's modules, random states of
+    torch, CUDA, `random` and NumPy, generators and attributes of the loader, its samplers and data sets. What stands
+    elsewhere is not known. Compiled models run uncompiled.
+
+    Args:
+        optimizer: the optimizer as training begins with it, or between two steps. It must know its model.
+        loader: what can be iterated again, as a `DataLoader`, or a list of batches; `steps / 7` batches of it are held
+            in memory. An iterator is refused, unless it has `state_dict` and `load_state_dict`.
+        loss_of: computes the loss of a batch as training does, `[]`, without `backward()`. It must leave the batch as
+            it is. Clipping of gradients, accumulation and schedules take no part.
+        steps: how many at most, each a forward and a backward; forwards of a few batches come on top.
+        advance: is called after each step, for a progress bar.
+
+    Returns:
+        The recommendation. Where `step_size` is `QuadraticModel` or `LineSearch` there is no rate to find, where it is
+        `SelectedUpdates` no damping, and the rate is one to begin with and to let decay.
+
+    Raises:
+        TypeError: the optimizer is none of this package; the loader is used up by reading; `loss_of` returns no loss.
+        ValueError: `steps` are too few; the loader is empty; a rate is 0; losses are not finite before any step.
+        RuntimeError: gradients wait for a step; the model is not known, or shows averages, or has no shapes yet.
+        NotImplementedError: several ranks train the model, or a `GradScaler` was named.
+    """
+    model = trial_steps.check(optimizer)
+    check_integer("steps of range_test", steps)
+    length = steps // TRIALS
+    if length < _LEAST:
+        raise ValueError(f"kfac_optim: range_test needs at least {TRIALS * _LEAST} steps, got {steps}.")
+    if isinstance(loader, Iterator) and not has_position(loader):
+        raise TypeError(
+            f"kfac_optim: range_test would use up the batches of a {type(loader).__name__}, which cannot be iterated "
+            "again. Pass the loader itself, or a list of batches: list(itertools.islice(batches, 20))."
+        )
+    first = optimizer.param_groups[0]
+    if not float(first["lr"]) > 0:
+        raise ValueError(
+            f"kfac_optim: range_test multiplies the rates of all param groups alike, and lr of param group 0 is "
+            f"{float(first['lr'])}. Set it above 0; call range_test before a scheduler that warms up is made."
+        )
+    start = _start(optimizer)
+    modules = trial_steps.hooked(optimizer, model)
+    with everything_undone(modules, optimizer._params(), loader) as undo, trial_steps.uncompiled():
+
+        def begin_again() -> None:
+            undo()
+            trial_steps.take_hooks_off(modules)
+
+        trials = trial_steps.TrialSteps(
+            *(optimizer, loss_of, loader),
+            undo=begin_again,
+            length=length,
+            held=max(2, length // _HELD),
+            advance=advance,
+        )
+        found = search(trials.run, start)
+    return RangeTest(
+        lr=found.lr,
+        damping=found.damping,
+        rates=found.rates,
+        records=found.trials,
+        steps=trials.steps,
+        forwards=trials.forwards,
+        learnt=found.learnt,
+        finds_rate=bool(start.rates),
+        before=(start.lr, start.damping),
+    )
+
+
+def _start(optimizer: KFACOptimizer) -> Start:
+    """Return what is to be tried of this optimizer."""
+    step_size, first = optimizer._choices.step_size, optimizer.param_groups[0]
+    finds_its_own = step_size.needs_objective or step_size.needs_closure
+    rates = _RATES_OF_ADAMW if step_size.directs_all else _RATES
+    return Start(
+        lr=float(first["lr"]),
+        damping=float(first["damping"]),
+        rates=() if finds_its_own else rates,
+        has_damping=first["damping"] > 0 and not step_size.directs_all,
+        bounded=not step_size.directs_all and first["kl_clip"] is not None,
+    )

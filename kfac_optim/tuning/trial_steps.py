@@ -1,0 +1,226 @@
+"""Trial steps of a user's model, taken by a twin of the optimizer, so that the optimizer itself never notices."""
+
+import copy
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from kfac_optim.fisher.estimates import NamedLoss
+from kfac_optim.optimizer import KFACOptimizer
+from kfac_optim.step import averaging
+from kfac_optim.tuning.search import Trial
+from kfac_optim.utils.hooks import PicklableHook
+
+LossOf = Callable[[Any], Tensor]
+
+_HOPELESS = 2.0  # times the first loss: it has doubled
+
+
+class TrialSteps:
+    """Trains the user's model from one state again and again, on the same batches.
+
+    Args:
+        optimizer: the user's, which is left as it is.
+        loss_of: computes the loss of a batch, `[]`.
+        loader: of the batches, which are read as they are needed and held.
+        undo: puts the model and random states back, and takes hooks off.
+        length: steps of a trial.
+        held: how many batches at its end say what it has gained.
+        advance: is called after each step.
+
+    Attributes:
+        steps: taken so far.
+        forwards: further forwards, without backward.
+    """
+
+    def __init__(
+        self,
+        optimizer: KFACOptimizer,
+        loss_of: LossOf,
+        loader: Iterable[Any],
+        undo: Callable[[], None],
+        *,
+        length: int,
+        held: int,
+        advance: Callable[[], object],
+    ) -> None:
+        self.steps = self.forwards = 0
+        self._optimizer, self._loss_of, self._undo = optimizer, loss_of, undo
+        self._length, self._advance = length, advance
+        self._params = tuple({id(param): param for param in _params(optimizer)}.values())
+        self._batches = _read(loader, length)
+        self._before = self._losses_now(self._batches[-held:])
+
+    def run(self, lr: float, damping: float) -> Trial:
+        """Train with a rate and a damping of the first param group; those of other groups keep their ratio to it."""
+        self._undo()
+        twin = _twin(self._optimizer, lr, damping)
+        losses: list[float] = []
+        try:
+            for batch in self._batches:
+                losses.append(self._step(twin, batch))
+                self.steps += 1
+                self._advance()
+                if not losses[-1] <= losses[0] + (_HOPELESS - 1) * abs(losses[0]):  # a NaN is not
+                    return Trial(lr, damping, tuple(losses), ())
+        finally:
+            twin.remove_hooks()
+        ends = losses[-len(self._before) :]
+        gains = tuple(before - after for before, after in zip(self._before, ends, strict=True))
+        return Trial(lr, damping, tuple(losses), gains)
+
+    def _step(self, twin: KFACOptimizer, batch: Any) -> float:
+        def closure() -> Any:
+            twin.zero_grad()
+            for param in self._params:
+                param.grad = None
+            loss = check_loss(self._loss_of(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return twin.step(closure).item()  # type: ignore[attr-defined, no-any-return]
+
+    def _losses_now(self, batches: Sequence[Any]) -> list[float]:
+        """Return the losses of the model as the user has it."""
+        self._undo()
+        losses = []
+        for batch in batches:
+            with torch.enable_grad():  # the loss may hold derivatives
+                losses.append(check_loss(self._loss_of(batch)).item())
+            self.forwards += 1
+        if not all(map(math.isfinite, losses)):
+            raise ValueError(f"kfac_optim: range_test found losses that are not finite before any step: {losses}.")
+        return losses
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Return the loss; raise TypeError where a function of the user's returned something else."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = (
+            f"a tensor {list(loss.shape)} with requires_grad={loss.requires_grad}"
+            if isinstance(loss, Tensor)
+            else f"{type(loss).__name__}"
+        )
+        raise TypeError(
+            f"kfac_optim: loss_of must return the loss of a batch, a tensor of one element with a graph, got {got}. "
+            "Return criterion(model(inputs), targets), without .item(), .detach() or backward()."
+        )
+    return loss
+
+
+def check(optimizer: KFACOptimizer) -> nn.Module:
+    """Return the optimizer's model; refuse by name what trial steps cannot be taken of."""
+    if not isinstance(optimizer, KFACOptimizer):
+        raise TypeError(f"kfac_optim: range_test takes a KFACOptimizer, got {type(optimizer).__name__}.")
+    model = optimizer._binding.model
+    if optimizer._executor.several:
+        raise NotImplementedError(
+            "kfac_optim: range_test takes its steps on one process, and this optimizer is one of several ranks. Run it "
+            "in a script of its own without a process group, with the batches of all ranks joined, and pass its result "
+            "to all."
+        )
+    if model is None:
+        raise RuntimeError(
+            "kfac_optim: range_test must know the model that it is to restore, and this optimizer has not met it yet. "
+            "Pass the model: KFACOptimizer(model, ...), or model=model beside param groups."
+        )
+    if (scaler := optimizer._scaler.named) is not None and scaler.is_enabled():
+        raise NotImplementedError(
+            "kfac_optim: range_test does not scale the loss, and this optimizer was given grad_scaler. Test an "
+            "optimizer without one, under torch.autocast with bfloat16."
+        )
+    if averaging.shows_averages(optimizer.state):
+        raise RuntimeError(
+            "kfac_optim: range_test was called while the model holds the averages of its parameters. Call "
+            "optimizer.train() before."
+        )
+    if optimizer._binding.released:
+        raise RuntimeError("kfac_optim: range_test needs statistics, and remove_hooks() has ended them.")
+    pending = any(block.has_pending() for block in optimizer._binding.coverage.blocks)
+    if pending and not optimizer._window.is_stale():
+        raise RuntimeError(
+            "kfac_optim: range_test was called between backward() and step(). Call it before the first step, or after "
+            "a step and zero_grad()."
+        )
+    if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
+        raise RuntimeError(
+            f"kfac_optim: range_test cannot restore {lazy[0]!r}, which gets its shape at the first forward. Run a "
+            "forward of the model before."
+        )
+    return model
+
+
+def take_hooks_off(modules: Iterable[nn.Module]) -> None:
+    """Take this package's hooks off the modules; whoever undoes everything puts them back."""
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if isinstance(hook, PicklableHook)]:
+                del hooks[number]
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled models run as they were written.
+
+    Graphs hold the hooks of an optimizer, and would be compiled again for each twin.
+    """
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def hooked(optimizer: KFACOptimizer, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that the optimizer has hooks on: those of the model, and the criterion that it was told."""
+    estimate = optimizer._choices.estimate
+    criterion = estimate.criterion if isinstance(estimate, NamedLoss) else None
+    return [*model.modules(), *(criterion.modules() if isinstance(criterion, nn.Module) else ())]
+
+
+def _params(optimizer: KFACOptimizer) -> Iterator[nn.Parameter]:
+    """Return the parameters of the optimizer and of its model."""
+    yield from optimizer._params()
+    if optimizer._binding.model is not None:
+        yield from optimizer._binding.model.parameters()
+
+
+def _twin(optimizer: KFACOptimizer, lr: float, damping: float) -> KFACOptimizer:
+    """Return an optimizer of the same parameters in the same state, with other numbers."""
+    rebuild, (kind, model, groups, numbers, choices, state, *rest) = optimizer.__reduce__()
+    # Choices are immutable, and a criterion that is called must be the very one that is named.
+    same = [*_params(optimizer), *([] if model is None else [model])]
+    memo = {id(each): each for each in same}
+    groups, state, rest = copy.deepcopy((groups, state, rest), memo)
+    first = groups[0]
+    factors = {"lr": lr / float(first["lr"]), "damping": damping / first["damping"] if first["damping"] else 1.0}
+    for group in groups:
+        group["lr"] = group["lr"] * factors["lr"]
+        for name in ("damping", "preconditioner_damping"):
+            if group[name] is not None:
+                group[name] = group[name] * factors["damping"]
+    first["lr"] = lr if not isinstance(first["lr"], Tensor) else first["lr"].fill_(lr)
+    first["damping"] = damping
+    with warnings.catch_warnings():  # they were given when the user's optimizer was built
+        warnings.simplefilter("ignore")
+        twin: KFACOptimizer = rebuild(kind, model, groups, numbers, choices, state, *rest)
+    return twin
+
+
+def _read(loader: Iterable[Any], count: int) -> list[Any]:
+    """Return so many batches; the loader is begun again when it ends."""
+    batches: list[Any] = []
+    while len(batches) < count:
+        before = len(batches)
+        for batch in loader:
+            batches.append(batch)
+            if len(batches) == count:
+                break
+        if len(batches) == before:
+            raise ValueError("kfac_optim: the loader that range_test was given yields no batch.")
+    return batches

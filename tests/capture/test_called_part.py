@@ -1,0 +1,77 @@
+"""A part of the model that is called in its place counts as the model does."""
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_optim import KFACOptimizer, LossTerms
+from kfac_optim.specs import LossTerms as Rule
+
+F64 = torch.float64
+BY_INPUT = (Rule.EXAMPLES, Rule.SUM)
+
+
+class Trained(nn.Module):
+    """Holds what is trained, and is never called itself, as a module of Lightning."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Flatten(0, 1), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.Unflatten(0, (-1, 5))
+    return nn.Sequential(*layers).to(F64)  # layers are handed positions, the network examples
+
+
+def train(net: nn.Module, optimizer: KFACOptimizer) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):  # accumulated
+            x, y = (torch.randn(4, 5, width, generator=generator, dtype=F64) for width in (6, 3))
+            (net(x) - y).square().sum((1, 2)).mean().div(2).backward()
+        optimizer.step()
+    return [param.detach() for param in net.parameters()]
+
+
+def both_ways(rule: LossTerms, *, validates: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    options = {"lr": 0.1, "factor_update_period": 1, "inverse_update_period": 1, "loss_terms": rule}
+    direct, part = network(), network()
+    by_part = KFACOptimizer(Trained(part), **options)
+    if validates:
+        with torch.no_grad():
+            part(torch.ones(7, 5, 6, dtype=F64))
+    return train(direct, KFACOptimizer(direct, **options)), train(part, by_part)
+
+
+@pytest.mark.parametrize("rule", LossTerms)
+def test_it_trains_as_if_it_were_the_model(rule: LossTerms) -> None:
+    direct, by_part = both_ways(rule, validates=True)
+    assert all(map(torch.equal, direct, by_part))
+
+
+@pytest.mark.parametrize("rule", LossTerms)
+def test_its_first_forward_counts_already(rule: LossTerms) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        direct, by_part = both_ways(rule, validates=False)
+    assert all(map(torch.equal, direct, by_part))
+    # What the first of them returns is not seen, but taken to be what its last layer does.
+    counts = {Rule.POSITIONS: "taken to be 40", Rule.ELEMENTS: "taken to be 120"}
+    assert len(caught) == (rule not in BY_INPUT)
+    assert all(counts[rule] in str(each.message) for each in caught)
+
+
+def test_a_part_that_lacks_something_trained_is_not_taken_for_the_model() -> None:
+    net, head = network(), nn.Linear(3, 3).to(F64)
+    model = nn.Module()
+    model.net, model.head = net, head
+    optimizer = KFACOptimizer(model)
+    head(net(torch.ones(4, 5, 6, dtype=F64)).sum(1)).mean().backward()
+    with pytest.warns(UserWarning, match="taken to be 20, the largest batch that a layer was handed"):
+        optimizer.step()

@@ -1,0 +1,422 @@
+"""The range test: what it leaves as it was, what it refuses, and what it recommends."""
+
+import copy
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from helpers.plain import mlp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from kfac_optim import (
+    Background,
+    IterateAverage,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    MonteCarlo,
+    QuadraticModel,
+    SelectedUpdates,
+)
+from kfac_optim.tuning import RangeTest, Trial, range_test
+from kfac_optim.tuning.search import Start, search
+
+Batch = tuple[Tensor, Tensor]
+CRITERION = nn.MSELoss()
+FEW = 56  # 8 steps for each trial
+OPTIONS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9},
+    "average": {"average": IterateAverage()},
+    "adapted damping": {"estimate": MonteCarlo(CRITERION), "adapt_damping": LevenbergMarquardt(interval=2)},
+    "quadratic model": {"estimate": MonteCarlo(CRITERION), "step_size": QuadraticModel(), "momentum": 0.9},
+    "selected": {"step_size": SelectedUpdates(), "momentum": 0.9},
+    "background": {"refresh": Background(max_staleness=1)},
+}
+
+
+def network() -> nn.Sequential:
+    """A model whose forwards draw random numbers and change buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
+
+
+def batches(count: int = 8) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)) for _ in range(count)]
+
+
+def loss_with(model: nn.Module) -> Callable[[Batch], Tensor]:
+    return lambda batch: CRITERION(model(batch[0]), batch[1])
+
+
+def train(model: nn.Module, optimizer: KFACOptimizer, steps: int) -> list[float]:
+    losses = []
+    for batch in itertools.islice(itertools.cycle(batches()), steps):
+
+        def closure(batch: Batch = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_with(model)(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        losses.append(optimizer.step(closure).item())  # type: ignore[arg-type, attr-defined]
+    return losses
+
+
+# -- everything is put back --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_training_goes_on_to_the_bit_as_if_it_had_not_been(options: dict[str, Any]) -> None:
+    runs = []
+    for tests in (True, False):
+        model = network()
+        optimizer = KFACOptimizer(model, lr=0.02, factor_update_period=2, inverse_update_period=4, **options)
+        losses = train(model, optimizer, 5)
+        held = [param.grad for param in model.parameters()]
+        before = [None if grad is None else grad.clone() for grad in held]
+        hooks = [list(module._forward_hooks) for module in model.modules()]
+        if tests:
+            range_test(optimizer, batches(), loss_with(model), steps=FEW)
+            assert all(param.grad is grad for param, grad in zip(model.parameters(), held, strict=True))
+            torch.testing.assert_close(held, before, rtol=0, atol=0)
+            assert [list(module._forward_hooks) for module in model.modules()] == hooks
+        losses += train(model, optimizer, 8)
+        runs.append((losses, copy.deepcopy(model.state_dict()), dict(optimizer.metrics())))
+    (losses, state, metrics), (wanted, wanted_state, wanted_metrics) = runs
+    assert losses == wanted
+    assert all(torch.equal(state[name], wanted_state[name]) for name in wanted_state)
+    assert metrics == pytest.approx(wanted_metrics, rel=0, abs=0, nan_ok=True)
+
+
+def test_an_optimizer_that_has_not_stepped_stays_without_state() -> None:
+    model = network()
+    optimizer = KFACOptimizer(model, lr=0.02)
+    groups = copy.deepcopy([{**group, "params": None} for group in optimizer.param_groups])
+    range_test(optimizer, batches(), loss_with(model), steps=FEW)
+    assert not optimizer.state
+    assert [{**group, "params": None} for group in optimizer.param_groups] == groups
+    assert "damping" not in optimizer.metrics()
+
+
+def test_random_numbers_go_on_as_they_would() -> None:
+    model = network()
+    optimizer = KFACOptimizer(model)
+
+    def loss_of(batch: Batch) -> Tensor:
+        return loss_with(model)(batch) * (1 + 0.01 * (random.random() + np.random.rand()))
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    range_test(optimizer, batches(), loss_of, steps=FEW)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    np.testing.assert_equal(np.random.get_state(legacy=False), states[2])
+
+
+class Noisy(TensorDataset):
+    """Adds noise of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.randn(32, 4), torch.randn(32, 3))
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)  # type: ignore[no-untyped-call]
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator), y
+
+
+def test_a_loader_goes_on_with_the_batches_that_it_would_have_given() -> None:
+    epochs = []
+    for tests in (True, False):
+        model = network()
+        data = Noisy()
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(4))
+        loader = DataLoader(data, batch_size=8, sampler=sampler, generator=torch.Generator().manual_seed(5))
+        if tests:
+            range_test(KFACOptimizer(model), loader, loss_with(model), steps=FEW)
+        epochs.append([x for x, _ in loader])
+    assert all(torch.equal(one, other) for one, other in zip(*epochs, strict=True))
+
+
+def test_workers_that_persist_are_left_alone() -> None:
+    model = network()
+    loader = DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), batch_size=8)
+    loader._iterator = workers = iter(loader)  # as persistent workers have it
+    range_test(KFACOptimizer(model), loader, loss_with(model), steps=FEW)
+    assert loader._iterator is workers
+
+
+class Stateful:
+    """An iterator that can be put back."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        self.place += 1
+        return batches()[self.place % 8]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_an_iterator_that_knows_its_place_is_put_back_there() -> None:
+    model, loader = network(), Stateful()
+    next(loader)
+    range_test(KFACOptimizer(model), loader, loss_with(model), steps=FEW)
+    assert loader.place == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_midway_leaves_everything_as_it_was(error: type[BaseException]) -> None:
+    model = network()
+    optimizer = KFACOptimizer(model, lr=0.02)
+    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    hooks = [list(module._forward_hooks) for module in model.modules()]
+    calls = itertools.count()
+
+    def loss_of(batch: Batch) -> Tensor:
+        if next(calls) == 13:
+            model.eval()
+            raise error
+        return loss_with(model)(batch)
+
+    with pytest.raises(error):
+        range_test(optimizer, batches(), loss_of, steps=FEW)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(param.grad is None for param in model.parameters())
+    assert [list(module._forward_hooks) for module in model.modules()] == hooks
+
+
+# -- trials ------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_trains_as_the_optimizer_would() -> None:
+    model = network()
+    optimizer = KFACOptimizer(model, lr=0.02, momentum=0.9, factor_update_period=2)
+    train(model, optimizer, 3)
+    trial = range_test(optimizer, batches(), loss_with(model), steps=FEW).records[1]
+    optimizer.param_groups[0]["lr"] = trial.lr
+    assert train(model, optimizer, 8) == list(trial.losses)
+
+
+def test_param_groups_keep_their_ratios() -> None:
+    """Plain steps of one group are three times those of the other, whatever the rate."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
+    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[1].parameters(), "lr": 0.03}]
+    optimizer = KFACOptimizer(groups, model=model, skip_layers=["*"])
+    moved = []
+    begun = [param.detach().clone() for param in model.parameters()]
+
+    def loss_of(_: Tensor) -> Tensor:
+        moved.append([float((now - then).detach()) for now, then in zip(model.parameters(), begun, strict=True)])
+        return sum((param.sum() for param in model.parameters()), torch.zeros(()))
+
+    result = range_test(optimizer, [torch.zeros(1)], loss_of, steps=FEW)
+    assert all(other == pytest.approx(3 * one) for one, other in moved)
+    assert min(one for one, _ in moved) < -1
+    result.apply(optimizer)
+    first, second = optimizer.param_groups
+    assert (first["lr"], second["lr"]) == pytest.approx((result.lr, 3 * result.lr))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_tested_uncompiled() -> None:
+    model = mlp(dtype=torch.float32)
+    compiled = cast(nn.Module, torch.compile(model, backend="eager"))
+    optimizer = KFACOptimizer(model, lr=0.02)
+    plain = range_test(optimizer, batches(), loss_with(model), steps=FEW)
+    assert range_test(optimizer, batches(), loss_with(compiled), steps=FEW).records == plain.records
+
+
+# -- what is recommended -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", [10.0, 20_000.0])
+def test_a_rate_is_recommended_that_descends_and_does_not_diverge(curvature: float) -> None:
+    """Plain steps on a noisy quadratic diverge above `2 / curvature`, and hardly move below a hundredth of it."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, 3.0)
+    optimizer = KFACOptimizer(model, lr=1.0, skip_layers=["*"])
+    noise = [torch.randn(1, 1, generator=torch.Generator().manual_seed(i)).double() for i in range(20)]
+    result = range_test(optimizer, noise, lambda z: curvature * (model.weight - 0.1 * z).square().sum() / 2)
+    assert 0.02 / curvature < result.lr < 2 / curvature
+
+
+def trials_of(gain: Callable[[float, float], float]) -> Callable[[float, float], Trial]:
+    """Losses begin at 10; what is gained of 10 is nothing but a diverged run."""
+
+    def run(lr: float, damping: float) -> Trial:
+        gained = gain(lr, damping)
+        return Trial(lr, damping, (10.0, 10 - gained), (gained, gained) if gained > -1 else ())
+
+    return run
+
+
+START = Start(lr=0.5, damping=0.1, rates=(0.01, 0.1, 1.0), has_damping=True, bounded=True)
+
+
+def test_the_middle_of_what_does_equally_well_is_recommended() -> None:
+    found = search(trials_of(lambda lr, _: 5.0 if 0.02 < lr < 2 else -2.0), START)
+    assert found.rates == (0.032, 1.0)
+    assert found.lr == 0.18
+
+
+def test_the_lowest_is_recommended_where_nothing_bounds_the_steps() -> None:
+    start = Start(lr=0.5, damping=0.1, rates=(0.01, 0.1, 1.0), has_damping=False, bounded=False)
+    assert search(trials_of(lambda lr, _: 5.0 if lr > 0.02 else 1.0), start).lr == 0.032
+
+
+@pytest.mark.parametrize(
+    ("gains", "damping"), [((5.0, 6.0), 1.0), ((5.0, 5.4), 0.1), ((6.0, 5.0), 0.1), ((7.0, 5.0), 0.01)]
+)
+def test_another_damping_has_to_do_much_better(gains: tuple[float, float], damping: float) -> None:
+    """More of it a little less than less of it, which looks good in few steps."""
+    by_damping = {0.01: gains[0], 0.1: 5.0, 1.0: gains[1]}
+    assert search(trials_of(lambda _, tried: by_damping[tried]), START).damping == damping
+
+
+def test_numbers_stay_where_no_trial_learns() -> None:
+    model = network()
+    optimizer = KFACOptimizer(model, lr=0.02, damping=0.3)
+    result = range_test(optimizer, batches(), lambda batch: 0 * loss_with(model)(batch), steps=FEW)
+    assert (result.lr, result.damping, result.learnt) == (0.02, 0.3, False)
+    assert "No trial lowered the loss" in str(result)
+
+
+@pytest.mark.parametrize("name", ["quadratic model", "selected"])
+def test_only_what_has_an_effect_is_tried(name: str) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.02, **OPTIONS[name])
+    result = range_test(optimizer, batches(1), loss_with(model), steps=FEW)
+    rates, dampings = ({getattr(trial, each) for trial in result.records} for each in ("lr", "damping"))
+    assert (len(rates) == 1, len(dampings) == 1) == (name == "quadratic model", name == "selected")
+
+
+# -- words and pictures ------------------------------------------------------------------------------------------
+
+RESULT = RangeTest(
+    lr=0.1,
+    damping=0.01,
+    rates=(0.03, 0.3),
+    records=(
+        Trial(0.03, 0.001, (3.0, 2.0, 1.0), (2.0, 2.2)),
+        Trial(0.3, 0.001, (3.0, 1.9, 1.1), (2.1, 2.1)),
+        Trial(3.0, 0.001, (3.0, 9.0), ()),
+        Trial(0.1, 0.01, (3.0, 1.0, 0.5), (3.0, 2.5)),
+    ),
+    steps=11,
+    forwards=2,
+    learnt=True,
+    finds_rate=True,
+    before=(0.001, 0.001),
+)
+
+
+def test_the_text_says_what_was_tried_and_how_sure_it_is() -> None:
+    text = str(RESULT)
+    assert re.search(r"\n +3 +0\.001 +doubled\n", text)
+    assert "4 trials of 3 steps on the same batches: 11 steps, and 2 forwards more." in text
+    assert "Recommended: lr 0.1, damping 0.01.\nThe rate makes no difference between 0.03 and 0.3." in text
+    assert text.endswith("Damping 0.001 did worse.")
+
+
+def test_the_picture_shows_all_trials_and_the_recommendation(tmp_path: Path) -> None:
+    figure = RESULT.plot(tmp_path / "range.png")
+    assert (tmp_path / "range.png").read_bytes().startswith(b"\x89PNG")
+    losses, gains = figure.axes
+    assert len(losses.lines) == len(RESULT.records)
+    assert "recommended: lr 0.1, damping 0.01" in [text.get_text() for text in gains.get_legend().get_texts()]
+
+
+def test_a_recommendation_is_not_applied_behind_the_back_of_a_scheduler() -> None:
+    optimizer = KFACOptimizer(network(), lr=0.02)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(RuntimeError, match="scheduler"):
+        RESULT.apply(optimizer)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def stepless(model: nn.Module, optimizer: KFACOptimizer) -> None:
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    loss_with(model)(batches()[0]).backward()  # type: ignore[no-untyped-call]
+
+
+def averaged(model: nn.Module, optimizer: KFACOptimizer) -> None:
+    train(model, optimizer, 1)
+    optimizer.eval()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "prepare", "words"),
+    [
+        ({}, {"loader": iter(batches())}, None, "use up the batches of a list_iterator"),
+        ({}, {"loader": []}, None, "yields no batch"),
+        ({}, {"steps": 20}, None, "at least 56 steps, got 20"),
+        ({}, {"loss_of": lambda _: 3.0}, None, "got float"),
+        ({}, {"loss_of": lambda _: torch.tensor(3.0)}, None, "requires_grad=False"),
+        ({"lr": 0.0}, {}, None, "lr of param group 0 is 0.0"),
+        ({"grad_scaler": torch.amp.GradScaler("cpu")}, {}, None, "grad_scaler"),
+        ({"average": IterateAverage()}, {}, averaged, "optimizer.train()"),
+        ({"factor_update_period": 1}, {}, stepless, "between backward() and step()"),
+    ],
+    ids=["iterator", "empty", "few steps", "no tensor", "no graph", "rate", "scaler", "averages", "gradients"],
+)
+def test_refusals_leave_no_trace(
+    options: dict[str, Any], arguments: dict[str, Any], prepare: Callable[..., None] | None, words: str
+) -> None:
+    model = network()
+    optimizer = KFACOptimizer(model, **options)
+    if prepare is not None:
+        prepare(model, optimizer)
+    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    given = {"loader": batches(), "loss_of": loss_with(model), "steps": FEW, **arguments}
+    with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError), match=re.escape(words)):
+        range_test(optimizer, **given)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_an_iterator_is_refused_unread() -> None:
+    model, iterator = network(), iter(batches())
+    with pytest.raises(TypeError):
+        range_test(KFACOptimizer(model), iterator, loss_with(model), steps=FEW)
+    assert len(list(iterator)) == 8
+
+
+def test_a_model_that_is_not_known_yet_is_asked_for() -> None:
+    model = network()
+    with pytest.raises(RuntimeError, match=r"KFACOptimizer\(model, \.\.\.\)"):
+        range_test(KFACOptimizer(model.parameters()), batches(), loss_with(model), steps=FEW)
+
+
+# -- the guide ---------------------------------------------------------------------------------------------------
+
+
+def test_the_script_of_the_guide_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (Path(__file__).parents[2] / "kfac_optim" / "README.md").read_text()
+    script = re.search(r"<!-- a range test -->\n```python\n(.*?)```", guide, flags=re.DOTALL)
+    assert script is not None
+    monkeypatch.chdir(tmp_path)
+    exec(script[1], {})
+    assert "Recommended: lr" in capsys.readouterr().out
+    assert Path("range.png").exists()
