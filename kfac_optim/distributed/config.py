@@ -25,7 +25,8 @@ class DistributedConfig:
         strategy: who preconditions and updates what: `Replicated(...)`, the default, `Sharded(...)`, or `Auto(...)`.
             With parameters that FSDP2 has sharded it is who preconditions that counts; the rest is FSDP2's.
         group: of the ranks that train one model on different examples; None is that of `DistributedDataParallel`, or
-            of the mesh of `fully_shard`, and all ranks where nothing is wrapped.
+            of the mesh of `fully_shard`, and all ranks where nothing is wrapped. Name them where tensor
+            parallelism alone cuts the model, over some of the ranks.
         timeout: how long a collective may take before it is an error; None is as long as in that group.
         overlap: whether sums of statistics are sent while backward goes on, where it is known to be the last before a
             step: under DDP.

@@ -38,8 +38,6 @@ def _whole_gradient(gradient: Tensor, weight: Any, leading: tuple[int, ...] | No
     Layers hand plain tensors on, which do not tell how they are cut. Shards are even, so that a rank sees by the shape
     of its own whether there are others.
     """
-    from torch.distributed.tensor import DTensor, Shard  # it takes half as long as that of torch
-
     if is_sharded(gradient):
         return whole(gradient)
     shape = (*(gradient.shape[:-1] if leading is None else leading), weight.shape[0])
@@ -52,10 +50,11 @@ def _whole_gradient(gradient: Tensor, weight: Any, leading: tuple[int, ...] | No
             f"{list(gradient.shape)} of {list(shape)}. Leave the layer to SGD by skip_layers."
         )
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    found = DTensor.from_local(
+    layout = type(weight.placements[0])(cut[0])  # shards, as the weight has them
+    found: Tensor = type(weight).from_local(
         gradient.contiguous(),
         weight.device_mesh,
-        [Shard(cut[0])],
+        [layout],
         run_check=False,
         shape=torch.Size(shape),
         stride=tuple(strides),

@@ -92,6 +92,9 @@ class LayerAdapter(ABC, Generic[M]):
 
     `BlockDiagonal` factors and `Subsample` are refused elsewhere."""
 
+    may_be_cut = False
+    """Whether ranks may hold columns of its input `[…, in]` and its output `[…, out]`, as in tensor parallelism."""
+
     routes_rows = False
     """Whether the data decide which groups get rows, as of experts, so that ranks have to tell each other."""
 

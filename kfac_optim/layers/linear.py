@@ -21,7 +21,7 @@ class LinearStatistics(RowStatistics):
 
 
 class LinearAdapter(WeightBiasAdapter[nn.Linear]):
-    in_rows = True
+    in_rows = may_be_cut = True
     transposes = False
     is_product = True
 

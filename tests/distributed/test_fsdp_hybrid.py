@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer, TrustRegion
+from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated
 from kfac_optim.utils.sharded_params import local
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], Placement, bool]] = {
     "Cholesky": ({"inverse": Cholesky(), "nesterov": True}, Placement.LAYERS, False),
     "Eigen": ({"inverse": Eigen(), "weight_decay": 0.01}, Placement.FACTORS, True),
     "EKFAC": ({"inverse": EKFAC(), "factor_update_period": 3, "momentum": 0.0}, Placement.LAYERS, False),
-    "momentum held back": ({"step_size": TrustRegion(), "kl_clip": 1e-4, "lr": 0.5}, Placement.LAYERS, True),
+    "momentum held back": ({"kl_clip": 1e-4, "lr": 0.5, "momentum": 0.95}, Placement.LAYERS, True),
 }
 
 

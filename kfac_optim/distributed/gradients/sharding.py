@@ -96,10 +96,8 @@ def _is_rows(param: DTensor) -> bool:
 
 def _is_parallel(block: KFACBlock, shards: Shards) -> bool:
     """Return whether tensor parallelism has cut one linear layer evenly, perhaps with fully_shard around it."""
-    modules = {use.module for use in block.uses}
-    # A module that counts its products for itself hides how their sides are cut.
-    if len(modules) > 1 or not all(type(module).forward is nn.Linear.forward for module in modules):
-        return False
+    if len(block.uses) > 1 or not block.adapter.may_be_cut or block.adapter.adds_bias_itself(block.uses[0].module):
+        return False  # elsewhere it is not known how the sides are cut
     if not all(isinstance(param, DTensor) for param in block.params):
         return False
     weight = cast(DTensor, block.params[0])

@@ -112,9 +112,10 @@ class FullySharded(_OneWorker):
     """Leaves rows of all parameters on each rank, which updates them as FSDP2 does; a layer's owner preconditions it.
 
     The rows of its gradient go to the owner and those of the direction come back. Words that all ranks send for K-FAC
-    in a step, where rows are even: `2n(P−1)/P + (P−1)t/k_i`; FSDP2's own traffic comes on top.
+    in a step, where rows are even: `2n(P−1)/P + (P−1)t/k_i`; FSDP2's own traffic comes on top. Of R copies (HSDP) one
+    goes to the owner, and all get the direction: `n(1 + R − 2R/P)`.
 
-    This is what becomes of every strategy where parameters are sharded by `fully_shard`.
+    This is what becomes of every strategy where parameters are sharded by `fully_shard` or tensor parallelism.
 
     Args:
         placement: what has one owner.
