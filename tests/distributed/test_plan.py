@@ -795,7 +795,7 @@ def test_bad_plans_are_refused(arguments: dict[str, Any], error: type[Exception]
         (lambda: PlanOptions(factor_dtype=None), TypeError, "factor_dtype of PlanOptions"),
         (lambda: PlanOptions(sums_dtype=torch.float16), ValueError, "sums_dtype of PlanOptions"),
         (lambda: PlanOptions(momentum=0.9), TypeError, "momentum of PlanOptions"),
-        (lambda: COST.communicating(Collective.REDUCE, 1, 0), ValueError, "ranks must be at least 1"),
+        (lambda: COST.communicating(Collective.ALL_REDUCE, 1, 0), ValueError, "ranks must be at least 1"),
     ],
 )
 def test_bad_values_are_refused(make: Any, error: type[Exception], message: str) -> None:
