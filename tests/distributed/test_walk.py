@@ -135,4 +135,7 @@ def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
         assert told == said
         for payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS):
             if plan.buckets_of(payload) and (payload is not Payload.GRADIENTS or isinstance(strategy, Sharded)):
-                assert plan.by_segments(payload) is (exchange is Exchange.SEGMENTS)
+                segmented = exchange is Exchange.SEGMENTS
+                assert plan.by_segments(payload) is segmented
+                times = (1 if payload in RARE else PERIOD) * (2 if segmented else 1)
+                assert {len(each) for name, each in told.items() if name.startswith(payload.value)} == {times}
