@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import counted_bytes
-from helpers.layouts import DEFAULTS, Outcome, alone, assert_close, batch, loss, outcome, seeded, train
+from helpers.layouts import DEFAULTS, Outcome, Uneven, alone, assert_close, batch, loss, outcome, seeded, train
 from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,21 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Placement, Replicated
 from kfac_optim.utils.sharded_params import local
-
-
-class Uneven(nn.Module):
-    """First dimensions 7, 1 and 3, which ranks cannot share evenly, if at all; one parameter is left to SGD."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.conv = nn.Linear(4, 7), nn.LayerNorm(7), nn.Conv1d(7, 5, 1, bias=False)
-        self.slope = nn.Parameter(torch.full((3,), 0.25))
-        self.gate, self.last = nn.Linear(5, 1), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(self.norm(self.first(x).tanh()).unsqueeze(-1)).squeeze(-1)
-        mapped: Tensor = self.last(h * self.gate(h).sigmoid()) * self.slope
-        return mapped
 
 
 def hybrid(ranks: int = 4, permuted: bool = False) -> DeviceMesh:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.collectives import counted_bytes
+from helpers.layouts import Uneven
 from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,20 +53,6 @@ Batches = Sequence[Tensor]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-
-
-class Uneven(nn.Module):
-    """First dimensions 7, 5 and 1, which ranks cannot share evenly, if at all; one parameter is left to SGD."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.conv = nn.Linear(4, 7), nn.LayerNorm(7), nn.Conv1d(7, 5, 1, bias=False)
-        self.slope = nn.Parameter(torch.full((3,), 0.25))
-        self.gate, self.last = nn.Linear(5, 1), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(self.norm(self.first(x).tanh()).unsqueeze(-1)).squeeze(-1)
-        return self.last(h * self.gate(h).sigmoid()) * self.slope
 
 
 class Checkpointed(Uneven):

@@ -27,6 +27,21 @@ DEFAULTS: dict[str, Any] = {
 Model = Callable[[], nn.Module]
 
 
+class Uneven(nn.Module):
+    """Has first dimensions of 7, 5, 3 and 1, which ranks cannot share evenly; one parameter is left to SGD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.conv = nn.Linear(4, 7), nn.LayerNorm(7), nn.Conv1d(7, 5, 1, bias=False)
+        self.slope = nn.Parameter(torch.full((3,), 0.25))
+        self.gate, self.last = nn.Linear(5, 1), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(self.norm(self.first(x).tanh()).unsqueeze(-1)).squeeze(-1)
+        mapped: Tensor = self.last(h * self.gate(h).sigmoid()) * self.slope
+        return mapped
+
+
 def seeded(net: Model) -> nn.Module:
     torch.manual_seed(0)
     return net().to(torch.float64)
