@@ -121,7 +121,7 @@ def _of_runs(parser: argparse.ArgumentParser, out: str) -> None:
     )
 
 
-def _compare(parser: argparse.ArgumentParser) -> None:
+def _of_problems(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "problems",
         nargs="*",
@@ -130,6 +130,10 @@ def _compare(parser: argparse.ArgumentParser) -> None:
         metavar="PROBLEM",
         help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
     )
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    _of_problems(parser)
     parser.add_argument(
         "--optimizers",
         nargs="+",
@@ -207,27 +211,13 @@ def _defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def _averaging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "problems",
-        nargs="*",
-        type=_one_of(PROBLEMS),
-        default=["digits"],
-        metavar="PROBLEM",
-        help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
-    )
+    _of_problems(parser)
     parser.add_argument("--seeds", type=arguments.positive_int, default=3, metavar="N", help="default: 3")
     _of_runs(parser, "averaging-results")
 
 
 def _range_test(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "problems",
-        nargs="*",
-        type=_one_of(PROBLEMS),
-        default=["digits"],
-        metavar="PROBLEM",
-        help=f"some of {', '.join(PROBLEMS)} (default: digits, no download)",
-    )
+    _of_problems(parser)
     parser.add_argument(
         "--optimizers",
         nargs="+",
