@@ -124,7 +124,7 @@ class Engine:
             here = executor.gradients.gradients(covered)
             active, grads = [block for block, _ in here], [parts for _, parts in here]
             parts = executor.gradients.precondition(active, grads) if step_size.preconditions else grads
-        joins = Joins()
+        joins = admission.joins
         measured = covered and step_size.preconditions
         products, measures = _measure(covered, active, grads, parts, executor, joins) if measured else ([], {})
         proposal = Proposal(

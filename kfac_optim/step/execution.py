@@ -11,6 +11,7 @@ from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out, precondition_jointly
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.inverses.base import Inverse
+from kfac_optim.utils.joined_tensors import Joins
 from kfac_optim.utils.sharded_params import Shards, is_part
 
 Parts = Sequence[Tensor]
@@ -57,6 +58,8 @@ class Admission(NamedTuple):
     """The number that the loss was multiplied by before backward."""
     finite: Tensor | None
     """`[]` bool, whether the gradients are finite, if only the device knows; None if the host knows that they are."""
+    joins: Joins
+    """The gradients, joined already where the host has looked at them."""
 
 
 class Statistics:
