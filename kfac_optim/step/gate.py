@@ -111,10 +111,15 @@ class Gate:
             self.skipped.look()
         names = partial(names_of, self.binding, groups)
         parts = [local(gradient) for gradient in gradients.values()]
+        is_finite = finite is not None or (not scale.overflowed and all_finite(parts, joins))
+        kl_clip = next((group["kl_clip"] for group in groups), None)
+        is_finite, summed = self.executor.stages.agree(
+            finite=is_finite, summed=self.window.tally.summed(), kl_clip=kl_clip, device=params[0].device
+        )
         agreement = self.executor.agree(
             Trained(self.binding.coverage.blocks, params, names),
-            finite=finite is not None or (not scale.overflowed and all_finite(parts, joins)),
-            summed=self.window.tally.summed(),
+            finite=is_finite,
+            summed=summed,
             rescaled=scale.in_gradients,
             counted=None if self.window.estimate is not None else self.window.tally.counted(),
         )
@@ -174,7 +179,7 @@ class Gate:
         """
         limit = self.choices.nonfinite_limit
         return (
-            not self.executor.several
+            not (self.executor.several or self.executor.stages.several)
             and self.objective is None
             and (limit is None or self.skipped.deferred < limit)
             and fused_kernels_look(groups, gradients, state)
