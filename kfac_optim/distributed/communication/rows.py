@@ -1,11 +1,11 @@
-"""Gradients in a row, as a wrapper has them in one of its buckets, on paper: the messages that bring them to owners."""
+"""Gradients in a row, as a wrapper has them in one of its buckets, on paper: the messages that sum them."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from kfac_optim.distributed.communication.message import Collective, Message
+from kfac_optim.distributed.communication.message import Collective, Message, all_reduction
 from kfac_optim.distributed.communication.segments import Segments
 
 
@@ -15,7 +15,8 @@ class OwnedRow:
 
     Attributes:
         name: for messages and traces.
-        pieces: owner and number of elements of each, in the order of the row.
+        pieces: owner and number of elements of each, in the order of the row; an owner of -1 is all ranks, and where a
+            piece has that the whole row is summed to all.
         world_size: number of ranks.
         payload: dtype on the wire.
         segmented: whether it goes by segments, see [Note: the way by segments]; or each piece to its owner directly.
@@ -26,6 +27,16 @@ class OwnedRow:
     world_size: int
     payload: torch.dtype
     segmented: bool = False
+
+    @cached_property
+    def to_all(self) -> bool:
+        """Return whether the row is summed to all ranks, in an all-reduce."""
+        return any(owner < 0 for owner, _ in self.pieces)
+
+    @cached_property
+    def elements(self) -> int:
+        """Return the elements of the row."""
+        return sum(size for _, size in self.pieces)
 
     @cached_property
     def segments(self) -> Segments:
@@ -47,6 +58,8 @@ class OwnedRow:
         messages longer by less than `P` elements.
         """
         size, everyone = self.payload.itemsize, self.world_size
+        if self.to_all:
+            return (all_reduction(self.name, rank, everyone, self.elements, size),)
         if not self.segmented:
             from_ = (self.owned[rank],) * everyone
             return (Message(self.name, Collective.ALL_TO_ALL, rank, self.owned, from_, size),)

@@ -109,20 +109,28 @@ class OwnersHook:
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
-        flow = self.flow
+        buffer, flow = bucket.buffer(), self.flow
         if flow is not None:
             flow.bring(bucket.parameters())
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
-            # Who owns them is not known yet, or some are not ours: then all have the mean, owners too.
-            for param in bucket.parameters():
-                self._drop(param)
-            work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
-            mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-            return mean
+            return self._to_all(None, bucket)  # who owns them is not known yet, or some are not ours
         row = flow.row(bucket.index(), bucket.parameters(), buffer.dtype)
         self._make_local(bucket, flow)
+        if row.to_all:
+            return self._to_all(row, bucket)
         return self._by_segments(row, bucket, flow) if row.segmented else self._directly(row, bucket, flow)
+
+    def _to_all(self, row: OwnedRow | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        """Bring the mean to all ranks, owners too, as DDP does; `row` is None where no plan knows of it."""
+        for param in bucket.parameters():
+            self._drop(param)
+        mean = bucket.buffer().div_(dist.get_world_size(self._group))
+        work = dist.all_reduce(mean, group=self._group, async_op=True)
+        if row is not None and self._observe is not None:
+            (message,) = row.messages(dist.get_rank(self._group))
+            self._observe(Launch.of(message, Cause.COMPLETE))
+        done: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+        return done
 
     def _own(self, bucket: dist.GradBucket, flow: ShardedGradients) -> list[tuple[Tensor, Tensor]]:  # type: ignore[name-defined]
         """Return the parameters in a bucket that this rank owns, each with its gradient, a view of the buffer."""

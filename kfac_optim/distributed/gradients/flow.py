@@ -20,6 +20,7 @@ from kfac_optim.distributed.communication.segments import batches
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     gradient_buckets,
+    gradient_means,
     gradient_row,
     parameter_buckets,
     preconditioned_buckets,
@@ -96,13 +97,15 @@ class ReplicatedGradients(GradientFlow):
 class ShardedGradients(GradientFlow):
     """Brings each layer's gradient to its owner, who updates; all parameters are gathered after the step.
 
+    What has no owner (`Plan.everywhere`) all ranks have the mean of, precondition and update.
+
     Args:
         plan: of `Sharded`.
         communicator: for the main line of the program.
         params: of each covered layer and each other parameter, by its name in the plan.
 
     Attributes:
-        owner_of: the rank that updates a parameter; those that are not trained have none.
+        owner_of: the rank that updates a parameter, -1 where all do; those that are not trained have none.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
@@ -110,10 +113,11 @@ class ShardedGradients(GradientFlow):
         self._communicator = communicator
         self._plan = plan
         self._params = params
-        owners = {layer.name: layer.workers.start for layer in plan.layers}
-        owners |= {each.name: each.owner for each in plan.parameters if each.owner is not None}
+        owners = {layer.name: layer.owner for layer in plan.layers}
+        owners |= {each.name: -1 if each.owner is None else each.owner for each in plan.parameters}
         self._owners = owners
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
+        self._here = (communicator.rank, -1)
         self._layouts: dict[Any, LaidOut[Any]] = {}
         self._batches: dict[tuple[int, ...], list[slice]] = {}
         self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
@@ -152,6 +156,9 @@ class ShardedGradients(GradientFlow):
             return
         rank, ranks = self._communicator.rank, self._communicator.world_size
 
+        means = gradient_means(self._plan, names)
+        flights = [self._summed(row, held) for row, held in means.items()]
+
         def launch(bucket: ReduceBucket) -> InFlight[dict[str, Merged]]:
             given = Contributions(bucket, rank, self._communicator.device)
             for slot in bucket.slots:
@@ -165,13 +172,18 @@ class ShardedGradients(GradientFlow):
                 for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
                     if param in waiting:
                         _average(param, others.view(param.shape), ranks)
+        for held, flight in zip(means.values(), flights, strict=True):
+            params = [param for name in held for param in self._params[name]]
+            for param, total in zip(params, torch.split(flight.wait(), [p.numel() for p in params]), strict=True):
+                if param in waiting:
+                    _set_gradient(param, total.view(param.shape) / ranks)
         self.bring(self.owner_of)
 
     def forget(self) -> None:
         self._waiting: set[Tensor] = set(self.owner_of)
 
     def restore(self) -> None:
-        brought = self.owner_of.keys() - self._waiting
+        brought = {param for param, owner in self.owner_of.items() if owner >= 0} - self._waiting
         self._gather(
             [name for name, held in self._params.items() if not brought.isdisjoint(held)],
             lambda param: torch.zeros_like(param) if param.grad is None else param.grad,
@@ -179,10 +191,16 @@ class ShardedGradients(GradientFlow):
         )
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        return super().gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
+        return super().gradients([block for block in blocks if self._owners[block.name] in self._here])
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return [param for param in params if self.owner_of.get(param) == self._communicator.rank]
+        return [param for param in params if self.owner_of.get(param) in self._here]
+
+    def counts(self, param: nn.Parameter) -> bool:
+        return self._communicator.rank == max(self.owner_of[param], 0)
+
+    def makes_for_sums(self, block: KFACBlock) -> bool:
+        return all(map(self.counts, block.params))
 
     def publish(self) -> None:
         self._gather(self._params, lambda param: param, lambda param, value: param.detach().copy_(value))
@@ -192,7 +210,14 @@ class ShardedGradients(GradientFlow):
         return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        return total_norm(grads, order, self._communicator, self._plan.options.parameter_dtype)
+        others = {id(param.grad) for param in self.owner_of if not self.counts(param)}
+        counted = [grad for grad in grads if id(grad) not in others]
+        return total_norm(counted, order, self._communicator, self._plan.options.parameter_dtype)
+
+    def _summed(self, row: OwnedRow, names: Sequence[str]) -> InFlight[Tensor]:
+        """Sum gradients to all ranks."""
+        values = torch.cat([self._flat(name).to(row.payload) for name in names])
+        return self._communicator.all_reduce(row.name, values, layers=names)
 
     def _flat(self, name: str) -> Tensor:
         """Return the gradients of a layer's parameters, in a row."""
