@@ -1,6 +1,7 @@
 """The plan, message by message: what each rank is seen to send and receive in a period is what the plan says."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Exchange, Launch, Placement, Replicated, Sharded, Strategy
+from kfac_optim.distributed.communication.laid_out import on_paper
 from kfac_optim.distributed.communication.message import Message, all_reduction
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.planning.buckets import Payload
-from kfac_optim.distributed.planning.messages import all_buckets, gradient_row
+from kfac_optim.distributed.planning.messages import all_buckets, delivery_limit, gradient_means, gradient_row
 from kfac_optim.distributed.planning.plan import Plan
 
 PERIOD = 3
@@ -35,8 +37,8 @@ class Mixed(nn.Sequential):
 
 def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: nn.Module) -> dict[str, list[Moved]]:
     """What the plan says of each bucket in a period of steps; `rows` are the parameters in each of DDP's buckets."""
-    owners = {layer.name: layer.workers.start for layer in plan.layers}
-    owners |= {each.name: each.owner or 0 for each in plan.parameters}
+    owners = {layer.name: layer.owner for layer in plan.layers}
+    owners |= {each.name: -1 if each.owner is None else each.owner for each in plan.parameters}
     name_of = {param: name for name, param in model.named_parameters()}
 
     def pieces(params: list[nn.Parameter]) -> list[tuple[int, int]]:
@@ -47,20 +49,22 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
 
     found: dict[str, list[Moved]] = {}
 
-    def add(messages: tuple[Message, ...], payload: Payload) -> None:
-        moved = [(message.sent_bytes, message.received_bytes) for message in messages]
-        found.setdefault(messages[0].name, []).extend(moved * (1 if payload in RARE else PERIOD))
+    def add(messages: Iterable[Message], payload: Payload) -> None:
+        for _ in range(1 if payload in RARE else PERIOD):
+            for message in messages:
+                found.setdefault(message.name, []).append((message.sent_bytes, message.received_bytes))
 
     for payload in Payload:
         if payload.is_control:
             for bucket in plan.buckets_of(payload):
-                add((all_reduction(payload.value, rank, plan.ranks, bucket.words, 8),), payload)
+                add([all_reduction(payload.value, rank, plan.ranks, bucket.words, 8)], payload)
         elif payload is Payload.GRADIENTS and rows:
-            for number, params in rows.items():
-                add(gradient_row(plan, number, pieces(params), torch.float32).messages(rank), payload)
+            layouts = [gradient_row(plan, n, pieces(params), torch.float32) for n, params in sorted(rows.items())]
+            add(on_paper(layouts, rank, delivery_limit(plan)), payload)
         else:
-            for layout in all_buckets(plan, payload):
-                add(layout.messages(rank), payload)
+            add(on_paper(all_buckets(plan, payload), rank), payload)
+            if payload is Payload.GRADIENTS and isinstance(plan.strategy, Sharded):
+                add(on_paper([*gradient_means(plan, list(owners))], rank), payload)
     return found
 
 
@@ -129,7 +133,7 @@ def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
     ranks: Ranks = request.getfixturevalue(several)
     inverse = Cholesky() if wrapped else EKFAC()
     for told, said, traced, handed_over, plan in ranks.run(walk, strategy, exchange, inverse, wrapped, timeout=30):
-        assert traced == handed_over, "every collective is told of, and nothing else"
+        assert sorted(traced) == sorted(handed_over), "every collective is told of, and nothing else"
         scalars = told.pop(Payload.SCALARS.value, [])
         assert sorted(scalars) == sorted(said.pop(Payload.SCALARS.value, []))  # of several sizes
         assert told == said
@@ -137,5 +141,7 @@ def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
             if plan.buckets_of(payload) and (payload is not Payload.GRADIENTS or isinstance(strategy, Sharded)):
                 segmented = exchange is Exchange.SEGMENTS
                 assert plan.by_segments(payload) is segmented
-                times = (1 if payload in RARE else PERIOD) * (2 if segmented else 1)
-                assert {len(each) for name, each in told.items() if name.startswith(payload.value)} == {times}
+                times = 1 if payload in RARE else PERIOD
+                mine = [each for name, each in told.items() if name.startswith(payload.value)]
+                # One message for each bucket; by segments one more for each batch, with the last or one of its own.
+                assert {len(each) for each in mine} <= ({times, 2 * times} if segmented else {times})

@@ -1,6 +1,7 @@
 """Buckets of sums launched during backward, in one order on all ranks, whatever their hooks do."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -8,7 +9,7 @@ from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import Cause, InFlight
 from kfac_optim.distributed.communication.layout_checks import repeated
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
-from kfac_optim.distributed.communication.segments import batches
+from kfac_optim.distributed.communication.segments import batches, shares
 from kfac_optim.utils.text import listed
 
 
@@ -37,6 +38,7 @@ class Reducer:
         self._buckets = tuple(buckets)
         self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         self._owned = {slot.name for bucket in buckets for slot in bucket.owned[communicator.rank]}
+        self._segmented = any(bucket.segmented for bucket in buckets)
         self._batches = _batches(buckets)
         self._start_round()
 
@@ -122,11 +124,11 @@ class Reducer:
         self._start_round()
         for flight, counts in zip(flights, last, strict=True):
             if not counts:
-                flight.event.settle()
+                flight.wait()
         counting = [(self._buckets[index], f) for index, f, counts in zip(sent, flights, last, strict=True) if counts]
         del flights
         # They are cut anew where they come in another order than they were laid out in.
-        return _arriving(counting, _batches([bucket for bucket, _ in counting]) if any(again) else self._batches)
+        return self._arriving(counting, _batches([bucket for bucket, _ in counting]) if any(again) else self._batches)
 
     def abandon(self) -> None:
         """Launch what is left, wait for all of it, throw it away, and start the next round.
@@ -142,10 +144,10 @@ class Reducer:
         flights = self._flights
         self._start_round()
         for flight in flights:
-            flight.event.settle()  # by segments nothing goes on to the owners
+            flight.wait()  # by segments nothing goes on to the owners
 
     def _start_round(self) -> None:
-        self._flights: list[InFlight[dict[str, Merged]]] = []
+        self._flights: list[InFlight[Any]] = []
         self._next = 0
         self._unseen = [set(bucket.names) for bucket in self._buckets]
         self._stale = [False] * len(self._buckets)
@@ -183,28 +185,28 @@ class Reducer:
         """
         for flight in self._flights:
             if self._buckets[index].segmented or not settle:
-                flight.event.settle(only_if_over=not settle)
+                flight.event.wait(only_if_over=not settle)
         contributions = self._contributions(index)
         self._filling[index] = None
-        self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))
+        bucket = self._buckets[index]
+        launch = self._communicator.reduce_to_segments if bucket.segmented else self._communicator.reduce
+        self._flights.append(launch(bucket, contributions, cause))
 
-
-def _arriving(
-    flights: list[tuple[ReduceBucket, InFlight[dict[str, Merged]]]], laid_out: Sequence[slice]
-) -> Iterator[dict[str, Merged]]:
-    """Wait for buckets in their order, and give what came of each; none is held when it was given."""
-    for batch in laid_out:
-        together = [flight for _, flight in flights[: batch.stop - batch.start]]
-        del flights[: len(together)]
-        for flight in together:
-            flight.event.advance()
-        del flight
-        while together:
-            yield together.pop(0).wait()
+    def _arriving(
+        self, flights: list[tuple[ReduceBucket, InFlight[Any]]], laid_out: Sequence[slice]
+    ) -> Iterator[dict[str, Merged]]:
+        """Wait for buckets in their order, and give what came of each; none is held when it was given."""
+        if not self._segmented:
+            while flights:
+                yield flights.pop(0)[1].wait()
+            return
+        for batch in laid_out:
+            coming = [flights.pop(0) for _ in range(batch.stop - batch.start)]
+            buckets, segments = [bucket for bucket, _ in coming], [flight.wait() for _, flight in coming]
+            del coming
+            yield from self._communicator.deliver(buckets, segments, Cause.LEFT_OVER)
 
 
 def _batches(buckets: Sequence[ReduceBucket]) -> list[slice]:
-    """Return where those lie that go to owners together; where they go directly, all of them."""
-    if not any(bucket.segmented for bucket in buckets):
-        return [slice(0, len(buckets))]
-    return batches([bucket.owned_elements for bucket in buckets])
+    """Return where those lie that go to owners together."""
+    return batches([shares(bucket.owned_elements) for bucket in buckets])

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import precondition, to_params
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.laid_out import LaidOut, arrivals
+from kfac_optim.distributed.communication.laid_out import LaidOut, shared, sums
 from kfac_optim.distributed.communication.launches import InFlight
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
+from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
-from kfac_optim.distributed.communication.segments import batches
+from kfac_optim.distributed.gradients.deliveries import Deliveries
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
+    delivery_limit,
     gradient_buckets,
     gradient_means,
     gradient_row,
@@ -80,10 +81,7 @@ class ReplicatedGradients(GradientFlow):
         if names not in self._layouts:
             self._layouts[names] = LaidOut.of(preconditioned_buckets(self._plan, names))
 
-        def share(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
-            return self._communicator.share(bucket, values)
-
-        for received in arrivals(self._layouts[names], share, at_once=False):
+        for received in shared(self._communicator, self._layouts[names], lambda _: values, at_once=False):
             for name, block in by_name.items():
                 workers = self._workers[name]
                 found = received.get(preconditioned_name(name, rank % len(workers)))
@@ -103,12 +101,20 @@ class ShardedGradients(GradientFlow):
         plan: of `Sharded`.
         communicator: for the main line of the program.
         params: of each covered layer and each other parameter, by its name in the plan.
+        delivery: for what is launched in backward; needed where gradients go by segments.
 
     Attributes:
         owner_of: the rank that updates a parameter, -1 where all do; those that are not trained have none.
+        deliveries: brings segments of a wrapper's buckets to owners.
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: Communicator,
+        params: Mapping[str, Sequence[nn.Parameter]],
+        delivery: Communicator | None = None,
+    ) -> None:
         super().__init__()
         self._communicator = communicator
         self._plan = plan
@@ -119,7 +125,7 @@ class ShardedGradients(GradientFlow):
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
         self._here = (communicator.rank, -1)
         self._layouts: dict[Any, LaidOut[Any]] = {}
-        self._batches: dict[tuple[int, ...], list[slice]] = {}
+        self.deliveries = None if delivery is None else Deliveries(delivery, delivery_limit(plan))
         self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
         self.forget()
 
@@ -137,13 +143,6 @@ class ShardedGradients(GradientFlow):
             self._rows[key] = gradient_row(self._plan, number, pieces, dtype)
         return self._rows[key]
 
-    def batches(self, rows: Sequence[OwnedRow]) -> list[slice]:
-        """Return where those of these rows lie that go to owners together, which is laid out once."""
-        key = tuple(map(id, rows))  # they are kept
-        if key not in self._batches:
-            self._batches[key] = batches([row.owned for row in rows])
-        return self._batches[key]
-
     def bring(self, params: Iterable[Tensor]) -> None:
         """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
         self._waiting.difference_update(params)
@@ -159,14 +158,14 @@ class ShardedGradients(GradientFlow):
         means = gradient_means(self._plan, names)
         flights = [self._summed(row, held) for row, held in means.items()]
 
-        def launch(bucket: ReduceBucket) -> InFlight[dict[str, Merged]]:
+        def give(bucket: ReduceBucket) -> Contributions:
             given = Contributions(bucket, rank, self._communicator.device)
             for slot in bucket.slots:
                 if slot.owner != rank:
                     given.put(slot.name, self._flat(slot.name), 1.0)
-            return self._communicator.reduce(bucket, given)
+            return given
 
-        for found in arrivals(self._laid_out(gradient_buckets, names), launch):
+        for found in sums(self._communicator, self._laid_out(gradient_buckets, names), give):
             for name, merged in found.items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
@@ -234,12 +233,11 @@ class ShardedGradients(GradientFlow):
         """Bring what owners have of the parameters of these pieces to all other ranks."""
         rank = self._communicator.rank
 
-        def launch(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
+        def give(bucket: ShareBucket) -> dict[str, Tensor]:
             own = [parcel.name for parcel in bucket.parcels if parcel.source == rank]
-            values = {name: _in_a_row([read(param).detach() for param in self._params[name]]) for name in own}
-            return self._communicator.share(bucket, values)
+            return {name: _in_a_row([read(param).detach() for param in self._params[name]]) for name in own}
 
-        for found in arrivals(self._laid_out(parameter_buckets, names), launch):
+        for found in shared(self._communicator, self._laid_out(parameter_buckets, names), give):
             for name, joined in found.items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, value in zip(self._params[name], torch.split(joined, sizes), strict=True):

@@ -170,17 +170,16 @@ def _direct(shares: Mapping[int, float], ranks: int, cost: CostModel) -> float:
 
 
 def _between(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> list[float]:
-    """Return the seconds of each bucket's all-to-all between segments and owners, a part of those of its batch."""
+    """Return the seconds of each bucket's all-to-all between segments and owners, a part of that of its batch."""
     found: list[float] = []
-    for batch in batches([[share.get(rank, 0.0) for rank in range(ranks)] for share in shares]):
+    for batch in batches(shares):
         together: defaultdict[int, float] = defaultdict(float)
         for share in shares[batch]:
             for rank, size in share.items():
                 together[rank] += size
-        whole, number = sum(together.values()), batch.stop - batch.start
+        whole = sum(together.values())
         mean = whole / ranks
         seconds = cost.communicating(Collective.ALL_TO_ALL, max(mean, *together.values()), ranks, mean=mean)
-        seconds += (number - 1) * cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
         found += [seconds * sum(share.values()) / whole for share in shares[batch]]
     return found
 

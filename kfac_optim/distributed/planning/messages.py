@@ -216,6 +216,11 @@ def gradient_row(plan: Plan, number: int, pieces: Sequence[tuple[int, int]], dty
     return OwnedRow(name, tuple(pieces), plan.ranks, dtype, plan.by_segments(Payload.GRADIENTS))
 
 
+def delivery_limit(plan: Plan) -> float:
+    """Return elements of gradients that one rank may own of what goes to owners in one message, see `Batching`."""
+    return float(max((bucket.words for bucket in plan.buckets_of(Payload.GRADIENTS)), default=0))
+
+
 # -- what they share ---------------------------------------------------------------------------------------------
 
 
