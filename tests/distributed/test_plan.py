@@ -390,7 +390,7 @@ def test_buckets_of_a_plan(
             (everyone,) = alike
         assert bucket.collective in ({Collective.ALL_REDUCE} if everyone else {even, Collective.ALL_TO_ALL})
         assert bucket.segmented is (bucket.collective is even)
-        assert (bucket.later > 0) is (bucket.collective is Collective.REDUCE_SCATTER)
+        assert (bucket.later > 0) is (bucket.payload is Payload.SUMS and bucket.segmented)
         forced = options.exchange is Exchange.SEGMENTS and bucket.members == range(ranks)
         if bucket.payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS) and not everyone:
             assert bucket.segmented is forced

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.collectives import counted_calls
+from helpers.plans import largest_everywhere
 from helpers.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -62,14 +63,15 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
             layouts = [gradient_row(plan, n, pieces(params), torch.float32) for n, params in sorted(rows.items())]
             add(on_paper(layouts, rank, delivery_limit(plan)), payload)
         else:
-            add(on_paper(all_buckets(plan, payload), rank), payload)
+            limit = delivery_limit(plan) if payload in (Payload.GRADIENTS, Payload.PARAMETERS) else None
+            add(on_paper(all_buckets(plan, payload), rank, limit), payload)
             if payload is Payload.GRADIENTS and isinstance(plan.strategy, Sharded):
                 add(on_paper([*gradient_means(plan, list(owners))], rank), payload)
     return found
 
 
 def walk(
-    rank: int, strategy: Strategy, exchange: Exchange, inverse: Inverse[Any], wrapped: bool
+    rank: int, strategy: Strategy, exchange: Exchange, inverse: Inverse[Any], wrapped: bool, everywhere: bool
 ) -> tuple[dict[str, list[Moved]], dict[str, list[Moved]], list[Moved], list[Moved], Plan]:
     """What was told of each bucket, what the plan says of it, and all that was told and handed over, in order."""
     torch.manual_seed(0)
@@ -98,8 +100,9 @@ def walk(
         (net(torch.randn(8, 5, generator=generator)) - 1).square().mean().backward()
         optimizer.step()
 
-    for number in range(PERIOD):
-        step(number)
+    with largest_everywhere(on=everywhere):
+        for number in range(PERIOD):
+            step(number)
     for block in optimizer._binding.coverage.blocks:
         block.clock.folds = block.clock.folds_at_refresh = 10**6
     trace.clear()
@@ -122,17 +125,31 @@ def walk(
 
 @pytest.mark.parametrize("exchange", Exchange)
 @pytest.mark.parametrize(
-    ("strategy", "wrapped"),
-    [(Sharded(), True), (Sharded(Placement.FACTORS), False), (Replicated(), True), (Replicated(0.01), False)],
+    ("strategy", "wrapped", "everywhere"),
+    [
+        (Sharded(), True, False),
+        (Sharded(Placement.FACTORS), False, False),
+        (Sharded(), True, True),
+        (Sharded(Placement.FACTORS), False, True),
+        (Replicated(), True, False),
+        (Replicated(0.01), False, False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("several", ["two_ranks", "four_ranks"])
 def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
-    request: pytest.FixtureRequest, several: str, strategy: Strategy, wrapped: bool, exchange: Exchange
+    request: pytest.FixtureRequest,
+    several: str,
+    strategy: Strategy,
+    wrapped: bool,
+    everywhere: bool,
+    exchange: Exchange,
 ) -> None:
     ranks: Ranks = request.getfixturevalue(several)
     inverse = Cholesky() if wrapped else EKFAC()
-    for told, said, traced, handed_over, plan in ranks.run(walk, strategy, exchange, inverse, wrapped, timeout=30):
+    answers = ranks.run(walk, strategy, exchange, inverse, wrapped, everywhere, timeout=30)
+    for told, said, traced, handed_over, plan in answers:
+        assert bool(plan.everywhere) is everywhere
         assert sorted(traced) == sorted(handed_over), "every collective is told of, and nothing else"
         scalars = told.pop(Payload.SCALARS.value, [])
         assert sorted(scalars) == sorted(said.pop(Payload.SCALARS.value, []))  # of several sizes
@@ -142,6 +159,9 @@ def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
                 segmented = exchange is Exchange.SEGMENTS
                 assert plan.by_segments(payload) is segmented
                 times = 1 if payload in RARE else PERIOD
-                mine = [each for name, each in told.items() if name.startswith(payload.value)]
+                alone = [
+                    name for name, each in told.items() if name.startswith(payload.value) and " of all " not in name
+                ]
+                mine = [told[name] for name in alone]
                 # One message for each bucket; by segments one more for each batch, with the last or one of its own.
                 assert {len(each) for each in mine} <= ({times, 2 * times} if segmented else {times})

@@ -126,12 +126,17 @@ class OwnersHook:
         """Bring the mean to all ranks, owners too, as DDP does; `row` is None where no plan knows of it."""
         for param in bucket.parameters():
             self._drop(param)
-        mean = bucket.buffer().div_(dist.get_world_size(self._group))
+        mean: Tensor = bucket.buffer().div_(dist.get_world_size(self._group))
         work = dist.all_reduce(mean, group=self._group, async_op=True)
         if row is not None and self._observe is not None:
             (message,) = row.messages(dist.get_rank(self._group))
             self._observe(Launch.of(message, Cause.COMPLETE))
-        done: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+
+        def take(future: torch.futures.Future[Any]) -> Tensor:
+            future.wait()
+            return mean
+
+        done: torch.futures.Future[Tensor] = work.get_future().then(take)
         return done
 
     def _own(self, bucket: dist.GradBucket, flow: ShardedGradients) -> list[tuple[Tensor, Tensor]]:  # type: ignore[name-defined]

@@ -121,6 +121,7 @@ class Deliveries:
             message = together(messages)
             received = sent.new_empty(sum(message.from_))
             work = self._communicator.begin(message, Cause.COMPLETE, sent, received)
+            del sent, means  # what follows may be called at once
         except Exception as error:
             _fail(segments, error)
             return

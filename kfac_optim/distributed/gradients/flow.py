@@ -247,7 +247,7 @@ class ShardedGradients(GradientFlow):
         """Return the buckets of a layout for these names, which is made once."""
         key = (layout, tuple(names))
         if key not in self._layouts:
-            self._layouts[key] = LaidOut.of(layout(self._plan, names))
+            self._layouts[key] = LaidOut.of(layout(self._plan, names), delivery_limit(self._plan))
         return self._layouts[key]
 
 

@@ -148,8 +148,9 @@ def make_buckets(
             even = [cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares]
             pairs = list(zip(even, _between(shares, ranks, cost), strict=True))
             scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
-            to_owners = payload in _TO_OWNERS
-            ways = [(scatter, one, other) if to_owners else (gather, one + other, 0.0) for one, other in pairs]
+            kind = scatter if payload in _TO_OWNERS else gather
+            late = payload is Payload.SUMS  # the second message of gradients goes while backward goes on
+            ways = [(kind, one, other) if late else (kind, one + other, 0.0) for one, other in pairs]
     return tuple(
         PlannedBucket(payload, together, itemsize, members, *way) for together, way in zip(filled, ways, strict=True)
     )

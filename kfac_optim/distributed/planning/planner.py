@@ -98,9 +98,8 @@ class _Planner:
     def __post_init__(self) -> None:
         self.merges = self.ranks > 1 and self.strategy.statistics is Statistics.ALL
         self.workers = self.strategy.workers(self.ranks)
-        spreads = self.ranks > 1 and isinstance(self.strategy, Sharded)
-        itemsize = self.options.parameter_dtype.itemsize
-        self.everywhere = on_all_ranks(self.model, self.ranks, itemsize, self.cost) if spreads else frozenset()
+        model = self.model if isinstance(self.strategy, Sharded) else ()
+        self.everywhere = on_all_ranks(model, self.ranks, self.options.parameter_dtype.itemsize, self.cost)
         self.layers = self._place_layers()
         self.parameters = self._place_parameters()
 
@@ -144,7 +143,7 @@ class _Planner:
         loads = {
             name: LayerLoad(
                 {part.name: Load(part.refresh, packed_words(part)) for part in parts[name]},
-                *((0.0, 0) if name in self.everywhere else (costs[name].apply, each.words)),
+                *((0.0, 0) if name in self.everywhere else (costs[name].apply + self._link(each.words), each.words)),
             )
             for name, (_, each) in covered.items()
         }
@@ -161,6 +160,11 @@ class _Planner:
             )
             for name, (number, each) in covered.items()
         )
+
+    def _link(self, words: int) -> float:
+        """Return the operations that an owner could do while so many words come to it and go again (`Sharded`)."""
+        size = 2 * words * self.options.parameter_dtype.itemsize
+        return self.cost.flop_rate * size / self.cost.bandwidth if isinstance(self.strategy, Sharded) else 0.0
 
     def _place_parameters(self) -> tuple[ParameterPlan, ...]:
         uncovered = [(number, each) for number, each in enumerate(self.model) if isinstance(each, Uncovered)]
