@@ -31,13 +31,13 @@ from kfac_optim.distributed import (
     make_plan,
     predict_sgd,
 )
-from kfac_optim.distributed.communication.laid_out import on_paper
+from kfac_optim.distributed.communication.laid_out import may_go_early, on_paper
 from kfac_optim.distributed.communication.layouts import ReduceBucket
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import batches, shares
 from kfac_optim.distributed.planning.buckets import Payload
-from kfac_optim.distributed.planning.messages import all_buckets, delivery_limit, gradient_row
+from kfac_optim.distributed.planning.messages import all_buckets, delivery_limit, gradient_row, sum_buckets
 
 _SPREAD = 0.05
 
@@ -160,14 +160,22 @@ _PAYLOADS = {"sums": Payload.SUMS, "results": Payload.INVERSES, "parameters": Pa
 
 
 def _limit(plan: Plan, payload: Payload) -> float | None:
+    if payload is Payload.SUMS:
+        return float(max(sum(bucket.owned_elements) for bucket in all_buckets(plan, payload)))
     return delivery_limit(plan) if payload is Payload.PARAMETERS else None
+
+
+def _early(plan: Plan, payload: Payload) -> int:
+    names = [layer.name for layer in plan.layers]
+    return may_go_early(sum_buckets(plan, names)) if payload is Payload.SUMS else 0
 
 
 def _check(counted: Counted) -> None:
     """Raise where the rank was not counted to send and receive what the plan says."""
     plan, rank = counted.plan, counted.rank
     said = {
-        phase: on_paper(all_buckets(plan, payload), rank, _limit(plan, payload)) for phase, payload in _PAYLOADS.items()
+        phase: on_paper(all_buckets(plan, payload), rank, _limit(plan, payload), _early(plan, payload))
+        for phase, payload in _PAYLOADS.items()
     }
     said["gradients"] = on_paper(_rows(counted), rank, delivery_limit(plan))
     for phase, messages in said.items():
@@ -195,7 +203,8 @@ def _parts(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> dict
 
     def going(payload: Payload) -> float:
         plan = counted.plan
-        return sum(_carrying_out(all_buckets(plan, payload), cost, _limit(plan, payload)))
+        layouts, limit, early = all_buckets(plan, payload), _limit(plan, payload), _early(plan, payload)
+        return sum(sum(_carrying_out(part, cost, limit)) for part in (layouts[:early], layouts[early:]))
 
     rare = going(Payload.SUMS) + going(Payload.INVERSES)
     return {

@@ -15,11 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Exchange, Launch, Placement, Replicated, Sharded, Strategy
-from kfac_optim.distributed.communication.laid_out import on_paper
+from kfac_optim.distributed.communication.laid_out import may_go_early, on_paper
 from kfac_optim.distributed.communication.message import Message, all_reduction
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.planning.buckets import Payload
-from kfac_optim.distributed.planning.messages import all_buckets, delivery_limit, gradient_means, gradient_row
+from kfac_optim.distributed.planning.messages import (
+    all_buckets,
+    delivery_limit,
+    gradient_means,
+    gradient_row,
+    sum_buckets,
+)
 from kfac_optim.distributed.planning.plan import Plan
 
 PERIOD = 3
@@ -49,6 +55,7 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
         ]
 
     found: dict[str, list[Moved]] = {}
+    names = [layer.name for layer in plan.layers]
 
     def add(messages: Iterable[Message], payload: Payload) -> None:
         for _ in range(1 if payload in RARE else PERIOD):
@@ -60,11 +67,13 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
             for bucket in plan.buckets_of(payload):
                 add([all_reduction(payload.value, rank, plan.ranks, bucket.words, 8)], payload)
         elif payload is Payload.GRADIENTS and rows:
-            layouts = [gradient_row(plan, n, pieces(params), torch.float32) for n, params in sorted(rows.items())]
-            add(on_paper(layouts, rank, delivery_limit(plan)), payload)
+            of_ddp = [gradient_row(plan, n, pieces(params), torch.float32) for n, params in sorted(rows.items())]
+            add(on_paper(of_ddp, rank, delivery_limit(plan)), payload)
         else:
             limit = delivery_limit(plan) if payload in (Payload.GRADIENTS, Payload.PARAMETERS) else None
-            add(on_paper(all_buckets(plan, payload), rank, limit), payload)
+            layouts = all_buckets(plan, payload)
+            early = may_go_early(sum_buckets(plan, names)) if payload is Payload.SUMS else 0
+            add(on_paper(layouts, rank, limit, early), payload)
             if payload is Payload.GRADIENTS and isinstance(plan.strategy, Sharded):
                 add(on_paper([*gradient_means(plan, list(owners))], rank), payload)
     return found

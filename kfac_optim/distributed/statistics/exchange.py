@@ -121,6 +121,7 @@ class StatisticsExchange:
                     name = part.part.name
                     names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
                     block.state.merge(name, [_weighted(merged[n]) for n in names])
+                merged.clear()  # its memory goes to the next
             self.forget_others(blocks)
         self._tell_of_each_other([block for block in blocks if _is_apart(self._layers[block.name])])
 
