@@ -238,10 +238,13 @@ class ShardedGradients(GradientFlow):
             return {name: _in_a_row([read(param).detach() for param in self._params[name]]) for name in own}
 
         for found in shared(self._communicator, self._laid_out(parameter_buckets, names), give):
-            for name, joined in found.items():
-                sizes = [param.numel() for param in self._params[name]]
-                for param, value in zip(self._params[name], torch.split(joined, sizes), strict=True):
-                    write(param, value.view(param.shape))
+            while found:  # what was written is held no longer when the next comes
+                name, joined = found.popitem()
+                params = self._params[name]
+                parts = list(torch.split(joined, [param.numel() for param in params]))
+                del joined
+                for param in params:
+                    write(param, parts.pop(0).view(param.shape))
 
     def _laid_out(self, layout: Callable[[Plan, Collection[str]], Any], names: Collection[str]) -> LaidOut[Any]:
         """Return the buckets of a layout for these names, which is made once."""
