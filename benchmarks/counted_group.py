@@ -159,7 +159,7 @@ class _Run:
             assert plan is not None
             assert isinstance(flow, ShardedGradients)
             wrapper: Any = _Wrapper()
-            hook = OwnersHook(wrapper, self._trace.append, at_the_end=lambda function: function())
+            hook = OwnersHook(wrapper, self._trace.append)
             hook.flow = flow
             buckets = _buckets(params)
             assert executor.shared is not None

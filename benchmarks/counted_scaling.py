@@ -1,16 +1,17 @@
 """Bytes, messages and buffers of one rank of many, counted, and the seconds that these messages are predicted to take.
 
 The rank is the one that sends or receives most, by the plan; what it is counted to send equals what the plan says, or
-this ends in an error. Its messages go one after another over its link, and those between segments and owners of one
-batch together; backward hides what it can of the reduce-scatters, and nothing of anything else. ``slowed`` is the same
-on a machine whose links have half the bandwidth, as where ranks of a node contend for one, and whose ranks differ: of
-P ranks with a standard deviation of 5% the slowest takes ``1 + 0.05 √(2 ln P)`` times as long to compute.
+this ends in an error. Each message takes what ``CostModel`` says of the bytes of the rank that has most of it, by the
+plan, and messages go one after another over a link; backward hides what it can of all gradients' messages, each of
+which begins when its last gradient is there, and nothing of anything else. ``slowed`` is the same on a machine whose
+links have half the bandwidth, as where ranks of a node contend for one, and whose ranks differ: of P ranks with a
+standard deviation of 5% the slowest takes ``1 + 0.05 √(2 ln P)`` times as long to compute.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
@@ -30,11 +31,15 @@ from kfac_optim.distributed import (
     make_plan,
     predict_sgd,
 )
+from kfac_optim.distributed.communication.laid_out import may_go_early, on_paper
+from kfac_optim.distributed.communication.layouts import ReduceBucket
+from kfac_optim.distributed.communication.parcels import ShareBucket
+from kfac_optim.distributed.communication.rows import OwnedRow
+from kfac_optim.distributed.communication.segments import batches, shares
 from kfac_optim.distributed.planning.buckets import Payload
-from kfac_optim.distributed.planning.messages import all_buckets, gradient_row
+from kfac_optim.distributed.planning.messages import all_buckets, delivery_limit, gradient_row, sum_buckets
 
 _SPREAD = 0.05
-_RARE = ("sums", "results")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,9 @@ class CountedPoint:
         sgd_seconds: predicted.
         slowed: as ``seconds``, on the slower machine.
         sgd_slowed: likewise, of SGD.
-        floor: of ``seconds`` over ``sgd_seconds``: what the largest layer takes over its one owner's link alone.
+        everywhere: names of layers that all ranks work on.
+        floor: of ``seconds`` over ``sgd_seconds``: what an owner's equal share, or the largest layer with one owner,
+            takes over a link, to the owner and back.
     """
 
     model: str
@@ -73,6 +80,7 @@ class CountedPoint:
     sgd_seconds: float
     slowed: float
     sgd_slowed: float
+    everywhere: list[str]
     floor: float
 
 
@@ -96,7 +104,8 @@ def counted_point(name: str, model: Model, ranks: int, cost: CostModel, options:
     plain, plain_slow = predict_sgd(model, ranks, cost, options), predict_sgd(model, ranks, slow, options)
     words = sum(each.words for each in model) * options.parameter_dtype.itemsize
     of_sgd = 2 * (ranks - 1) / ranks * words
-    largest = max(each.words for each in model) * options.parameter_dtype.itemsize
+    owned = [each.words for each in model if each.name not in paper.everywhere]
+    busiest_link = 2 * max(max(owned), sum(owned) / ranks) * options.parameter_dtype.itemsize * (ranks - 1) / ranks
     return CountedPoint(
         model=name,
         ranks=ranks,
@@ -112,99 +121,149 @@ def counted_point(name: str, model: Model, ranks: int, cost: CostModel, options:
         sgd_seconds=plain.mean,
         slowed=sum(_parts(counted, model, paper, slow).values()) + delay * computing,
         sgd_slowed=plain_slow.mean + delay * (plain_slow.forward + plain_slow.backward),
-        floor=1 + 2 * largest * (ranks - 1) / ranks / cost.bandwidth / plain.mean,
+        everywhere=sorted(paper.everywhere),
+        floor=1 + busiest_link / cost.bandwidth / plain.mean,
     )
 
 
-def _rows(counted: Counted) -> list[tuple[tuple[int, int], ...]]:
-    return [tuple(row) for row in counted.rows]
+def _rows(counted: Counted) -> list[OwnedRow]:
+    plan = counted.plan
+    return [
+        gradient_row(plan, number, row, plan.options.parameter_dtype)
+        for number, row in enumerate(map(tuple, counted.rows))
+    ]
 
 
 def _moved(counted: Counted) -> list[tuple[float, float]]:
     """Bytes that each rank sends and receives in a step, averaged over the periods, by the plan."""
-    plan, dtype = counted.plan, counted.plan.options.parameter_dtype
-    rare, everyone = plan.options.inverse_update_period, range(plan.ranks)
-    sent, received = [0.0] * plan.ranks, [0.0] * plan.ranks
-    for number, pieces in enumerate(_rows(counted)):
-        row = gradient_row(plan, number, pieces, dtype)
-        segments = row.segments
-        for rank in everyone:
-            length, home = segments.lengths[rank], segments.at_home[rank]
-            sent[rank] += (segments.elements - home) * dtype.itemsize
-            received[rank] += ((plan.ranks - 1) * length + row.owned[rank] - home) * dtype.itemsize
+    plan, size = counted.plan, counted.plan.options.parameter_dtype.itemsize
+    rare, everyone, others = plan.options.inverse_update_period, range(plan.ranks), plan.ranks - 1
+    to_all = sum(2 * others / plan.ranks * row.elements * size for row in _rows(counted) if row.to_all)
+    to_all += sum(float(each.bytes_per_step) / plan.ranks for each in plan.traffic if each.payload.is_control)
+    sent, received = [to_all] * plan.ranks, [to_all] * plan.ranks
+    for row in _rows(counted):
+        if not row.to_all:
+            segments = row.segments
+            for rank in everyone:
+                length, home = segments.lengths[rank], segments.at_home[rank]
+                sent[rank] += (segments.elements - home) * size
+                received[rank] += (others * length + row.owned_elements[rank] - home) * size
     for payload, period in ((Payload.PARAMETERS, 1), (Payload.SUMS, rare), (Payload.INVERSES, rare)):
         for bucket in all_buckets(plan, payload):
             for rank in everyone:
                 sent[rank] += bucket.sent_bytes(rank) / period
                 received[rank] += bucket.received_bytes(rank) / period
-    for each in plan.traffic:
-        if each.payload.is_control:
-            share = float(each.bytes_per_step) / plan.ranks
-            sent, received = [size + share for size in sent], [size + share for size in received]
     return list(zip(sent, received, strict=True))
+
+
+_PAYLOADS = {"sums": Payload.SUMS, "results": Payload.INVERSES, "parameters": Payload.PARAMETERS}
+
+
+def _limit(plan: Plan, payload: Payload) -> float | None:
+    if payload is Payload.SUMS:
+        return float(max(sum(bucket.owned_elements) for bucket in all_buckets(plan, payload)))
+    return delivery_limit(plan) if payload is Payload.PARAMETERS else None
+
+
+def _early(plan: Plan, payload: Payload) -> int:
+    names = [layer.name for layer in plan.layers]
+    return may_go_early(sum_buckets(plan, names)) if payload is Payload.SUMS else 0
 
 
 def _check(counted: Counted) -> None:
     """Raise where the rank was not counted to send and receive what the plan says."""
-    plan, rank, dtype = counted.plan, counted.rank, counted.plan.options.parameter_dtype
-    rows = [gradient_row(plan, number, pieces, dtype) for number, pieces in enumerate(_rows(counted))]
-    for phase, layouts in (
-        ("gradients", rows),
-        ("parameters", all_buckets(plan, Payload.PARAMETERS)),
-        ("sums", all_buckets(plan, Payload.SUMS)),
-    ):
-        messages = [message for layout in layouts for message in layout.messages(rank)]
-        said = [sum(each.sent_bytes for each in messages), sum(each.received_bytes for each in messages)]
-        found = counted.phases[phase]
-        if said != [found.sent, found.received] or len(messages) != len(found.launches):
-            raise AssertionError(f"{phase} of rank {rank} of {plan.ranks}: the plan says {said}, counted {found}")
+    plan, rank = counted.plan, counted.rank
+    said = {
+        phase: on_paper(all_buckets(plan, payload), rank, _limit(plan, payload), _early(plan, payload))
+        for phase, payload in _PAYLOADS.items()
+    }
+    said["gradients"] = on_paper(_rows(counted), rank, delivery_limit(plan))
+    for phase, messages in said.items():
+        found = counted.phases[phase].launches
+        if phase == "results":  # and how refreshes went
+            found = [each for each in found if each.bucket != Payload.STATUS.value]
+        expected = sorted((each.name, each.sent_bytes, each.received_bytes) for each in messages)
+        if expected != sorted((each.bucket, each.sent_bytes, each.received_bytes) for each in found):
+            raise AssertionError(f"{phase} of rank {rank} of {plan.ranks}: the plan says {expected}, counted {found}")
+    for phase, each in counted.phases.items():
+        told = [
+            sum(launch.sent_bytes for launch in each.launches),
+            sum(launch.received_bytes for launch in each.launches),
+        ]
+        if told != [each.sent, each.received]:
+            raise AssertionError(f"{phase} of rank {rank} of {plan.ranks}: {told} was told of, {each} handed over")
 
 
 def _parts(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> dict[str, float]:
     """Seconds of a step; ``paper`` is the plan of the same model with its rows, for what is computed."""
     phases, seconds, period = counted.phases, paper.seconds, paper.options.inverse_update_period
-    scattering = [each for each in phases["gradients"].launches if each.collective is Collective.REDUCE_SCATTER]
-    others = [each for each in phases["gradients"].launches if each.collective is not Collective.REDUCE_SCATTER]
 
-    def sending(launches: Iterable[Launch]) -> float:
-        return sum(_seconds(launch, paper.ranks, cost) for launch in launches)
+    def reducing(*names: str) -> float:
+        return sum(_all_reducing(each, paper.ranks, cost) for name in names for each in phases[name].launches)
 
+    def going(payload: Payload) -> float:
+        plan = counted.plan
+        layouts, limit, early = all_buckets(plan, payload), _limit(plan, payload), _early(plan, payload)
+        return sum(sum(_carrying_out(part, cost, limit)) for part in (layouts[:early], layouts[early:]))
+
+    rare = going(Payload.SUMS) + going(Payload.INVERSES)
     return {
         "forward": seconds.forward,
         "backward": seconds.backward,
-        "reduce-scatter beyond backward": _exposed(scattering, counted, model, paper, cost),
-        "segments to owners": sending(others),
+        "gradients beyond backward": _exposed(counted, model, paper, cost),
         "preconditioning": seconds.apply,
-        "control": sending([*phases["agreement"].launches, *phases["scalars"].launches]),
-        "parameters": sending(phases["parameters"].launches),
-        "sums and results, of a period": sending(each for name in _RARE for each in phases[name].launches) / period,
+        "control": reducing("agreement", "scalars"),
+        "parameters": going(Payload.PARAMETERS),
+        "sums and results, of a period": (rare + reducing("results")) / period,
         "refresh, of a period": seconds.refresh / period,
     }
 
 
-def _seconds(launch: Launch, ranks: int, cost: CostModel) -> float:
-    """Seconds of one message over the rank's link, by the model of ``CostModel``."""
-    rounds, link = math.ceil(math.log2(ranks)), max(launch.sent_bytes, launch.received_bytes) / cost.bandwidth
-    if launch.collective is Collective.ALL_REDUCE:
-        return 2 * rounds * cost.latency + link
-    if launch.collective is not Collective.ALL_TO_ALL:
-        return rounds * cost.latency + link
-    relayed = min(launch.sent_bytes, launch.received_bytes) * max(rounds / 2 - 1, 0) / cost.bandwidth
-    return link + min((ranks - 1) * cost.latency, rounds * cost.latency + relayed)
+def _all_reducing(launch: Launch, ranks: int, cost: CostModel) -> float:
+    """Seconds of a small all-reduce; others are not looked at."""
+    if launch.collective is not Collective.ALL_REDUCE:
+        return 0.0
+    size = launch.sent_bytes * ranks / (ranks - 1) / 2
+    return cost.communicating(Collective.ALL_REDUCE, size, ranks)
 
 
-def _exposed(launches: Sequence[Launch], counted: Counted, model: Model, paper: Plan, cost: CostModel) -> float:
-    """Seconds of the reduce-scatters that backward does not hide; each begins when its last gradient is there."""
+def _carrying_out(
+    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow], cost: CostModel, limit: float | None = None
+) -> list[float]:
+    """Seconds of the messages of each layout; those of a batch between segments and owners are its last one's."""
+    found = [0.0] * len(layouts)
+    segmented = [number for number, each in enumerate(layouts) if each.segmented]
+    for number, each in enumerate(layouts):
+        ranks, size = each.world_size, sum(each.owned_elements) * each.payload.itemsize
+        if number in segmented:
+            found[number] = cost.communicating(Collective.ALL_GATHER, size, ranks)
+        elif isinstance(each, OwnedRow):
+            found[number] = cost.communicating(Collective.ALL_REDUCE, each.elements * each.payload.itemsize, ranks)
+        else:
+            raise AssertionError("what has owners goes by segments here")
+    for batch in batches([shares(layouts[number].owned_elements) for number in segmented], limit):
+        together = [layouts[number] for number in segmented[batch]]
+        owned = [sum(of_rank) for of_rank in zip(*(each.owned_elements for each in together), strict=True)]
+        size, mean, itemsize = max(owned), sum(owned) / len(owned), together[0].payload.itemsize
+        found[segmented[batch][-1]] += cost.communicating(
+            Collective.ALL_TO_ALL, max(size, mean) * itemsize, len(owned), mean=mean * itemsize
+        )
+    return found
+
+
+def _exposed(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> float:
+    """Seconds of gradients' messages that backward does not hide; each begins when its last gradient is there."""
     flops = [each.rows * each.words if isinstance(each, Covered) else 0 for each in model]
     done, clock = [0.0] * len(model), 0.0
     for position in reversed(range(len(model))):
         clock += paper.seconds.backward * flops[position] / sum(flops)
         done[position] = clock
     positions = [p for p, each in enumerate(model) if isinstance(each, Covered) for _ in each.spec.params][::-1]
+    rows = _rows(counted)
     finished, taken = 0.0, 0
-    for launch, row in zip(launches, counted.rows, strict=True):
-        taken += len(row)
-        finished = max(finished, done[positions[taken - 1]]) + _seconds(launch, paper.ranks, cost)
+    for row, seconds in zip(rows, _carrying_out(rows, cost, delivery_limit(counted.plan)), strict=True):
+        taken += len(row.pieces)
+        finished = max(finished, done[positions[taken - 1]]) + seconds
     return max(0.0, finished - clock)
 
 

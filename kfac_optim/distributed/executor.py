@@ -23,6 +23,7 @@ from kfac_optim.distributed.gradients.grid import mesh_of
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.plan_agreement import PlanAgreement
+from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.refusals import refuse_coarse_sketches
@@ -256,6 +257,8 @@ class DistributedExecutor(Executor):
         plan = self.agreement.make_plan()
         if self.config.overlap:
             self.ranks.open_early(wrapped=self._wrappers.latest is not None)
+        if isinstance(plan.strategy, Sharded) and plan.by_segments(Payload.GRADIENTS):
+            self.ranks.open_delivery()
         main, early = self.ranks.main, self.ranks.early
         exchange = StatisticsExchange(plan, early or main, main)
         reports = None
@@ -271,7 +274,7 @@ class DistributedExecutor(Executor):
     def _flow_of(self, plan: Plan) -> GradientFlow:
         main = self.ranks.main
         if isinstance(plan.strategy, Sharded):
-            sharded = ShardedGradients(plan, main, self.agreement.params)
+            sharded = ShardedGradients(plan, main, self.agreement.params, self.ranks.delivery)
             self._wrappers.use(sharded)
             return sharded
         self._wrappers.use(None)

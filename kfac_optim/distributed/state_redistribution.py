@@ -46,8 +46,10 @@ class Holdings:
         self._communicator = communicator
         self._exchange = exchange
         self._state = state
-        sharded = isinstance(plan.strategy, Sharded)
-        named: dict[str, int | None] = {layer.name: layer.workers.start if sharded else None for layer in plan.layers}
+        sharded, shared = isinstance(plan.strategy, Sharded), plan.everywhere
+        named: dict[str, int | None] = {
+            layer.name: layer.owner if sharded and layer.name not in shared else None for layer in plan.layers
+        }
         named |= {each.name: each.owner for each in plan.parameters}
         planned = {param: named[name] for name, held in params.items() for param in held}
         self.updaters: dict[nn.Parameter, int | None] = {**earlier, **planned}

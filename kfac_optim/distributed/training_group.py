@@ -29,7 +29,8 @@ class TrainingGroup:
 
     Attributes:
         rank: the number of this process in the group.
-        early: launches what is sent during backward; None until some rank knows of a wrapper.
+        early: launches sums that are sent during backward; None until some rank knows of a wrapper.
+        delivery: launches what brings gradients to owners during backward; None until it is needed.
     """
 
     def __init__(self, config: DistributedConfig) -> None:
@@ -38,8 +39,9 @@ class TrainingGroup:
         self.rank = dist.get_rank(config.group)
         self._own: OwnGroups | None = None
         self._main: Communicator | None = None
-        self._loan: GroupLoan | None = None
+        self._loans: list[GroupLoan] = []
         self.early: Communicator | None = None
+        self.delivery: Communicator | None = None
 
     @property
     def is_known(self) -> bool:
@@ -97,7 +99,7 @@ class TrainingGroup:
             timeout = self._config.timeout or timeout_of(self._group, device)
             self._own = own_groups(self._group, timeout)
             self._main = Communicator(self._own.main, device, timeout, self._config.observe)
-        for communicator in (self._main, self.early):
+        for communicator in (self._main, self.early, self.delivery):
             if communicator is not None:
                 communicator.device = device  # a model may be moved, and its blocks follow it
 
@@ -111,15 +113,25 @@ class TrainingGroup:
         main = self.main
         (found,) = largest(main, [int(wrapped)], "overlap", ())
         if found:
-            assert self._own is not None
-            self._loan = self._own.borrow(lambda numbers: largest(main, numbers, "overlap", ()))
-            observe = self._loan.counting(self._config.observe)
-            self.early = Communicator(self._loan.group, main.device, main.timeout, observe)
+            self.early = self._borrow()
+
+    def open_delivery(self) -> None:
+        """Have a communicator for the second messages of gradients in backward; a collective, until there is one."""
+        if self.delivery is None:
+            self.delivery = self._borrow()
+
+    def _borrow(self) -> Communicator:
+        """Return a communicator on a group that nothing else is launched on; a collective."""
+        main = self.main
+        assert self._own is not None
+        loan = self._own.borrow(lambda numbers: largest(main, numbers, "overlap", ()))
+        self._loans.append(loan)
+        return Communicator(loan.group, main.device, main.timeout, loan.counting(self._config.observe))
 
     def close(self) -> None:
         """Launch nothing any more."""
-        if self._loan is not None:
-            self._loan.give_back()
+        for loan in self._loans:
+            loan.give_back()
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -173,16 +173,18 @@ class Factor:
         """Take in the averages of other ranks; where they have no mass this one stays as it is, to the bit.
 
         Args:
-            total: `Σ w·S` of theirs, with as many numbers as `packed`, in the dtype of `mass` or a narrower one.
+            total: `Σ w·S` of theirs, with as many numbers as `packed`, in the dtype of `mass` or a narrower one; it may
+                be overwritten.
             mass: `Σ w`, as many numbers as `mass` here.
         """
         total, mass = total.to(self.mass.dtype).view(self.packed.shape), mass.view(self.mass.shape)
         any_held = mass > 0
         self.mass.add_(mass)
         gain = torch.where(any_held, mass / self.mass, 0.0)
-        # In the dtype of masses: a narrow average is rounded once.
-        merged = self.packed.to(total.dtype).lerp(torch.where(any_held, total / mass, 0.0), gain.to(total.dtype))
-        self.packed.copy_(torch.where(any_held, merged, self.packed))
+        # In place, as both may be large; and in the dtype of masses: a narrow average is rounded once.
+        kept = self.packed.to(total.dtype)
+        torch.lerp(kept, total.div_(mass), gain.to(total.dtype), out=total)
+        self.packed.copy_(torch.where(any_held, total, kept, out=total))
 
     def forget(self) -> None:
         """Begin the average again from nothing, in place; the sum of this step stays."""

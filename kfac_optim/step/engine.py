@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -291,12 +290,12 @@ def _measure(
     device = covered[0].params[0].device
     # Of every group that has covered blocks, also where these are preconditioned by other workers.
     groups: dict[int, Group] = {id(group): group for block in covered for group in block.groups}
-    pairs = zip(
-        (group for block in blocks for group in block.groups),
-        chain.from_iterable(parts),
-        chain.from_iterable(grads),
-        strict=True,
-    )
+    pairs = [
+        pair
+        for block, left, right in zip(blocks, parts, grads, strict=True)
+        if executor.gradients.makes_for_sums(block)
+        for pair in zip(block.groups, left, right, strict=True)
+    ]
     found: dict[int, Tensor] = {}
     directions: list[Tensor] = []
     gradients: list[Tensor] = []

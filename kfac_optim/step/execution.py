@@ -172,6 +172,10 @@ class Gradients:
         """Return whether sums over ranks take this rank's part of `param`: of copies they take one."""
         return True
 
+    def makes_for_sums(self, block: KFACBlock) -> bool:
+        """Return whether sums over ranks take what `precondition` gave of a block here: of equal ones they take one."""
+        return True
+
     def sum_over_updaters(self, values: Tensor) -> Tensor:
         """Sum `values` `[n]` over the ranks that update different parameters."""
         return values

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.plain import assert_identical
+from helpers.plans import largest_everywhere
 from helpers.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -37,9 +38,11 @@ class Run(NamedTuple):
     momentum: float = 0.9
     wrapped: bool = True
     include_factors: bool = True
+    everywhere: bool = False
+    """Whether all ranks work on the largest layer."""
 
     def name(self) -> str:
-        return f"{self.strategy}-{self.inverse}-{'' if self.wrapped else 'un'}wrapped"
+        return f"{self.strategy}-{self.inverse}-{'' if self.wrapped else 'un'}wrapped{'-everywhere' * self.everywhere}"
 
 
 def network() -> nn.Sequential:
@@ -100,18 +103,20 @@ class Training:
 
 def uninterrupted(rank: int, run: Run, path: str | None) -> list[Tensor]:
     training = Training(run)
-    training.train(0, SAVED)
-    if path is not None:
-        training.optimizer.consolidate_state_dict()
-        training.save(path)
-    training.train(SAVED, STEPS)
+    with largest_everywhere(on=run.everywhere):
+        training.train(0, SAVED)
+        if path is not None:
+            training.optimizer.consolidate_state_dict()
+            training.save(path)
+        training.train(SAVED, STEPS)
     return training.params()
 
 
 def resumed(rank: int, run: Run, path: str) -> list[Tensor]:
     training = Training(run)
     training.load(path)
-    training.train(SAVED, STEPS)
+    with largest_everywhere(on=run.everywhere):
+        training.train(SAVED, STEPS)
     return training.params()
 
 
@@ -144,6 +149,7 @@ RUNS = [
     (4, Run(SHARDED, wrapped=False)),
     (4, Run(MEM, EKFAC())),
     (2, Run(SHARDED_FACTORS, EKFAC())),
+    (4, Run(SHARDED, everywhere=True)),
 ]
 
 
@@ -163,6 +169,8 @@ def test_a_consolidated_checkpoint_resumes_the_run_bitwise_and_is_that_of_one_pr
     assert_close(here.run(uninterrupted, run, None)[0], expected[0])
     for other in (HYBRID, SHARDED):
         assert_close(elsewhere.run(resumed, run._replace(strategy=other, wrapped=True), path)[0], expected[0])
+    if run.everywhere:
+        assert_close(elsewhere.run(resumed, run._replace(everywhere=False), path)[0], expected[0])
     # `EKFAC` samples at every step what several ranks apply from the next refresh on.
     if isinstance(run.inverse, EKFAC):
         return

@@ -214,8 +214,11 @@ def test_segments_take_every_element_to_its_owner_and_no_further(pieces: list[tu
 
 
 def test_rows_go_to_owners_together_while_no_owner_has_more_than_the_largest_row() -> None:
-    assert batches([(4, 0), (0, 4), (3, 1), (1, 1), (5, 0)]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert batches([(1, 1)]) == [slice(0, 1)]
+    rows: list[dict[int, float]] = [{0: 4}, {1: 4}, {0: 3, 1: 1}, {0: 1, 1: 1}, {0: 5}]
+    assert batches(rows) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert batches(rows, 3) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert batches(rows, 8) == [slice(0, 4), slice(4, 5)]
+    assert batches([{0: 1, 1: 1}]) == [slice(0, 1)]
     assert batches([]) == []
 
 

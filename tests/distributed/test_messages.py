@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kfac_optim import EKFAC, BlockDiagonal, Cholesky, LayerSpec, Structure
 from kfac_optim.distributed import (
+    Collective,
     Covered,
     Placement,
     Plan,
@@ -31,6 +32,7 @@ from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     all_buckets,
     gradient_buckets,
+    gradient_means,
     parameter_buckets,
     preconditioned_buckets,
     preconditioned_name,
@@ -82,8 +84,10 @@ def test_all_layers_together_send_what_the_plan_predicts(plan: Plan) -> None:
     predicted = {each.payload: each.words * each.itemsize for each in plan.traffic}
     for payload, layout in layouts_of(plan).items():
         buckets = layout(plan, all_names(plan, payload))
-        assert sent_bytes(plan, buckets) == predicted.get(payload, 0)
-        by_group = Counter(bucket.members for bucket in plan.buckets_of(payload))
+        by_all = [b for b in plan.buckets_of(payload) if b.collective is Collective.ALL_REDUCE]
+        in_all = sum(2 * (plan.ranks - 1) * bucket.size for bucket in by_all)
+        assert sent_bytes(plan, buckets) + in_all == predicted.get(payload, 0)
+        by_group = Counter(bucket.members for bucket in plan.buckets_of(payload) if bucket not in by_all)
         assert len(buckets) == max(by_group.values(), default=0)
         assert all(bucket.payload.itemsize == plan.options.itemsize(payload) for bucket in buckets)
         assert all(bucket.world_size == plan.ranks for bucket in buckets)
@@ -168,7 +172,10 @@ def test_gradients_and_parameters_change_between_owners_and_all_others(
     plan = make_plan(model, ranks, Sharded(placement), COST, options)
     owners = {layer.name: (layer.workers.start, layer.words) for layer in plan.layers}
     owners |= {parameter.name: (parameter.owner or 0, parameter.words) for parameter in plan.parameters}
-    owners = {name: owned for name, owned in owners.items() if owned[1] and plan.ranks > 1}
+    owners = {n: owned for n, owned in owners.items() if owned[1] and plan.ranks > 1 and n not in plan.everywhere}
+    means = gradient_means(plan, all_names(plan, Payload.GRADIENTS))
+    assert {name for held in means.values() for name in held} == plan.everywhere
+    assert sum(row.elements for row in means) == sum(each.words for each in model if each.name in plan.everywhere)
     gradients = [slot for bucket in gradient_buckets(plan, all_names(plan, Payload.GRADIENTS)) for slot in bucket.slots]
     parcels = [p for bucket in parameter_buckets(plan, all_names(plan, Payload.PARAMETERS)) for p in bucket.parcels]
     assert {slot.name: (slot.owner, slot.elements) for slot in gradients} == owners

@@ -172,14 +172,16 @@ def test_traffic_is_what_the_buckets_hold_times_who_gets_it(
     for bucket in plan.buckets:
         for item in bucket.items:
             copies = len(bucket.members) - 1
-            if bucket.payload.is_control or (bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated)):
+            if bucket.collective is Collective.ALL_REDUCE:
                 copies *= 2  # up and down
             if bucket.payload is Payload.PRECONDITIONED:
                 copies *= workers  # as many rows of the grid
             sent[bucket.payload] += copies * item.words
     for each in plan.traffic:
         if plan.by_segments(each.payload):
+            by_all = sum(b.words for b in plan.buckets_of(each.payload) if b.collective is Collective.ALL_REDUCE)
             sent[each.payload] = sum(b.moved_bytes for b in all_buckets(plan, each.payload)) // each.itemsize
+            sent[each.payload] += 2 * (ranks - 1) * by_all
     assert {each.payload: each.words for each in plan.traffic} == {payload: n for payload, n in sent.items() if n}
     results = 0
     for layer in plan.layers:
@@ -267,7 +269,7 @@ def test_every_part_has_one_owner_whatever_the_order(
     assert [layer.name for layer in plan.layers] == [each.name for each in covered]
     for layer, each in zip(plan.layers, covered, strict=True):
         assert tuple(part.part for part in layer.parts) == each.inverse.parts(each.spec)
-        assert len(layer.workers) == strategy.workers(ranks)
+        assert len(layer.workers) == (ranks if layer.name in plan.everywhere else strategy.workers(ranks))
         assert set(layer.workers) <= set(range(ranks))
         for part in layer.parts:
             assert part.owner in (layer.workers if len(layer.workers) > 1 else range(ranks))
@@ -276,7 +278,8 @@ def test_every_part_has_one_owner_whatever_the_order(
             assert layer.parts[0].owner in layer.workers
     assert sum(plan.refresh_loads) == pytest.approx(sum(each.inverse.flops(each.spec).refresh for each in covered))
     for parameter in plan.parameters:
-        assert (parameter.owner in range(ranks)) == isinstance(strategy, Sharded)
+        owned = isinstance(strategy, Sharded) and parameter.name not in plan.everywhere
+        assert (parameter.owner in range(ranks)) == owned
 
     shuffled = make_plan(data.draw(st.permutations(model)), ranks, strategy, COST, options)
     owners = {layer.name: (layer.workers, [p.owner for p in layer.parts]) for layer in plan.layers}
@@ -381,24 +384,29 @@ def test_buckets_of_a_plan(
         even = (
             Collective.REDUCE_SCATTER if bucket.payload in (Payload.GRADIENTS, Payload.SUMS) else Collective.ALL_GATHER
         )
-        everyone = bucket.payload is Payload.GRADIENTS and isinstance(strategy, Replicated)
-        everyone |= bucket.payload.is_control
+        everyone = bucket.payload.is_control
+        if bucket.payload is Payload.GRADIENTS:
+            alike = {isinstance(strategy, Replicated) or item.name in plan.everywhere for item in bucket.items}
+            (everyone,) = alike
         assert bucket.collective in ({Collective.ALL_REDUCE} if everyone else {even, Collective.ALL_TO_ALL})
         assert bucket.segmented is (bucket.collective is even)
-        assert (bucket.later > 0) is (bucket.collective is Collective.REDUCE_SCATTER)
+        assert (bucket.later > 0) is (bucket.payload is Payload.SUMS and bucket.segmented)
         forced = options.exchange is Exchange.SEGMENTS and bucket.members == range(ranks)
         if bucket.payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS) and not everyone:
             assert bucket.segmented is forced
     gradients = [s for bucket in plan.buckets_of(Payload.GRADIENTS) for s in bucket.items]
-    assert [s.position for s in gradients] == sorted((s.position for s in gradients), reverse=True)
+    for everywhere in (False, True):
+        positions = [s.position for s in gradients if (s.name in plan.everywhere) is everywhere]
+        assert positions == sorted(positions, reverse=True)
     assert sum(s.words for s in gradients) == sum(each.words for each in model)
     updaters = {p.name: p.owner for p in plan.parameters} | {layer.name: layer.workers.start for layer in plan.layers}
     for item in gradients:
-        assert item.rank == (updaters[item.name] if isinstance(strategy, Sharded) else -1)
+        owned = isinstance(strategy, Sharded) and item.name not in plan.everywhere
+        assert item.rank == (updaters[item.name] if owned else -1)
     parameters = [s for bucket in plan.buckets_of(Payload.PARAMETERS) for s in bucket.items]
     if isinstance(strategy, Sharded):
         assert [s.position for s in parameters] == sorted(s.position for s in parameters)
-        assert sum(s.words for s in parameters) == sum(each.words for each in model)
+        assert sum(s.words for s in parameters) == sum(e.words for e in model if e.name not in plan.everywhere)
     else:
         assert not parameters
     sums: Counter[tuple[str, int]] = Counter()
@@ -668,12 +676,38 @@ def test_what_differs_is_named_the_cause_first(changes: dict[str, Any], first: s
 
 def test_rates_count_only_where_they_change_what_is_done() -> None:
     assert small_plan(cost=replace(COST, flop_rate=1.0)).fingerprint() == small_plan().fingerprint()
-    uneven = [*equal_layers(3, 6, 4), Covered(LayerSpec("wide", ("weight",), 60, 40), Cholesky())]
+    uneven = [*equal_layers(3, 6, 4), Covered(LayerSpec("wide", ("weight",), 8, 8), Cholesky())]
     slow, fast = (small_plan(uneven, cost=replace(COST, latency=latency)).agreement() for latency in (1.0, 0.0))
     found = differences(slow, fast)
     assert found[0].startswith("bucket 0 of gradients: all-to-all of 0-3, 4 bytes a word: ")
     assert " there" in found[0]
     assert " reduce-scatter of 0-3" in found[0]
+
+
+def test_what_no_owner_has_room_for_all_ranks_work_on() -> None:
+    """Both embeddings of the 7B transformer on 1,024 ranks, and none on 8, where each is less than two shares."""
+    cost = CostModel(flop_rate=1e14, bandwidth=1.25e10)
+    bert, large, resnet = shapes.bert_large(), shapes.transformer_7b(), shapes.resnet50()
+    for model, ranks, expected in (
+        (bert, 64, {"embeddings.word"}),
+        (bert, 1024, {"embeddings.word"}),
+        (bert, 8, set()),
+        (large, 1024, {"embed", "head"}),
+        (large, 64, set()),
+        (resnet, 1024, set()),
+    ):
+        plan = make_plan(model, ranks, Sharded(), cost)
+        assert plan.everywhere == expected
+        assert ("All ranks work on" in plan.summary()) is bool(expected)
+        assert make_plan(model, ranks, Replicated(), cost).everywhere == set()
+    (word,) = (layer for layer in make_plan(bert, 64, Sharded(), cost).layers if layer.name == "embeddings.word")
+    assert word.workers == range(64)
+    # Where it costs more to precondition on every rank than the link costs, an owner does.
+    slow = replace(cost, flop_rate=1e12)
+    assert make_plan(bert, 64, Sharded(), slow).everywhere == set()
+    # A parameter that is left to SGD costs nothing there.
+    left = [Uncovered("wide", 10**6), *equal_layers(64, 64, 64)]
+    assert make_plan(left, 64, Sharded(), slow).everywhere == {"wide"}
 
 
 def test_the_way_is_the_one_that_is_quicker_for_the_slowest_rank() -> None:

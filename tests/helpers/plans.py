@@ -1,6 +1,9 @@
 """Models, strategies and options that plans are made of, as hypothesis draws them."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -28,6 +31,7 @@ from kfac_optim.distributed import (
     Statistics,
     Uncovered,
 )
+from kfac_optim.distributed.planning import planner
 
 DENSE, DIAGONAL, IDENTITY = Structure.DENSE, Structure.DIAGONAL, Structure.IDENTITY
 COST = CostModel(flop_rate=1e12, bandwidth=1e10, latency=1e-5, solver_rate=1e11)
@@ -92,3 +96,15 @@ options_ = st.builds(
 
 def equal_layers(count: int, a: int, g: int, rows: int = 0) -> list[Covered | Uncovered]:
     return [Covered(LayerSpec(f"l{i}", ("weight",), a, g), Cholesky(), rows) for i in range(count)]
+
+
+@contextmanager
+def largest_everywhere(*, on: bool = True) -> Iterator[None]:
+    """All ranks work on the largest layer, and on the largest parameter without one, however few ranks there are."""
+
+    def largest(model: Sequence[Covered | Uncovered], *_: object) -> frozenset[str]:
+        kinds = [[each for each in model if isinstance(each, kind)] for kind in (Covered, Uncovered)]
+        return frozenset(max(kind, key=lambda each: (each.words, each.name)).name for kind in kinds if kind)
+
+    with mock.patch.object(planner, "on_all_ranks", largest if on else planner.on_all_ranks):
+        yield

@@ -18,23 +18,24 @@ reduce-scatter where all sections have one size; otherwise an all-to-all too, si
 narrower than float32 is always exchanged and summed in float32: each sum in bfloat16 would round again.
 
 A bucket goes directly, in one collective, or by segments, in two (see `segments`): its layout says which, and gives the
-messages, which are carried out as they stand. The second of two is launched where the first is waited for.
+messages, which are carried out as they stand. Between segments and owners several buckets may go in one message
+(`message.together`).
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.launcher import Launcher, has_reduce_scatter
-from kfac_optim.distributed.communication.launches import Cause, Event, InFlight
+from kfac_optim.distributed.communication.launches import Cause, InFlight
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
-from kfac_optim.distributed.communication.message import Collective, Message
+from kfac_optim.distributed.communication.message import Collective, Message, together
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
-from kfac_optim.distributed.communication.segments import filled_up, splits
+from kfac_optim.distributed.communication.segments import by_row, filled_up, splits, to_owners
 
 # Differences between ranks in one message.
 _SHOWN = 8
@@ -46,20 +47,17 @@ class Communicator(Launcher):
     def reduce(
         self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
     ) -> InFlight[dict[str, Merged]]:
-        """Sum a bucket over all ranks but the owner of each slot, to that owner.
+        """Sum a bucket that goes directly over all ranks but the owner of each slot, to that owner.
 
         Args:
             bucket: the same on all ranks.
-            contributions: of this rank; not to be written to until the event was waited for, or has settled.
+            contributions: of this rank; not to be written to until the event was waited for.
             cause: for the trace.
 
         Returns:
-            The slots that this rank owns, by name. Where the bucket goes by segments all ranks must wait for it at the
-            same place in the program, as that launches the second message.
+            The slots that this rank owns, by name.
         """
         self._check_world(bucket.name, bucket.world_size)
-        if bucket.segmented:
-            return self._reduce_by_segments(bucket, contributions.sections, cause)
         given = contributions.sections
         (message,) = bucket.messages(self.rank)
         total = given.new_empty(bucket.sections[self.rank])
@@ -77,12 +75,24 @@ class Communicator(Launcher):
             event = self.exchange(message, bucket.names, cause, bucket.encode(given, self.rank), received, add_up)
         return InFlight(bucket.merged(total, self.rank), event)
 
-    def _reduce_by_segments(self, bucket: ReduceBucket, given: Tensor, cause: Cause) -> InFlight[dict[str, Merged]]:
-        rank, segments = self.rank, bucket.segments
-        scatter, deliver = bucket.messages(rank)
-        place = segments.segment(rank)
-        total = given.new_zeros(segments.lengths[rank])
-        merged: dict[str, Merged] = {}
+    def reduce_to_segments(
+        self, bucket: ReduceBucket, contributions: Contributions, cause: Cause = Cause.CALLED
+    ) -> InFlight[Tensor]:
+        """Sum a bucket that goes by segments over all ranks but the owner of each slot, to segments.
+
+        Args:
+            bucket: as of `reduce`.
+            contributions: as of `reduce`.
+            cause: as of `reduce`.
+
+        Returns:
+            This rank's segment of the row.
+        """
+        self._check_world(bucket.name, bucket.world_size)
+        given, segments = contributions.sections, bucket.segments
+        message = bucket.messages(self.rank)[0]
+        place = segments.segment(self.rank)
+        total = given.new_zeros(segments.lengths[self.rank])
         if has_reduce_scatter(self.device) and bucket.payload == bucket.sum_dtype:
             whole = filled_up(given, segments.length * self.world_size)
             filled = whole.new_empty(segments.length)
@@ -90,30 +100,47 @@ class Communicator(Launcher):
             def take() -> None:
                 total.copy_(filled[: len(total)])
 
-            first = self.scatter(scatter, bucket.names, cause, whole, filled, take)
-        else:
-            whole = bucket.to_wire(given, slice(0, len(given)))
-            parts = whole.new_empty(sum(scatter.from_))
+            return InFlight(total, self.scatter(message, bucket.names, cause, whole, filled, take))
+        whole = bucket.to_wire(given, slice(0, len(given)))
+        parts = whole.new_empty(sum(message.from_))
 
-            def add_up() -> None:
-                if bucket.payload == bucket.sum_dtype:
-                    torch.sum(parts.view(self.world_size, -1), 0, out=total)
-                    return
-                for part in parts.view(self.world_size, -1):
-                    total.add_(bucket.decode(part, place))
+        def add_up() -> None:
+            if bucket.payload == bucket.sum_dtype:
+                torch.sum(parts.view(self.world_size, -1), 0, out=total)
+                return
+            for part in parts.view(self.world_size, -1):
+                total.add_(bucket.decode(part, place))
 
-            first = self.exchange(scatter, bucket.names, cause, whole, parts, add_up)
+        return InFlight(total, self.exchange(message, bucket.names, cause, whole, parts, add_up))
 
-        def follow() -> Event:
-            section = total.new_empty(bucket.sections[rank])
-            return self.exchange(
-                deliver, bucket.names, cause, total, section, lambda: merged.update(bucket.merged(section, rank))
-            )
+    def deliver(
+        self, buckets: Sequence[ReduceBucket], segments: list[Tensor], cause: Cause = Cause.CALLED
+    ) -> Iterator[dict[str, Merged]]:
+        """Bring segments of a batch of buckets to owners; a collective.
 
-        return InFlight(merged, first.then(follow))
+        Args:
+            buckets: the same on all ranks.
+            segments: of each what `reduce_to_segments` gave; taken out of the list as they are copied.
+            cause: for the trace.
+
+        Returns:
+            The slots that this rank owns, by name, bucket by bucket.
+        """
+        messages = [bucket.messages(self.rank)[1] for bucket in buckets]
+        message = together(messages)
+        sent = to_owners([bucket.segments for bucket in buckets], self.rank, segments)
+        received = sent.new_empty(sum(message.from_))
+        names = [name for bucket in buckets for name in bucket.names]
+        event = self.exchange(message, names, cause, sent, received)
+        del sent
+        event.wait()
+        sections = by_row(received, [each.from_ for each in messages])
+        del received
+        for bucket, section in zip(buckets, sections, strict=True):
+            yield bucket.merged(section, self.rank)
 
     def share(self, bucket: ShareBucket, values: Mapping[str, Tensor]) -> InFlight[dict[str, Tensor]]:
-        """Send parcels from their sources to their targets.
+        """Send parcels that go directly from their sources to their targets.
 
         Args:
             bucket: the same on all ranks.
@@ -121,12 +148,8 @@ class Communicator(Launcher):
 
         Returns:
             The parcels that this rank is a target of, by name, `[elements]`: the same bits on all of their targets.
-            Where the bucket goes by segments all ranks must wait for it at the same place in the program, as that
-            launches the second message.
         """
         self._check_world(bucket.name, bucket.world_size)
-        if bucket.segmented:
-            return self._share_by_segments(bucket, values)
         (message,) = bucket.messages(self.rank)
         going, coming = bucket.sent_by(self.rank), bucket.received_by(self.rank)
         arriving = [parcel for parcels in coming for parcel in parcels]
@@ -137,25 +160,41 @@ class Communicator(Launcher):
         event = self.exchange(message, bucket.names, Cause.CALLED, sent, received)
         return InFlight(_cut(received, arriving), event)
 
-    def _share_by_segments(self, bucket: ShareBucket, values: Mapping[str, Tensor]) -> InFlight[dict[str, Tensor]]:
-        rank, segments = self.rank, bucket.segments
-        spread, gather = bucket.messages(rank)
-        own = torch.empty(segments.length, dtype=bucket.payload, device=self.device)
-        got: dict[str, Tensor] = {}
-        sent = self._joined(bucket, [parcel for parcel in bucket.row if parcel.source == rank], values)
-        first = self.exchange(spread, bucket.names, Cause.CALLED, sent, own[: segments.lengths[rank]])
+    def spread(
+        self, buckets: Sequence[ShareBucket], values: Callable[[ShareBucket], Mapping[str, Tensor]]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Send the parcels of a batch of buckets by segments; a collective.
+
+        Args:
+            buckets: the same on all ranks.
+            values: gives the parcels of a bucket whose source this rank is, as for `share`.
+
+        Returns:
+            The parcels that this rank is a target of, by name, `[elements]`, bucket by bucket: to be asked for to the
+            end, on all ranks at the same place in the program.
+        """
+        rank, device, payload = self.rank, self.device, buckets[0].payload
+        messages = [bucket.messages(rank)[0] for bucket in buckets]
+        message = together(messages)
+        rows = [self._joined(each, [p for p in each.row if p.source == rank], values(each)) for each in buckets]
+        cut = zip(*(torch.split(row, list(each.to)) for row, each in zip(rows, messages, strict=True)), strict=True)
+        sent = rows[0] if len(rows) == 1 else torch.cat([part for of_rank in cut for part in of_rank])
+        del rows, cut
+        received = torch.empty(sum(message.from_), dtype=payload, device=device)
+        names = [name for bucket in buckets for name in bucket.names]
+        event = self.exchange(message, names, Cause.CALLED, sent, received)
         del sent
-
-        def follow() -> Event:
-            row = own.new_empty(segments.length * self.world_size)
-
-            def take() -> None:
-                parts = _cut(row[: segments.elements], bucket.row)
-                got.update((parcel.name, parts[parcel.name]) for parcel in bucket.row if rank in parcel.targets)
-
-            return self.exchange(gather, bucket.names, Cause.CALLED, own, row, take)
-
-        return InFlight(got, first.then(follow))
+        event.wait()
+        parts = by_row(received, [each.from_ for each in messages])
+        del received
+        for bucket, part in zip(buckets, parts, strict=True):
+            segments, gather = bucket.segments, bucket.messages(rank)[1]
+            own = filled_up(part, segments.length)
+            row = torch.empty(segments.length * self.world_size, dtype=payload, device=device)
+            self.exchange(gather, bucket.names, Cause.CALLED, own, row).wait()
+            found = _cut(row[: segments.elements], bucket.row)
+            del row
+            yield {parcel.name: found[parcel.name] for parcel in bucket.row if rank in parcel.targets}
 
     def check_agreement(
         self,

@@ -1,12 +1,18 @@
 """Buckets that are launched one after the other, as they are laid out once for many steps."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from torch import Tensor
+
+from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import InFlight
-from kfac_optim.distributed.communication.layouts import ReduceBucket
+from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
+from kfac_optim.distributed.communication.message import Collective, Message, together
 from kfac_optim.distributed.communication.parcels import ShareBucket
-from kfac_optim.distributed.communication.segments import batches
+from kfac_optim.distributed.communication.rows import OwnedRow
+from kfac_optim.distributed.communication.segments import batches, shares
 
 B = TypeVar("B", ReduceBucket, ShareBucket)
 T = TypeVar("T")
@@ -19,39 +25,84 @@ class LaidOut(NamedTuple, Generic[B]):
     batches: list[slice]
 
     @classmethod
-    def of(cls, buckets: tuple[B, ...]) -> "LaidOut[B]":
-        """Cut buckets into batches, see [Note: the way by segments]."""
+    def of(cls, buckets: tuple[B, ...], limit: float | None = None) -> "LaidOut[B]":
+        """Cut buckets into `batches`, see [Note: the way by segments]; where they go directly there are none."""
         segmented = any(bucket.segmented for bucket in buckets)
-        return cls(buckets, batches([bucket.owned_elements for bucket in buckets]) if segmented else [])
+        return cls(buckets, batches([shares(bucket.owned_elements) for bucket in buckets], limit) if segmented else [])
 
 
-def arrivals(laid_out: LaidOut[B], launch: Callable[[B], InFlight[T]], *, at_once: bool = True) -> Iterator[T]:
-    """Launch buckets in their order, and give what came of each; a collective.
+def may_go_early(buckets: Sequence[ReduceBucket]) -> int:
+    """Return how many sums by segments may begin before the step: a rank keeps no more of them than one bucket."""
+    sizes = [sum(bucket.owned_elements) for bucket in buckets]
+    kept = itertools.accumulate(size / bucket.world_size for size, bucket in zip(sizes, buckets, strict=True))
+    return sum(each <= max(sizes) for each in kept)
 
-    Those that go by segments are never held beyond the size of the largest of them, twice.
+
+def sums(
+    communicator: Communicator, laid_out: LaidOut[ReduceBucket], give: Callable[[ReduceBucket], Contributions]
+) -> Iterator[dict[str, Merged]]:
+    """Sum buckets in their order, and give what this rank owns of each; a collective.
 
     Args:
+        communicator: for the main line of the program.
         laid_out: the same on all ranks.
-        launch: launches one.
+        give: gives what this rank has of a bucket.
+    """
+    if not laid_out.batches:
+        yield from _waited([communicator.reduce(bucket, give(bucket)) for bucket in laid_out.buckets])
+    for batch in laid_out.batches:
+        together = laid_out.buckets[batch]
+        segments = [communicator.reduce_to_segments(bucket, give(bucket)).wait() for bucket in together]
+        yield from communicator.deliver(together, segments)
+
+
+def shared(
+    communicator: Communicator,
+    laid_out: LaidOut[ShareBucket],
+    give: Callable[[ShareBucket], Mapping[str, Tensor]],
+    *,
+    at_once: bool = True,
+) -> Iterator[dict[str, Tensor]]:
+    """Send buckets in their order, and give what came of each; a collective.
+
+    Args:
+        communicator: for the main line of the program.
+        laid_out: the same on all ranks.
+        give: gives the parcels of a bucket whose source this rank is.
         at_once: whether buckets that go directly are under way together, or one after another.
     """
-    buckets = laid_out.buckets
-    if not laid_out.batches:
-        if at_once:
-            yield from _waited([launch(bucket) for bucket in buckets])
-        else:
-            yield from (launch(bucket).wait() for bucket in buckets)
-        return
-    for batch in laid_out.batches:
-        flights = []
-        for bucket in buckets[batch]:
-            flights.append(launch(bucket))
-            if isinstance(bucket, ReduceBucket):
-                flights[-1].event.settle()
-        if isinstance(buckets[0], ReduceBucket):
-            for flight in flights:
-                flight.event.advance()
-        yield from _waited(flights)
+    if laid_out.batches:
+        for batch in laid_out.batches:
+            yield from communicator.spread(laid_out.buckets[batch], give)
+    elif at_once:
+        yield from _waited([communicator.share(bucket, give(bucket)) for bucket in laid_out.buckets])
+    else:
+        yield from (communicator.share(bucket, give(bucket)).wait() for bucket in laid_out.buckets)
+
+
+def on_paper(
+    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow], rank: int, limit: float | None = None, early: int = 0
+) -> list[Message]:
+    """Return the messages by which layouts of one payload are carried out, as a rank takes part in them.
+
+    Args:
+        layouts: in their order.
+        rank: which.
+        limit: as of `batches`.
+        early: how many of them go to owners by themselves, see `may_go_early`.
+    """
+    segmented = [each for each in layouts if each.segmented]
+    found = [message for each in layouts if not each.segmented for message in each.messages(rank)]
+    owned = [shares(each.owned_elements) for each in segmented]
+    if limit is None:
+        limit = max((sum(row.values()) for row in owned), default=0.0)
+    cut = batches(owned[:early], limit)
+    cut += [slice(early + each.start, early + each.stop) for each in batches(owned[early:], limit)]
+    for batch in cut:
+        firsts, seconds = zip(*(each.messages(rank) for each in segmented[batch]), strict=True)
+        to_owners = firsts[0].collective is Collective.REDUCE_SCATTER
+        found += [*firsts, together(seconds)] if to_owners else [together(firsts), *seconds]
+    return found
 
 
 def _waited(flights: list[InFlight[T]]) -> Iterator[T]:

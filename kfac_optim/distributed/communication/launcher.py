@@ -121,6 +121,15 @@ class Launcher:
             finish,
         )
 
+    def begin(self, message: Message, cause: Cause, sent: Tensor, received: Tensor) -> dist.Work:
+        """Launch an all-to-all whose end is seen to by who calls, through the future of what is returned."""
+        to, from_ = list(message.to), list(message.from_)
+        work: dist.Work | None = dist.all_to_all_single(received, sent, from_, to, group=self.group, async_op=True)
+        assert work is not None, "only a rank outside of the group gets none"
+        if self._observe is not None:
+            self._observe(Launch.of(message, cause))
+        return work
+
     def scatter(
         self,
         message: Message,

@@ -45,59 +45,32 @@ class Launch(NamedTuple):
 
 
 class Event:
-    """Waits for the end of one collective on this rank, and of what follows it.
+    """Waits for the end of one collective on this rank.
 
     Args:
         wait: waits for the collective, and takes what came; launches nothing.
         is_over: whether the collective has ended already, so that `wait` would return at once.
-        follow: is called after `wait`, launches one more, and returns its event.
     """
 
-    def __init__(
-        self,
-        wait: Callable[[], None],
-        is_over: Callable[[], bool] = lambda: False,
-        follow: "Callable[[], Event] | None" = None,
-    ) -> None:
+    def __init__(self, wait: Callable[[], None], is_over: Callable[[], bool] = lambda: False) -> None:
         self._wait: Callable[[], None] | None = wait
         self._is_over = is_over
-        self._follow = follow
-        self._next: Event | None = None
 
-    def then(self, follow: "Callable[[], Event]") -> "Event":
-        """Return the event that ends with that which `follow` returns, called when this one has ended."""
-        return Event(self.wait, self._is_over, follow)
+    def wait(self, *, only_if_over: bool = False) -> None:
+        """Return when the result is valid; on an accelerator, for what is queued in the present stream from now on.
 
-    def settle(self, *, only_if_over: bool = False) -> None:
-        """Wait for the collective and take what came, so that its buffers are free; launches nothing more.
+        Waiting again does nothing. Afterwards nothing holds the buffers of the collective.
 
         Args:
             only_if_over: does nothing where it would have to wait.
-        """
-        if self._wait is not None and not (only_if_over and not self._is_over()):
-            self._wait()
-            self._wait, self._is_over = None, lambda: True  # both hold buffers
-
-    def advance(self) -> None:
-        """Wait for the first collective, and launch what follows it; all ranks at the same place in the program."""
-        self.settle()
-        if self._follow is not None:
-            self._next = self._follow()
-            self._follow = None
-
-    def wait(self) -> None:
-        """Return when the result is valid; on an accelerator, for what is queued in the present stream from now on.
-
-        Waiting again does nothing.
 
         Raises:
             CollectiveError: it failed, or took longer than the communicator's time-out. (With NCCL, which runs beside
                 the program, its own watchdog ends the process instead.)
         """
-        self.advance()
-        if self._next is not None:
-            self._next.wait()
-            self._next = None
+        if self._wait is not None and not (only_if_over and not self._is_over()):
+            self._wait()
+            self._wait, self._is_over = None, lambda: True  # both hold buffers
 
 
 class InFlight(NamedTuple, Generic[T]):

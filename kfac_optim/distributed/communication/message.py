@@ -1,7 +1,7 @@
 """One collective as one rank takes part in it: what plans are made of, and what a communicator hands to torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 
@@ -56,3 +56,14 @@ def all_reduction(name: str, rank: int, ranks: int, elements: int, itemsize: int
     """Return the message of an all-reduce of so many elements."""
     everyone = (elements,) * ranks
     return Message(name, Collective.ALL_REDUCE, rank, everyone, everyone, itemsize)
+
+
+def together(messages: Sequence[Message]) -> Message:
+    """Return one message in the place of several of the same kind, which lies by ranks, and then in their order."""
+    first, last = messages[0], messages[-1]
+    return replace(
+        first,
+        name=first.name if first is last else f"{first.name} to {last.name}",
+        to=tuple(map(sum, zip(*(each.to for each in messages), strict=True))),
+        from_=tuple(map(sum, zip(*(each.from_ for each in messages), strict=True))),
+    )

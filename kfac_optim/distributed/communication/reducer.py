@@ -1,19 +1,27 @@
 """Buckets of sums launched during backward, in one order on all ranks, whatever their hooks do."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.laid_out import may_go_early
 from kfac_optim.distributed.communication.launches import Cause, InFlight
 from kfac_optim.distributed.communication.layout_checks import repeated
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
-from kfac_optim.distributed.communication.segments import batches
+from kfac_optim.distributed.communication.segments import batches, shares
 from kfac_optim.utils.text import listed
+
+Final = Callable[[str], tuple[Tensor, Tensor | float]]
+"""Gives values and mass of a slot."""
 
 
 class Reducer:
     """Launches buckets in their order, each as soon as it and all before it are complete.
+
+    By segments what was reported is kept until the step, so that buckets go early as long as a rank's segments of them
+    are no more than one bucket together; the others follow at the step, batch by batch.
 
     Slots may be reported in any order, any number of times, or never, and differently on each rank: every rank launches
     the same collectives in the same order. What is reported is the whole of what a rank gives: a slot that is reported
@@ -37,7 +45,8 @@ class Reducer:
         self._buckets = tuple(buckets)
         self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         self._owned = {slot.name for bucket in buckets for slot in bucket.owned[communicator.rank]}
-        self._batches = _batches(buckets)
+        self._segmented = any(bucket.segmented for bucket in buckets)
+        self._early = may_go_early(buckets) if self._segmented else len(buckets)
         self._start_round()
 
     def ready(self, name: str, values: Tensor, mass: float | Tensor) -> None:
@@ -56,10 +65,12 @@ class Reducer:
         if self.launched(index):
             self._note_stale(name, index)
             return
+        if index >= self._early:
+            return  # it goes at the step
         if name not in self._owned:
             self._contributions(index).put(name, values, mass)
         self._unseen[index].discard(name)
-        while self._next < len(self._buckets) and not self._unseen[self._next]:
+        while self._next < self._early and not self._unseen[self._next]:
             self._launch(self._next, Cause.COMPLETE)
             self._next += 1
 
@@ -83,9 +94,7 @@ class Reducer:
         """Tell of each bucket whether this rank launched it and has other numbers for it now."""
         return list(self._stale)
 
-    def finish(
-        self, final: Callable[[str], tuple[Tensor, Tensor | float]], again: Sequence[bool]
-    ) -> Iterator[dict[str, Merged]]:
+    def finish(self, final: Final, again: Sequence[bool]) -> Iterator[dict[str, Merged]]:
         """Launch what is left, and once more what is stale; wait for all of it, and start the next round.
 
         All ranks must call it at the same place in the program.
@@ -107,26 +116,43 @@ class Reducer:
             raise ValueError(
                 f"kfac_optim: finish got {len(again)} flags of buckets that go again, and has {len(self._buckets)}."
             )
-        while self._next < len(self._buckets):
-            if not again[self._next]:  # of what is sent twice only the second counts
-                self._fill(self._next, self._unseen[self._next], final)
-            self._launch(self._next, Cause.LEFT_OVER, settle=True)
-            self._next += 1
-        for index, resend in enumerate(again):
-            if resend:
-                self._fill(index, self._buckets[index].names, final)
-                self._launch(index, Cause.AGAIN, settle=True)
-        # Of what goes again the second launch counts, which is behind the first of all buckets.
-        flights, sent = self._flights, [*range(len(again)), *(index for index, resend in enumerate(again) if resend)]
-        last = [not resend for resend in again] + [True] * sum(again)
+        self._launch_early_ones(again, final)
+        flights, early = self._flights, self._early
         self._start_round()
-        for flight, counts in zip(flights, last, strict=True):
-            if not counts:
-                flight.event.settle()
-        counting = [(self._buckets[index], f) for index, f, counts in zip(sent, flights, last, strict=True) if counts]
+        for flight, resend in zip(flights, again, strict=False):
+            if resend:
+                flight.wait()  # of what is sent twice only the second counts
+        counting = [number for number in range(early) if not again[number]]
+        coming = [flights[number] for number in counting]
         del flights
-        # They are cut anew where they come in another order than they were laid out in.
-        return _arriving(counting, _batches([bucket for bucket, _ in counting]) if any(again) else self._batches)
+        return self._all_of(counting, coming, again, final)
+
+    def _all_of(
+        self, early: list[int], flights: list[InFlight[Any]], again: Sequence[bool], final: Final
+    ) -> Iterator[dict[str, Merged]]:
+        """Give what was launched early, and then launch the rest, batch by batch."""
+        for batch in self._batches(early):
+            coming = [flights.pop(0) for _ in early[batch]]
+            yield from self._delivered(early[batch], coming)
+        rest = [*range(self._early, len(self._buckets)), *(number for number, resend in enumerate(again) if resend)]
+        for batch in self._batches(rest):
+            for number in rest[batch]:
+                self._fill(number, self._buckets[number].names, final)
+                self._launch(number, Cause.AGAIN if again[number] else Cause.LEFT_OVER, settle=True)
+            launched = list(self._flights)
+            self._flights.clear()
+            yield from self._delivered(rest[batch], launched)
+
+    def _delivered(self, numbers: Sequence[int], coming: list[InFlight[Any]]) -> Iterator[dict[str, Merged]]:
+        """Wait for buckets, and give what came of each; none is held when it was given."""
+        if not self._segmented:
+            while coming:
+                yield coming.pop(0).wait()
+            return
+        segments = [flight.wait() for flight in coming]
+        coming.clear()
+        buckets = [self._buckets[number] for number in numbers]
+        yield from self._communicator.deliver(buckets, segments, Cause.LEFT_OVER)
 
     def abandon(self) -> None:
         """Launch what is left, wait for all of it, throw it away, and start the next round.
@@ -136,16 +162,22 @@ class Reducer:
         Raises:
             CollectiveError: a collective failed, or took too long.
         """
-        while self._next < len(self._buckets):
-            self._launch(self._next, Cause.LEFT_OVER)
-            self._next += 1
+        self._launch_early_ones([True] * len(self._buckets), None)
         flights = self._flights
         self._start_round()
         for flight in flights:
-            flight.event.settle()  # by segments nothing goes on to the owners
+            flight.wait()  # by segments nothing goes on to the owners
+
+    def _launch_early_ones(self, again: Sequence[bool], final: Final | None) -> None:
+        """Launch what was left of that which may go early; zeros where it goes again."""
+        while self._next < self._early:
+            if final is not None and not again[self._next]:
+                self._fill(self._next, self._unseen[self._next], final)
+            self._launch(self._next, Cause.LEFT_OVER, settle=final is not None)
+            self._next += 1
 
     def _start_round(self) -> None:
-        self._flights: list[InFlight[dict[str, Merged]]] = []
+        self._flights: list[InFlight[Any]] = []
         self._next = 0
         self._unseen = [set(bucket.names) for bucket in self._buckets]
         self._stale = [False] * len(self._buckets)
@@ -169,7 +201,7 @@ class Reducer:
             self._filling[index] = contributions
         return contributions
 
-    def _fill(self, index: int, names: Collection[str], final: Callable[[str], tuple[Tensor, Tensor | float]]) -> None:
+    def _fill(self, index: int, names: Collection[str], final: Final) -> None:
         """Ask for those slots of a bucket, in its order."""
         for name in self._buckets[index].names:
             if name in names and name not in self._owned:
@@ -183,28 +215,16 @@ class Reducer:
         """
         for flight in self._flights:
             if self._buckets[index].segmented or not settle:
-                flight.event.settle(only_if_over=not settle)
+                flight.event.wait(only_if_over=not settle)
         contributions = self._contributions(index)
         self._filling[index] = None
-        self._flights.append(self._communicator.reduce(self._buckets[index], contributions, cause))
+        bucket = self._buckets[index]
+        launch = self._communicator.reduce_to_segments if bucket.segmented else self._communicator.reduce
+        self._flights.append(launch(bucket, contributions, cause))
 
-
-def _arriving(
-    flights: list[tuple[ReduceBucket, InFlight[dict[str, Merged]]]], laid_out: Sequence[slice]
-) -> Iterator[dict[str, Merged]]:
-    """Wait for buckets in their order, and give what came of each; none is held when it was given."""
-    for batch in laid_out:
-        together = [flight for _, flight in flights[: batch.stop - batch.start]]
-        del flights[: len(together)]
-        for flight in together:
-            flight.event.advance()
-        del flight
-        while together:
-            yield together.pop(0).wait()
-
-
-def _batches(buckets: Sequence[ReduceBucket]) -> list[slice]:
-    """Return where those lie that go to owners together; where they go directly, all of them."""
-    if not any(bucket.segmented for bucket in buckets):
-        return [slice(0, len(buckets))]
-    return batches([bucket.owned_elements for bucket in buckets])
+    def _batches(self, numbers: Sequence[int]) -> list[slice]:
+        """Return where those of these buckets lie that go to owners together; all, where they go directly."""
+        if not self._segmented:
+            return [slice(0, len(numbers))]
+        limit = max(sum(bucket.owned_elements) for bucket in self._buckets)
+        return batches([shares(self._buckets[number].owned_elements) for number in numbers], limit)

@@ -1,11 +1,11 @@
-"""Gradients in a row, as a wrapper has them in one of its buckets, on paper: the messages that bring them to owners."""
+"""Gradients in a row, as a wrapper has them in one of its buckets, on paper: the messages that sum them."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from kfac_optim.distributed.communication.message import Collective, Message
+from kfac_optim.distributed.communication.message import Collective, Message, all_reduction
 from kfac_optim.distributed.communication.segments import Segments
 
 
@@ -15,17 +15,33 @@ class OwnedRow:
 
     Attributes:
         name: for messages and traces.
-        pieces: owner and number of elements of each, in the order of the row.
+        pieces: owner and number of elements of each, in the order of the row; an owner of -1 is all ranks, and where a
+            piece has that the whole row is summed to all.
         world_size: number of ranks.
         payload: dtype on the wire.
-        segmented: whether it goes by segments, see [Note: the way by segments]; or each piece to its owner directly.
+        by_segments: whether what has owners goes by segments, see [Note: the way by segments]; or each piece directly.
     """
 
     name: str
     pieces: tuple[tuple[int, int], ...]
     world_size: int
     payload: torch.dtype
-    segmented: bool = False
+    by_segments: bool = False
+
+    @cached_property
+    def to_all(self) -> bool:
+        """Return whether the row is summed to all ranks, in an all-reduce."""
+        return any(owner < 0 for owner, _ in self.pieces)
+
+    @property
+    def segmented(self) -> bool:
+        """Return whether it goes by segments."""
+        return self.by_segments and not self.to_all
+
+    @cached_property
+    def elements(self) -> int:
+        """Return the elements of the row."""
+        return sum(size for _, size in self.pieces)
 
     @cached_property
     def segments(self) -> Segments:
@@ -33,7 +49,7 @@ class OwnedRow:
         return Segments(self.pieces, self.world_size)
 
     @cached_property
-    def owned(self) -> tuple[int, ...]:
+    def owned_elements(self) -> tuple[int, ...]:
         """Return the elements that each rank owns."""
         sizes = [0] * self.world_size
         for owner, size in self.pieces:
@@ -47,9 +63,11 @@ class OwnedRow:
         messages longer by less than `P` elements.
         """
         size, everyone = self.payload.itemsize, self.world_size
+        if self.to_all:
+            return (all_reduction(self.name, rank, everyone, self.elements, size),)
         if not self.segmented:
-            from_ = (self.owned[rank],) * everyone
-            return (Message(self.name, Collective.ALL_TO_ALL, rank, self.owned, from_, size),)
+            from_ = (self.owned_elements[rank],) * everyone
+            return (Message(self.name, Collective.ALL_TO_ALL, rank, self.owned_elements, from_, size),)
         segments = self.segments
         lengths = segments.lengths
         to, from_ = segments.for_owners(rank), segments.from_segments(rank)

@@ -7,13 +7,15 @@ row where owners have equally much. The way back is the same two steps in turn: 
 segments to all. Every link moves about the same, `1 + 1/P` of what reduce-scatter and all-gather alone move, and no
 rank holds more than the row twice.
 
-A row that has one owner would go over that owner's link alone, while all others wait. So the messages between segments
-and owners of several rows are under way together, as long as no rank owns more of them than one row may hold.
+A row that has one owner would go over that owner's link alone, while all others wait. So several rows go between
+segments and owners in one message, as long as no rank owns more of them than one row may hold: then it holds that much
+of them twice at the most, in segments and as what it owns.
 """
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -138,24 +140,50 @@ def sections(sizes: Sequence[int]) -> Segments:
     return Segments(tuple(enumerate(sizes)), len(sizes))
 
 
-def batches(rows: Sequence[Sequence[float]]) -> list[slice]:
-    """Cut rows, in their order, into those whose messages between segments and owners are under way together.
+class Batching:
+    """Says of rows, one after the other, which of them go between segments and owners in one message.
 
     Args:
-        rows: of each row what every rank owns of it.
-
-    Returns:
-        Where each batch lies: no rank owns more of one than the largest row has in all.
+        limit: what one rank may own of a batch; of a larger row it may own all.
     """
-    limit = max(map(sum, rows), default=0.0)
-    found: list[slice] = []
-    start, owned = 0, [0.0] * (len(rows[0]) if rows else 0)
-    for number, row in enumerate(rows):
-        owned = [before + more for before, more in zip(owned, row, strict=True)]
-        if max(owned) > limit:
-            found.append(slice(start, number))
-            start, owned = number, list(row)
-    return [*found, slice(start, len(rows))] if rows else []
+
+    def __init__(self, limit: float = 0.0) -> None:
+        self._limit = limit
+        self._largest = 0.0
+        self._owned: defaultdict[int, float] = defaultdict(float)
+
+    def begins(self, owned: Mapping[int, float]) -> bool:
+        """Return whether the next row begins a new batch.
+
+        Args:
+            owned: what ranks own of it.
+        """
+        self._largest = max(self._largest, sum(owned.values()))
+        limit = max(self._limit, self._largest)
+        is_new = not self._owned or any(self._owned[rank] + size > limit for rank, size in owned.items())
+        if is_new:
+            self._owned.clear()
+            self._largest = sum(owned.values())
+        for rank, size in owned.items():
+            self._owned[rank] += size
+        return is_new
+
+
+def batches(rows: Sequence[Mapping[int, float]], limit: float | None = None) -> list[slice]:
+    """Cut rows, in their order, into those that go between segments and owners in one message.
+
+    Args:
+        rows: what ranks own of each.
+        limit: as of `Batching`; None is the largest of these rows.
+    """
+    batching = Batching(max((sum(row.values()) for row in rows), default=0.0) if limit is None else limit)
+    starts = [number for number, row in enumerate(rows) if batching.begins(row)]
+    return [slice(*ends) for ends in itertools.pairwise([*starts, len(rows)])]
+
+
+def shares(owned: Sequence[int]) -> dict[int, float]:
+    """Return what each rank owns, those left out that own nothing."""
+    return {rank: size for rank, size in enumerate(owned) if size}
 
 
 def splits(sizes: Sequence[int]) -> list[slice]:
@@ -167,3 +195,44 @@ def splits(sizes: Sequence[int]) -> list[slice]:
 def filled_up(row: Tensor, elements: int) -> Tensor:
     """Return a row of so many elements, the last ones zeros: equal segments are what a reduce-scatter takes."""
     return row if len(row) == elements else torch.cat([row, row.new_zeros(elements - len(row))])
+
+
+def by_row(received: Tensor, sizes: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Give, row by row, what came of several rows in one message, put together of what each rank has sent.
+
+    Args:
+        received: of every rank one after the other, of each its parts of all rows in their order, `[elements]`.
+        sizes: elements of each row from each rank.
+
+    Returns:
+        Of each row the parts of all ranks, in their order; a view where there is one row.
+    """
+    if len(sizes) == 1:
+        yield received
+        return
+    places = splits([size for of_rank in zip(*sizes, strict=True) for size in of_rank])
+    for number in range(len(sizes)):
+        parts = [received[place] for place in places[number :: len(sizes)] if place.start < place.stop]
+        yield torch.cat(parts) if parts else received[:0]
+
+
+def to_owners(layouts: Sequence[Segments], rank: int, segments: list[Tensor]) -> Tensor:
+    """Return the segments that a rank has of several rows as they go to owners: by owners, of each row after row.
+
+    Args:
+        layouts: of the rows.
+        rank: whose segments.
+        segments: one of each row; taken out of the list as they are copied.
+    """
+    counts = [layout.for_owners(rank) for layout in layouts]
+    if len(layouts) == 1 and len(runs := layouts[0].within(rank)) <= 1:
+        return segments.pop() if runs else segments.pop()[:0]
+    sent = segments[0].new_empty(sum(map(sum, counts)))
+    places = splits([size for of_owner in zip(*counts, strict=True) for size in of_owner])
+    for number, layout in enumerate(layouts):
+        segment, own = segments.pop(0), places[number :: len(layouts)]
+        filled = [place.start for place in own]
+        for owner, start, stop in layout.within(rank):
+            sent[filled[owner] : filled[owner] + stop - start] = segment[start:stop]
+            filled[owner] += stop - start
+    return sent

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from kfac_optim.distributed.communication.launches import Cause, Launch
 from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import filled_up
+from kfac_optim.distributed.gradients.deliveries import Segment
 from kfac_optim.distributed.gradients.flow import ShardedGradients
-from kfac_optim.utils.autograd import after_backward, on_gradient
+from kfac_optim.utils.autograd import on_gradient
 from kfac_optim.utils.hooks import PicklableHook, call_if_there
 
 
@@ -30,28 +31,20 @@ class OwnersHook:
     can only have made it zeros. That is looked at before a forward, and again when the next gradient comes to be added
     to it. (Gradients that are views of DDP's buckets are written to together: of those only the first look can tell.)
 
-    [Note: the second message] By segments a bucket takes two messages, and all ranks must launch all messages in one
-    order. DDP has the first ones launched in the order of its buckets, on all ranks; when backward comes to an end, the
-    second ones follow in that same order. There is no other place for them: nothing may wait within backward, where
-    another rank may wait for this one's share of a normalisation, and what is called when the first has ended is called
-    whenever each rank happens to see that.
+    By segments a bucket takes two messages, see [Note: the second message].
 
     Args:
         wrapper: whose gradients.
         observe: is called with every message, for traces.
-        at_the_end: has a function called as soon as the running backward has ended, before the wrapper waits.
     """
 
     def __init__(
         self,
         wrapper: DistributedDataParallel,
         observe: Callable[[Launch], None] | None = None,
-        at_the_end: Callable[[Callable[[], None]], None] = lambda function: after_backward(function, 1),
     ) -> None:
         self.flow: ShardedGradients | None = None
         self._observe = observe
-        self._at_the_end = at_the_end
-        self._under_way: list[_UnderWay] = []
         self._group = wrapper.process_group
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
         self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
@@ -109,20 +102,42 @@ class OwnersHook:
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
+        deliveries = None if self.flow is None else self.flow.deliveries
+        if deliveries is not None and bucket.index() == 0:
+            deliveries.begin()
+        done = self._send(bucket)
+        if deliveries is not None and bucket.is_last():
+            deliveries.close()
+        return done
+
+    def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         flow = self.flow
         if flow is not None:
             flow.bring(bucket.parameters())
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
-            # Who owns them is not known yet, or some are not ours: then all have the mean, owners too.
-            for param in bucket.parameters():
-                self._drop(param)
-            work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
-            mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-            return mean
-        row = flow.row(bucket.index(), bucket.parameters(), buffer.dtype)
+            return self._to_all(None, bucket)  # who owns them is not known yet, or some are not ours
+        row = flow.row(bucket.index(), bucket.parameters(), bucket.buffer().dtype)
         self._make_local(bucket, flow)
+        if row.to_all:
+            return self._to_all(row, bucket)
         return self._by_segments(row, bucket, flow) if row.segmented else self._directly(row, bucket, flow)
+
+    def _to_all(self, row: OwnedRow | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        """Bring the mean to all ranks, owners too, as DDP does; `row` is None where no plan knows of it."""
+        for param in bucket.parameters():
+            self._drop(param)
+        mean: Tensor = bucket.buffer().div_(dist.get_world_size(self._group))
+        work = dist.all_reduce(mean, group=self._group, async_op=True)
+        if row is not None and self._observe is not None:
+            (message,) = row.messages(dist.get_rank(self._group))
+            self._observe(Launch.of(message, Cause.COMPLETE))
+
+        def take(future: torch.futures.Future[Any]) -> Tensor:
+            future.wait()
+            return mean
+
+        done: torch.futures.Future[Tensor] = work.get_future().then(take)
+        return done
 
     def _own(self, bucket: dist.GradBucket, flow: ShardedGradients) -> list[tuple[Tensor, Tensor]]:  # type: ignore[name-defined]
         """Return the parameters in a bucket that this rank owns, each with its gradient, a view of the buffer."""
@@ -188,33 +203,27 @@ class OwnersHook:
         flow: ShardedGradients,
     ) -> torch.futures.Future[torch.Tensor]:
         """Launch the first of two messages, see [Note: the second message]."""
-        buffer, rank = bucket.buffer(), dist.get_rank(self._group)
-        if bucket.index() == 0:
-            self._under_way.clear()  # of a backward that raised
-        scatter, deliver = row.messages(rank)
-        mean = self._scatter(row, scatter, buffer)
-        device = buffer.device
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[] if device.index is None else [device])
-        self._under_way.append(_UnderWay(row, deliver, mean, self._own(bucket, flow), buffer, done))
-        if bucket.is_last():
-            self._at_the_end(self._deliver)
-        return done
+        deliveries, own = flow.deliveries, self._own(bucket, flow)
+        assert deliveries is not None, "what goes by segments has them"
+        deliveries.next(row)
+        segment = Segment(row, bucket.buffer(), lambda mean: self._take(own, mean))
+        deliveries.add(segment, self._scatter(row, bucket.buffer(), segment))
+        return segment.done
 
-    def _scatter(self, row: OwnedRow, message: Message, buffer: Tensor) -> torch.futures.Future[Tensor]:
+    def _scatter(self, row: OwnedRow, buffer: Tensor, segment: Segment) -> torch.futures.Future[Any]:
         """Launch the reduce-scatter; what it gives is the mean of this rank's segment."""
-        ranks, segments = row.world_size, row.segments
-        length = segments.lengths[message.rank]
+        rank, ranks, segments = dist.get_rank(self._group), row.world_size, row.segments
+        message, length = row.messages(rank)[0], segments.lengths[rank]
         if not has_reduce_scatter(buffer.device):
-            received = buffer.new_empty(sum(message.from_))
-            work = self._exchange(message, buffer, received)
-            parts = [received]
+            parts = [buffer.new_empty(sum(message.from_))]
+            work = self._exchange(message, buffer, parts[0])
 
-            def add_up(future: torch.futures.Future[Any]) -> Tensor:
+            def add_up(future: torch.futures.Future[Any]) -> None:
                 future.wait()
-                return _mean(parts.pop(), ranks).to(buffer.dtype)
+                segment.mean = _mean(parts.pop(), ranks).to(buffer.dtype)
 
-            found: torch.futures.Future[Tensor] = work.get_future().then(add_up)
-            return found
+            summed: torch.futures.Future[Any] = work.get_future().then(add_up)
+            return summed
         whole = filled_up(buffer, segments.length * ranks)
         total = whole.new_empty(segments.length)
         scattering = dist.reduce_scatter_single(total, whole, group=self._group, async_op=True)
@@ -222,40 +231,12 @@ class OwnersHook:
         if self._observe is not None:
             self._observe(Launch.of(message, Cause.COMPLETE))
 
-        def divide(future: torch.futures.Future[Any]) -> Tensor:
+        def divide(future: torch.futures.Future[Any]) -> None:
             future.wait()
-            return total[:length] / ranks
+            segment.mean = total[:length] / ranks
 
-        ended: torch.futures.Future[Tensor] = scattering.get_future().then(divide)
-        return ended
-
-    def _deliver(self) -> None:
-        """Bring segments to owners."""
-        waiting, self._under_way = self._under_way, []
-        assert self.flow is not None, "it has laid them out"
-        for batch in self.flow.batches([each.row for each in waiting]):
-            together = []
-            for each in waiting[batch]:
-                message, segment = each.deliver, each.mean.wait()
-                runs = each.row.segments.within(message.rank)
-                sent = torch.cat([segment[run.start : run.stop] for run in runs]) if len(runs) > 1 else segment
-                received = each.buffer.new_empty(sum(message.from_))
-                together.append((each, self._exchange(message, sent, received), received))
-            for each, work, received in together:
-                work.wait()
-                self._take(each.own, received)
-                each.done.set_result(each.buffer)
-
-
-class _UnderWay(NamedTuple):
-    """Holds a bucket whose second message was not sent yet; see [Note: the second message]."""
-
-    row: OwnedRow
-    deliver: Message
-    mean: torch.futures.Future[Tensor]
-    own: list[tuple[Tensor, Tensor]]
-    buffer: Tensor
-    done: torch.futures.Future[Tensor]
+        divided: torch.futures.Future[Any] = scattering.get_future().then(divide)
+        return divided
 
 
 class _NoHook:

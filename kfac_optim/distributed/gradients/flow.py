@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import precondition, to_params
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.laid_out import LaidOut, arrivals
+from kfac_optim.distributed.communication.laid_out import LaidOut, shared, sums
 from kfac_optim.distributed.communication.launches import InFlight
-from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
+from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
-from kfac_optim.distributed.communication.segments import batches
+from kfac_optim.distributed.gradients.deliveries import Deliveries
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
+    delivery_limit,
     gradient_buckets,
+    gradient_means,
     gradient_row,
     parameter_buckets,
     preconditioned_buckets,
@@ -79,10 +81,7 @@ class ReplicatedGradients(GradientFlow):
         if names not in self._layouts:
             self._layouts[names] = LaidOut.of(preconditioned_buckets(self._plan, names))
 
-        def share(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
-            return self._communicator.share(bucket, values)
-
-        for received in arrivals(self._layouts[names], share, at_once=False):
+        for received in shared(self._communicator, self._layouts[names], lambda _: values, at_once=False):
             for name, block in by_name.items():
                 workers = self._workers[name]
                 found = received.get(preconditioned_name(name, rank % len(workers)))
@@ -96,26 +95,37 @@ class ReplicatedGradients(GradientFlow):
 class ShardedGradients(GradientFlow):
     """Brings each layer's gradient to its owner, who updates; all parameters are gathered after the step.
 
+    What has no owner (`Plan.everywhere`) all ranks have the mean of, precondition and update.
+
     Args:
         plan: of `Sharded`.
         communicator: for the main line of the program.
         params: of each covered layer and each other parameter, by its name in the plan.
+        delivery: for what is launched in backward; needed where gradients go by segments.
 
     Attributes:
-        owner_of: the rank that updates a parameter; those that are not trained have none.
+        owner_of: the rank that updates a parameter, -1 where all do; those that are not trained have none.
+        deliveries: brings segments of a wrapper's buckets to owners.
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: Communicator,
+        params: Mapping[str, Sequence[nn.Parameter]],
+        delivery: Communicator | None = None,
+    ) -> None:
         super().__init__()
         self._communicator = communicator
         self._plan = plan
         self._params = params
-        owners = {layer.name: layer.workers.start for layer in plan.layers}
-        owners |= {each.name: each.owner for each in plan.parameters if each.owner is not None}
+        owners = {layer.name: layer.owner for layer in plan.layers}
+        owners |= {each.name: -1 if each.owner is None else each.owner for each in plan.parameters}
         self._owners = owners
         self.owner_of = {param: owners[name] for name, held in params.items() for param in held}
+        self._here = (communicator.rank, -1)
         self._layouts: dict[Any, LaidOut[Any]] = {}
-        self._batches: dict[tuple[int, ...], list[slice]] = {}
+        self.deliveries = None if delivery is None else Deliveries(delivery, delivery_limit(plan))
         self._rows: dict[tuple[int, torch.dtype, tuple[Tensor, ...]], OwnedRow] = {}
         self.forget()
 
@@ -133,13 +143,6 @@ class ShardedGradients(GradientFlow):
             self._rows[key] = gradient_row(self._plan, number, pieces, dtype)
         return self._rows[key]
 
-    def batches(self, rows: Sequence[OwnedRow]) -> list[slice]:
-        """Return where those of these rows lie that go to owners together, which is laid out once."""
-        key = tuple(map(id, rows))  # they are kept
-        if key not in self._batches:
-            self._batches[key] = batches([row.owned for row in rows])
-        return self._batches[key]
-
     def bring(self, params: Iterable[Tensor]) -> None:
         """Note that the gradients of these are with their owners: DDP has brought them, on all ranks alike."""
         self._waiting.difference_update(params)
@@ -152,26 +155,34 @@ class ShardedGradients(GradientFlow):
             return
         rank, ranks = self._communicator.rank, self._communicator.world_size
 
-        def launch(bucket: ReduceBucket) -> InFlight[dict[str, Merged]]:
+        means = gradient_means(self._plan, names)
+        flights = [self._summed(row, held) for row, held in means.items()]
+
+        def give(bucket: ReduceBucket) -> Contributions:
             given = Contributions(bucket, rank, self._communicator.device)
             for slot in bucket.slots:
                 if slot.owner != rank:
                     given.put(slot.name, self._flat(slot.name), 1.0)
-            return self._communicator.reduce(bucket, given)
+            return given
 
-        for found in arrivals(self._laid_out(gradient_buckets, names), launch):
+        for found in sums(self._communicator, self._laid_out(gradient_buckets, names), give):
             for name, merged in found.items():
                 sizes = [param.numel() for param in self._params[name]]
                 for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
                     if param in waiting:
                         _average(param, others.view(param.shape), ranks)
+        for held, flight in zip(means.values(), flights, strict=True):
+            params = [param for name in held for param in self._params[name]]
+            for param, total in zip(params, torch.split(flight.wait(), [p.numel() for p in params]), strict=True):
+                if param in waiting:
+                    _set_gradient(param, total.view(param.shape) / ranks)
         self.bring(self.owner_of)
 
     def forget(self) -> None:
         self._waiting: set[Tensor] = set(self.owner_of)
 
     def restore(self) -> None:
-        brought = self.owner_of.keys() - self._waiting
+        brought = {param for param, owner in self.owner_of.items() if owner >= 0} - self._waiting
         self._gather(
             [name for name, held in self._params.items() if not brought.isdisjoint(held)],
             lambda param: torch.zeros_like(param) if param.grad is None else param.grad,
@@ -179,10 +190,16 @@ class ShardedGradients(GradientFlow):
         )
 
     def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
-        return super().gradients([block for block in blocks if self._owners[block.name] == self._communicator.rank])
+        return super().gradients([block for block in blocks if self._owners[block.name] in self._here])
 
     def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        return [param for param in params if self.owner_of.get(param) == self._communicator.rank]
+        return [param for param in params if self.owner_of.get(param) in self._here]
+
+    def counts(self, param: nn.Parameter) -> bool:
+        return self._communicator.rank == max(self.owner_of[param], 0)
+
+    def makes_for_sums(self, block: KFACBlock) -> bool:
+        return all(map(self.counts, block.params))
 
     def publish(self) -> None:
         self._gather(self._params, lambda param: param, lambda param, value: param.detach().copy_(value))
@@ -192,7 +209,14 @@ class ShardedGradients(GradientFlow):
         return sum_scalars(values, self._communicator)
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
-        return total_norm(grads, order, self._communicator, self._plan.options.parameter_dtype)
+        others = {id(param.grad) for param in self.owner_of if not self.counts(param)}
+        counted = [grad for grad in grads if id(grad) not in others]
+        return total_norm(counted, order, self._communicator, self._plan.options.parameter_dtype)
+
+    def _summed(self, row: OwnedRow, names: Sequence[str]) -> InFlight[Tensor]:
+        """Sum gradients to all ranks."""
+        values = torch.cat([self._flat(name).to(row.payload) for name in names])
+        return self._communicator.all_reduce(row.name, values, layers=names)
 
     def _flat(self, name: str) -> Tensor:
         """Return the gradients of a layer's parameters, in a row."""
@@ -209,22 +233,24 @@ class ShardedGradients(GradientFlow):
         """Bring what owners have of the parameters of these pieces to all other ranks."""
         rank = self._communicator.rank
 
-        def launch(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
+        def give(bucket: ShareBucket) -> dict[str, Tensor]:
             own = [parcel.name for parcel in bucket.parcels if parcel.source == rank]
-            values = {name: _in_a_row([read(param).detach() for param in self._params[name]]) for name in own}
-            return self._communicator.share(bucket, values)
+            return {name: _in_a_row([read(param).detach() for param in self._params[name]]) for name in own}
 
-        for found in arrivals(self._laid_out(parameter_buckets, names), launch):
-            for name, joined in found.items():
-                sizes = [param.numel() for param in self._params[name]]
-                for param, value in zip(self._params[name], torch.split(joined, sizes), strict=True):
-                    write(param, value.view(param.shape))
+        for found in shared(self._communicator, self._laid_out(parameter_buckets, names), give):
+            while found:  # what was written is held no longer when the next comes
+                name, joined = found.popitem()
+                params = self._params[name]
+                parts = list(torch.split(joined, [param.numel() for param in params]))
+                del joined
+                for param in params:
+                    write(param, parts.pop(0).view(param.shape))
 
     def _laid_out(self, layout: Callable[[Plan, Collection[str]], Any], names: Collection[str]) -> LaidOut[Any]:
         """Return the buckets of a layout for these names, which is made once."""
         key = (layout, tuple(names))
         if key not in self._layouts:
-            self._layouts[key] = LaidOut.of(layout(self._plan, names))
+            self._layouts[key] = LaidOut.of(layout(self._plan, names), delivery_limit(self._plan))
         return self._layouts[key]
 
 

@@ -1,6 +1,7 @@
 """Work laid on ranks, the largest first: a pure function of names, costs and the number of ranks."""
 
 import heapq
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,15 +20,21 @@ def largest_first(work: Mapping[str, Load], bins: Sequence[int]) -> dict[str, in
     """Put each piece of work, the largest first, onto the bin that has least (LPT, Graham 1969); return the bins.
 
     The fullest bin has at most `4/3 − 1/(3m)` times what the best assignment to m bins would give it. Pieces of one
-    cost and size go by name, so that the order of the mapping does not matter.
+    cost and size go by name, numbers in it by their value, so that the order of the mapping does not matter, and alike
+    layers of a model that follow one another have different bins.
     """
     heap = [(0.0, 0, each) for each in sorted(bins)]
     placed = {}
-    for name, load in sorted(work.items(), key=lambda item: (-item[1].cost, -item[1].size, item[0])):
+    for name, load in sorted(work.items(), key=lambda item: (-item[1].cost, -item[1].size, _natural(item[0]))):
         cost, size, least = heap[0]
         heapq.heapreplace(heap, (cost + load.cost, size + load.size, least))
         placed[name] = least
     return placed
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts "layer.10" after "layer.9"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)] + [(0, name)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,9 @@ def make_buckets(
             even = [cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares]
             pairs = list(zip(even, _between(shares, ranks, cost), strict=True))
             scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
-            to_owners = payload in _TO_OWNERS
-            ways = [(scatter, one, other) if to_owners else (gather, one + other, 0.0) for one, other in pairs]
+            kind = scatter if payload in _TO_OWNERS else gather
+            late = payload is Payload.SUMS  # the second message of gradients goes while backward goes on
+            ways = [(kind, one, other) if late else (kind, one + other, 0.0) for one, other in pairs]
     return tuple(
         PlannedBucket(payload, together, itemsize, members, *way) for together, way in zip(filled, ways, strict=True)
     )
@@ -170,17 +171,16 @@ def _direct(shares: Mapping[int, float], ranks: int, cost: CostModel) -> float:
 
 
 def _between(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> list[float]:
-    """Return the seconds of each bucket's all-to-all between segments and owners, a part of those of its batch."""
+    """Return the seconds of each bucket's all-to-all between segments and owners, a part of that of its batch."""
     found: list[float] = []
-    for batch in batches([[share.get(rank, 0.0) for rank in range(ranks)] for share in shares]):
+    for batch in batches(shares):
         together: defaultdict[int, float] = defaultdict(float)
         for share in shares[batch]:
             for rank, size in share.items():
                 together[rank] += size
-        whole, number = sum(together.values()), batch.stop - batch.start
+        whole = sum(together.values())
         mean = whole / ranks
         seconds = cost.communicating(Collective.ALL_TO_ALL, max(mean, *together.values()), ranks, mean=mean)
-        seconds += (number - 1) * cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
         found += [seconds * sum(share.values()) / whole for share in shares[batch]]
     return found
 

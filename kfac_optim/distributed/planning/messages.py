@@ -81,7 +81,8 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
 
     Args:
         plan: whose.
-        names: of layers, and of parameters that are not covered; so are the slots named.
+        names: of layers, and of parameters that are not covered; so are the slots named. Those that all ranks update
+            are left to `gradient_means`.
 
     Raises:
         ValueError: the plan has no such layer or parameter, or is not `Sharded`.
@@ -92,8 +93,21 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
         ReduceBucket(
             name, tuple(Slot(i.name, i.words, i.rank, masses=0) for i, _ in sent), plan.ranks, dtype, segmented
         )
-        for name, sent in _launches(plan, Payload.GRADIENTS, names)
+        for name, sent in _launches(plan, Payload.GRADIENTS, set(names) - plan.everywhere)
     )
+
+
+def gradient_means(plan: Plan, names: Collection[str]) -> dict[OwnedRow, tuple[str, ...]]:
+    """Return the gradients of `names` that all ranks update, in the order of backward, and whose each row holds."""
+    items = [item for bucket in plan.buckets_of(Payload.GRADIENTS) for item in bucket.items]
+    ours = [item for item in items if item.name in plan.everywhere and item.name in names]
+    dtype, payload = plan.options.parameter_dtype, Payload.GRADIENTS
+    return {
+        OwnedRow(
+            f"{payload.value} of all {number}", tuple((-1, each.words) for each in held), plan.ranks, dtype
+        ): tuple(each.name for each in held)
+        for number, held in enumerate(fill(ours, plan.options.bucket_words(payload)))
+    }
 
 
 # -- parcels from their sources ----------------------------------------------------------------------------------
@@ -150,7 +164,8 @@ def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, 
 
     Args:
         plan: whose.
-        names: of layers, and of parameters that are not covered; so are the parcels named.
+        names: of layers, and of parameters that are not covered; so are the parcels named. Those that all ranks update
+            are left out.
 
     Raises:
         ValueError: the plan has no such layer or parameter, or is not `Sharded`.
@@ -161,6 +176,7 @@ def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, 
         item, members = sent
         yield Parcel(item.name, item.words, item.rank, tuple(rank for rank in members if rank != item.rank))
 
+    names = set(names) - plan.everywhere
     return _shared(plan, Payload.PARAMETERS, names, parcel, plan.options.parameter_dtype)
 
 
@@ -168,7 +184,7 @@ def parameter_buckets(plan: Plan, names: Collection[str]) -> tuple[ShareBucket, 
 
 
 def all_buckets(plan: Plan, payload: Payload) -> tuple[ReduceBucket | ShareBucket, ...]:
-    """Return all that is sent of one payload where no layer is left out; nothing where it goes in all-reduces.
+    """Return all that is sent of one payload where no layer is left out, but for all-reduces.
 
     Args:
         plan: whose.
@@ -198,6 +214,11 @@ def gradient_row(plan: Plan, number: int, pieces: Sequence[tuple[int, int]], dty
     """
     name = f"{Payload.GRADIENTS.value} of DDP {number}"
     return OwnedRow(name, tuple(pieces), plan.ranks, dtype, plan.by_segments(Payload.GRADIENTS))
+
+
+def delivery_limit(plan: Plan) -> float:
+    """Return elements of gradients that one rank may own of what goes to owners in one message, see `Batching`."""
+    return float(max((bucket.words for bucket in plan.buckets_of(Payload.GRADIENTS)), default=0))
 
 
 # -- what they share ---------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.plan_options import PlanOptions
 from kfac_optim.distributed.planning.plan_parts import LayerPlan, Memory, ParameterPlan, Traffic
 from kfac_optim.distributed.planning.prediction import Seconds
-from kfac_optim.distributed.planning.strategies import Strategy
-from kfac_optim.utils.text import describe_bytes, table
+from kfac_optim.distributed.planning.strategies import Sharded, Strategy
+from kfac_optim.utils.text import describe_bytes, listed, table
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ class Plan:
     def by_segments(self, payload: Payload) -> bool:
         """Return whether the payload goes by segments, see [Note: the way by segments]."""
         return any(bucket.segmented for bucket in self.buckets_of(payload))
+
+    @property
+    def everywhere(self) -> frozenset[str]:
+        """Return names of what all ranks update under `Sharded`, see [Note: layers without an owner]."""
+        if not isinstance(self.strategy, Sharded):
+            return frozenset()
+        layers = (layer.name for layer in self.layers if layer.owner < 0)
+        return frozenset([*layers, *(each.name for each in self.parameters if each.owner is None)])
 
     @property
     def words_per_step(self) -> Fraction:
@@ -159,6 +167,10 @@ class Plan:
         if control := [each for each in self.traffic if each.payload.is_control]:
             size = describe_bytes(float(sum(each.bytes_per_step for each in control)))
             lines.append(f"control ({', '.join(each.payload.value for each in control)}): {size} a step.")
+        if everywhere := sorted(self.everywhere):
+            lines.append(
+                f"All ranks work on {listed(everywhere)}: on one owner's link they would take longer than all else."
+            )
         name, largest = self.largest_part
         seconds = self.seconds
         lines += [

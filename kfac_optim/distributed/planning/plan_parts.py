@@ -1,8 +1,10 @@
 """What a plan says of one layer, one parameter, one payload and one rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from kfac_optim.distributed.planning.assignment import LayerPlace
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.specs import Part
 
@@ -47,6 +49,11 @@ class LayerPlan:
     apply: float
     workers: range
     parts: tuple[PartPlan, ...]
+
+    @property
+    def owner(self) -> int:
+        """Return the rank that preconditions it alone; -1 where several do."""
+        return self.workers.start if len(self.workers) == 1 else -1
 
     @property
     def trace_words(self) -> int:
@@ -109,3 +116,16 @@ class Memory:
     @property
     def total(self) -> int:
         return self.sums + self.averages + self.inverses + self.buffers + self.momentum
+
+
+def part_plans(parts: Sequence[Part], where: LayerPlace, mass: int) -> tuple[PartPlan, ...]:
+    """Return the plans of the parts of a layer; a mass takes so many words."""
+    return tuple(
+        PartPlan(part, where.owners[part.name], packed_words(part) + mass * sum(factor.masses for factor in part.sums))
+        for part in parts
+    )
+
+
+def packed_words(part: Part) -> int:
+    """Return the words of the running averages of a part, packed."""
+    return sum(factor.packed for factor in part.sums)

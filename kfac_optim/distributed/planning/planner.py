@@ -4,15 +4,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kfac_optim.distributed.planning.assignment import LayerLoad, LayerPlace, Load, largest_first, place
+from kfac_optim.distributed.planning.assignment import LayerLoad, Load, largest_first, place
 from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill, make_buckets
 from kfac_optim.distributed.planning.costs import CostModel
+from kfac_optim.distributed.planning.everywhere import on_all_ranks
 from kfac_optim.distributed.planning.messages import all_buckets, result_name
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.plan_options import STATUS_WORDS, VOTE_WORDS, PlanOptions, vote_marks
-from kfac_optim.distributed.planning.plan_parts import LayerPlan, Memory, ParameterPlan, PartPlan, Traffic
+from kfac_optim.distributed.planning.plan_parts import (
+    LayerPlan,
+    Memory,
+    ParameterPlan,
+    PartPlan,
+    Traffic,
+    packed_words,
+    part_plans,
+)
 from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
-from kfac_optim.distributed.planning.prediction import Compute, predict
+from kfac_optim.distributed.planning.prediction import Compute, in_order_of_backward, predict
 from kfac_optim.distributed.planning.strategies import (
     Auto,
     Exchange,
@@ -23,7 +32,7 @@ from kfac_optim.distributed.planning.strategies import (
     Strategy,
     check_strategy,
 )
-from kfac_optim.specs import Part, Structure
+from kfac_optim.specs import Structure
 from kfac_optim.utils.validation import check_integer, check_kind
 
 
@@ -89,6 +98,8 @@ class _Planner:
     def __post_init__(self) -> None:
         self.merges = self.ranks > 1 and self.strategy.statistics is Statistics.ALL
         self.workers = self.strategy.workers(self.ranks)
+        model = self.model if isinstance(self.strategy, Sharded) else ()
+        self.everywhere = on_all_ranks(model, self.ranks, self.options.parameter_dtype.itemsize, self.cost)
         self.layers = self._place_layers()
         self.parameters = self._place_parameters()
 
@@ -131,7 +142,8 @@ class _Planner:
         costs = {name: each.inverse.flops(each.spec.by_blocks()) for name, (_, each) in covered.items()}
         loads = {
             name: LayerLoad(
-                {part.name: Load(part.refresh, _packed(part)) for part in parts[name]}, costs[name].apply, each.words
+                {part.name: Load(part.refresh, packed_words(part)) for part in parts[name]},
+                *((0.0, 0) if name in self.everywhere else (costs[name].apply + self._link(each.words), each.words)),
             )
             for name, (_, each) in covered.items()
         }
@@ -143,17 +155,23 @@ class _Planner:
                 position=number,
                 words=each.words,
                 apply=costs[name].apply,
-                workers=places[name].workers,
-                parts=_part_plans(parts[name], places[name], self.options.mass_words),
+                workers=range(self.ranks) if name in self.everywhere else places[name].workers,
+                parts=part_plans(parts[name], places[name], self.options.mass_words),
             )
             for name, (number, each) in covered.items()
         )
+
+    def _link(self, words: int) -> float:
+        """Return the operations that an owner could do while so many words come to it and go again (`Sharded`)."""
+        size = 2 * words * self.options.parameter_dtype.itemsize
+        return self.cost.flop_rate * size / self.cost.bandwidth if isinstance(self.strategy, Sharded) else 0.0
 
     def _place_parameters(self) -> tuple[ParameterPlan, ...]:
         uncovered = [(number, each) for number, each in enumerate(self.model) if isinstance(each, Uncovered)]
         owners: dict[str, int] = {}
         if isinstance(self.strategy, Sharded):
-            owners = largest_first({each.name: Load(each.words, 0) for _, each in uncovered}, range(self.ranks))
+            owned = {each.name: Load(each.words, 0) for _, each in uncovered if each.name not in self.everywhere}
+            owners = largest_first(owned, range(self.ranks))
         return tuple(ParameterPlan(each.name, number, each.words, owners.get(each.name)) for number, each in uncovered)
 
     def _items(self, payload: Payload) -> list[Item]:
@@ -168,7 +186,7 @@ class _Planner:
         if payload is Payload.GRADIENTS:
             return [] if isinstance(self.strategy, FullySharded) else self._matrices()[::-1]
         if payload is Payload.PARAMETERS:
-            return self._matrices() if isinstance(self.strategy, Sharded) else []
+            return [item for item in self._matrices() if item.rank >= 0]
         if payload is Payload.PRECONDITIONED:
             spread = isinstance(self.strategy, Replicated) and self.workers < self.ranks
             # From a row of the grid of groups: all ranks of one place in their groups.
@@ -198,7 +216,7 @@ class _Planner:
         """Return gradients, or parameters, in forward order."""
         sharded = isinstance(self.strategy, Sharded)
         found = [Item(p.name, p.words, -1 if p.owner is None else p.owner, p.position) for p in self.parameters]
-        found += [Item(lp.name, lp.words, lp.workers.start if sharded else -1, lp.position) for lp in self.layers]
+        found += [Item(lp.name, lp.words, lp.owner if sharded else -1, lp.position) for lp in self.layers]
         return sorted(found, key=lambda item: item.position)
 
     def _all_results(self) -> list[tuple[Item, range]]:
@@ -221,6 +239,11 @@ class _Planner:
     def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[PlannedBucket, ...]:
         if payload is Payload.PRECONDITIONED:
             return self._filled(payload, items, range(0, self.ranks, self.workers))
+        if payload is Payload.GRADIENTS:  # those of no owner go in all-reduces
+            kinds = [[item for item in items if (item.rank < 0) is alike] for alike in (False, True)]
+            return tuple(
+                in_order_of_backward([b for kind in kinds for b in self._filled(payload, kind, range(self.ranks))])
+            )
         if payload is not Payload.INVERSES:
             return self._filled(payload, items, range(self.ranks))
         by_group: dict[range, list[Item]] = {}
@@ -250,10 +273,9 @@ class _Planner:
     def _traffic(self, payload: Payload, items: Sequence[Item], plan: Plan) -> Traffic:
         others, total = self.ranks - 1, sum(item.words for item in items)
         rare = payload in (Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS)
-        words = others * total
-        if payload.is_control or (payload is Payload.GRADIENTS and isinstance(self.strategy, Replicated)):
-            words = 2 * others * total
-        elif payload is Payload.ROWS:
+        by_all = sum(item.words for item in items if item.rank < 0)
+        words = others * (total + by_all)
+        if payload is Payload.ROWS:
             words = sum(item.words - self._shards(item)[item.rank] for item in items)
         elif payload is Payload.DIRECTIONS:  # to each rank that holds a copy
             words = sum(max(item.words, sum(held := self._shards(item))) - held[item.rank] for item in items)
@@ -263,7 +285,7 @@ class _Planner:
             words = sum(item.words * (len(members) - 1) for item, members in self._all_results())
         period, itemsize = self.options.inverse_update_period if rare else 1, self.options.itemsize(payload)
         if plan.by_segments(payload):
-            words = sum(bucket.moved_bytes for bucket in all_buckets(plan, payload)) // itemsize
+            words = sum(bucket.moved_bytes for bucket in all_buckets(plan, payload)) // itemsize + 2 * others * by_all
         return Traffic(payload, words, itemsize, period)
 
     def _shards(self, item: Item) -> Sequence[int]:
@@ -274,10 +296,13 @@ class _Planner:
 
     def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
         """Sum over the layers that each rank preconditions; `amounts` has a number for each layer."""
-        groups = [0.0] * (self.ranks // self.workers)
+        groups, by_all = [0.0] * (self.ranks // self.workers), 0.0
         for layer, amount in zip(self.layers, amounts, strict=True):
-            groups[layer.workers.start // self.workers] += amount
-        return [amount for amount in groups for _ in range(self.workers)]
+            if layer.name in self.everywhere:
+                by_all += amount
+            else:
+                groups[layer.workers.start // self.workers] += amount
+        return [amount + by_all for amount in groups for _ in range(self.workers)]
 
     def _memory(self) -> tuple[Memory, ...]:
         options = self.options
@@ -287,7 +312,7 @@ class _Planner:
             at_workers.append(0)
             for plan in layer.parts:
                 part, owner = plan.part, plan.owner
-                averages[owner] += _packed(part)
+                averages[owner] += packed_words(part)
                 # Of what is measured in bases, the owner has the rest of the result among its averages.
                 rest = part.sent - part.measuring if part.measuring else 0
                 wide = part.held if part.measuring and self.merges else 0
@@ -300,7 +325,7 @@ class _Planner:
                 sharded = isinstance(self.strategy, FullySharded)
                 momentum[rank] += self._shards(item)[rank] if sharded else item.words
         parts = [part for layer in self.layers for part in layer.parts if self.merges]
-        sums = sum(_packed(part.part) for part in parts) * options.factor_dtype.itemsize
+        sums = sum(packed_words(part.part) for part in parts) * options.factor_dtype.itemsize
         buffers = sum(part.sums for part in parts) * options.sent_dtype.itemsize
         return tuple(
             Memory(
@@ -324,20 +349,9 @@ class _Planner:
         return Compute(forward, 2 * forward + statistics / self.options.factor_update_period / share)
 
 
-def _part_plans(parts: Sequence[Part], where: LayerPlace, mass: int) -> tuple[PartPlan, ...]:
-    return tuple(
-        PartPlan(part, where.owners[part.name], _packed(part) + mass * sum(factor.masses for factor in part.sums))
-        for part in parts
-    )
-
-
 def _with_owner(workers: range, owner: int) -> range:
     """Return the group in which an owner sends to `workers`; if the owner is not among them there is only one."""
     if owner in workers:
         return workers
     low, high = sorted((workers.start, owner))
     return range(low, high + 1, high - low)
-
-
-def _packed(part: Part) -> int:
-    return sum(factor.packed for factor in part.sums)

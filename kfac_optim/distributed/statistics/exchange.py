@@ -9,8 +9,7 @@ from torch import Tensor
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.consensus import from_ordered, largest, ordered
-from kfac_optim.distributed.communication.laid_out import LaidOut, arrivals
-from kfac_optim.distributed.communication.launches import InFlight
+from kfac_optim.distributed.communication.laid_out import LaidOut, shared
 from kfac_optim.distributed.communication.layouts import Merged
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.reducer import Reducer
@@ -122,6 +121,7 @@ class StatisticsExchange:
                     name = part.part.name
                     names = [slot_name(block.name, name, number) for number in range(len(part.part.sums))]
                     block.state.merge(name, [_weighted(merged[n]) for n in names])
+                merged.clear()  # its memory goes to the next
             self.forget_others(blocks)
         self._tell_of_each_other([block for block in blocks if _is_apart(self._layers[block.name])])
 
@@ -160,16 +160,16 @@ class StatisticsExchange:
         if names not in self._result_buckets:
             self._result_buckets[names] = LaidOut.of(result_buckets(self.plan, names))
 
-        def launch(bucket: ShareBucket) -> InFlight[dict[str, Tensor]]:
+        def give(bucket: ShareBucket) -> dict[str, Tensor]:
             values = {}
             wanted = {parcel.name for parcel in bucket.parcels if parcel.source == self.rank}
             for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in wanted:
                         values[name] = _joined([each for _, each in results], bucket.payload)
-            return self._main.share(bucket, values)
+            return values
 
-        for received in arrivals(self._result_buckets[names], launch, at_once=False):
+        for received in shared(self._main, self._result_buckets[names], give, at_once=False):
             for block, part in self._parts(blocks):
                 for name, results in _parcels(block, part):
                     if name in received:
