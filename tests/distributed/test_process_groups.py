@@ -188,9 +188,9 @@ def open_things() -> tuple[int, int, int]:
     )
 
 
-def one_after_the_other(rank: int, strategy: Strategy) -> tuple[object, object]:
+def one_after_the_other(rank: int, strategy: Strategy, count: int) -> tuple[object, object]:
     before: object = None
-    for number in range(50):
+    for number in range(count):
         model = DistributedDataParallel(build(Mixed))
         optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
         train(model, optimizer, 0, rank, range(2))
@@ -200,9 +200,12 @@ def one_after_the_other(rank: int, strategy: Strategy) -> tuple[object, object]:
     return before, open_things()
 
 
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
-def test_optimizers_that_come_and_go_leave_no_file_thread_or_group_behind(two_ranks: Ranks, strategy: Strategy) -> None:
-    for before, after in two_ranks.run(one_after_the_other, strategy):
+def test_optimizers_that_come_and_go_leave_no_file_thread_or_group_behind(
+    two_ranks: Ranks, strategy: Strategy, count: int
+) -> None:
+    for before, after in two_ranks.run(one_after_the_other, strategy, count):
         assert before == after
 
 
