@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from kfac_optim.distributed.communication.launches import listed_ranks
+
 # torch's own default.
 _PORT = 29500
 
@@ -186,10 +188,9 @@ def _fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) ->
                 store.set(f"{own}/all", " ".join(answers))
                 return PrefixStore(own, store)
         time.sleep(_PAUSE)
-    who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
     raise RuntimeError(
-        f"kfac_optim: rank {rank} of {world_size} waited {timeout.total_seconds():g} s for {who} to start. See that "
-        "all processes of the launcher come to initialize(), and look for the first error in their logs."
+        f"kfac_optim: rank {rank} of {world_size} waited {timeout.total_seconds():g} s for {listed_ranks(missing)} to "
+        "start. See that all processes come to initialize(), and look for the first error in their logs."
     )
 
 
