@@ -15,7 +15,7 @@ from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import filled_up
 from kfac_optim.distributed.gradients.flow import ShardedGradients
-from kfac_optim.utils.autograd import after_backward, on_gradient
+from kfac_optim.utils.autograd import after_backward, in_backward, on_gradient
 from kfac_optim.utils.hooks import PicklableHook, call_if_there
 
 
@@ -55,6 +55,7 @@ class OwnersHook:
         self._group = wrapper.process_group
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
         self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
+        self._shadowed: list[tuple[Tensor, Tensor]] = []
         self._watched: set[int] = set()
         self._views = wrapper.gradient_as_bucket_view
         look = weakref.WeakMethod(self._before_forward)
@@ -80,6 +81,12 @@ class OwnersHook:
     def stepped(self) -> None:
         """Note that a step was taken, or skipped, by the gradients as they are."""
         self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+
+    def take_shadowed(self) -> None:
+        """Make what came while this rank shadowed the others' backward its gradients."""
+        for param, mean in self._shadowed:
+            param.grad = mean.clone()
+        self._shadowed.clear()
 
     def _before_forward(self) -> None:
         for param in list(self._to_mean):
@@ -111,17 +118,26 @@ class OwnersHook:
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
         flow = self.flow
+        shadows = not in_backward()  # this rank has run out of examples, and the buffer holds zeros; see `joining`
+        if shadows:
+            for param in bucket.parameters():
+                self._drop(param)
         if flow is not None:
             flow.bring(bucket.parameters())
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
             # Who owns them is not known yet, or some are not ours: then all have the mean, owners too.
             for param in bucket.parameters():
                 self._drop(param)
+            if shadows:
+                self._shadowed += zip(bucket.parameters(), bucket.gradients(), strict=True)
             work = dist.all_reduce(buffer.div_(ranks), group=self._group, async_op=True)
             mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
             return mean
         row = flow.row(bucket.index(), bucket.parameters(), buffer.dtype)
-        self._make_local(bucket, flow)
+        if shadows:
+            self._shadowed += self._own(bucket, flow)
+        else:
+            self._make_local(bucket, flow)
         return self._by_segments(row, bucket, flow) if row.segmented else self._directly(row, bucket, flow)
 
     def _own(self, bucket: dist.GradBucket, flow: ShardedGradients) -> list[tuple[Tensor, Tensor]]:  # type: ignore[name-defined]
@@ -196,8 +212,10 @@ class OwnersHook:
         device = buffer.device
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[] if device.index is None else [device])
         self._under_way.append(_UnderWay(row, deliver, mean, self._own(bucket, flow), buffer, done))
-        if bucket.is_last():
+        if bucket.is_last() and in_backward():
             self._at_the_end(self._deliver)
+        elif bucket.is_last():
+            self._deliver()
         return done
 
     def _scatter(self, row: OwnedRow, message: Message, buffer: Tensor) -> torch.futures.Future[Tensor]:
