@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kfac_optim.distributed.planning.assignment import LayerLoad, LayerPlace, Load, largest_first, place
+from kfac_optim.distributed.planning.assignment import LayerLoad, LayerPlace, Load, by_nodes, largest_first, place
 from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill, make_buckets
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.messages import all_buckets, result_name
@@ -135,7 +135,8 @@ class _Planner:
             )
             for name, (_, each) in covered.items()
         }
-        places = place(loads, self.ranks, self.strategy, self.options.inverse_update_period)
+        period, per_node = self.options.inverse_update_period, self.cost.ranks_per_node
+        places = place(loads, self.ranks, self.strategy, period, per_node)
         return tuple(
             LayerPlan(
                 name=name,
@@ -153,7 +154,8 @@ class _Planner:
         uncovered = [(number, each) for number, each in enumerate(self.model) if isinstance(each, Uncovered)]
         owners: dict[str, int] = {}
         if isinstance(self.strategy, Sharded):
-            owners = largest_first({each.name: Load(each.words, 0) for _, each in uncovered}, range(self.ranks))
+            bins = by_nodes(range(self.ranks), self.cost.ranks_per_node)
+            owners = largest_first({each.name: Load(each.words, 0) for _, each in uncovered}, bins)
         return tuple(ParameterPlan(each.name, number, each.words, owners.get(each.name)) for number, each in uncovered)
 
     def _items(self, payload: Payload) -> list[Item]:
@@ -171,9 +173,8 @@ class _Planner:
             return self._matrices() if isinstance(self.strategy, Sharded) else []
         if payload is Payload.PRECONDITIONED:
             spread = isinstance(self.strategy, Replicated) and self.workers < self.ranks
-            # From a row of the grid of groups: all ranks of one place in their groups.
-            groups = [(layer, layer.workers.start // self.workers) for layer in self.layers if spread]
-            return [Item(layer.name, layer.words, group, layer.position) for layer, group in groups]
+            layers = self.layers if spread else ()
+            return [Item(layer.name, layer.words, layer.workers.start, layer.position) for layer in layers]
         if payload is Payload.SUMS:
             return [
                 Item(part.name_in(layer.name), part.sums, part.owner, layer.position)
@@ -220,7 +221,10 @@ class _Planner:
 
     def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[PlannedBucket, ...]:
         if payload is Payload.PRECONDITIONED:
-            return self._filled(payload, items, range(0, self.ranks, self.workers))
+            # From a row of the grid of groups: all ranks that get what one worker has.
+            strided = any(layer.workers.step > 1 for layer in self.layers)
+            row = range(self.ranks // self.workers) if strided else range(0, self.ranks, self.workers)
+            return self._filled(payload, items, row)
         if payload is not Payload.INVERSES:
             return self._filled(payload, items, range(self.ranks))
         by_group: dict[range, list[Item]] = {}
@@ -274,10 +278,11 @@ class _Planner:
 
     def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
         """Sum over the layers that each rank preconditions; `amounts` has a number for each layer."""
-        groups = [0.0] * (self.ranks // self.workers)
+        loads = [0.0] * self.ranks
         for layer, amount in zip(self.layers, amounts, strict=True):
-            groups[layer.workers.start // self.workers] += amount
-        return [amount for amount in groups for _ in range(self.workers)]
+            for rank in layer.workers:
+                loads[rank] += amount
+        return loads
 
     def _memory(self) -> tuple[Memory, ...]:
         options = self.options
