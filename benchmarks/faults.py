@@ -2,9 +2,9 @@
 
 A small network is trained in float64 on two, four and one processes in turn, by torchrun. Again and again one random
 rank gets SIGKILL, while it runs forward, backward, a step, or writes a checkpoint. torchrun starts all ranks again, and
-when it has done so ``--max-restarts`` times it is started again itself, with the next number of ranks. Each time the
-training goes on from the last checkpoint. The losses of all steps, those taken twice included, are compared with those
-of a run on the first number of ranks that nobody disturbs.
+when it has done so ``--max-restarts`` times it is started again itself, with the next number of ranks: by default every
+second kill changes the size. Each time the training goes on from the last checkpoint. The losses of all steps, those
+taken twice included, are compared with those of a run on the first number of ranks that nobody disturbs.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
         kills = _disturb(disturbed, steps, args, console)
         expected = dict(_losses(calm))
         found = _losses(disturbed)
+    changes = sum(each.ranks != each.ranks_after for each in kills)
     deviation = max(abs(loss - expected[step]) / abs(expected[step]) for step, loss in found)
     report = {
         "benchmark": "faults",
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "kills": [asdict(each) for each in kills],
         "recoveries": len(kills),
+        "changes_of_size": changes,
         "steps_taken": len(found),
         "missing_steps": sorted(set(expected) - {step for step, _ in found}),
         "largest_relative_deviation": deviation,
@@ -92,8 +94,9 @@ def run(args: argparse.Namespace) -> None:
     write_json(args.out, report, torch.device("cpu"))
     console.print(_table(kills))
     console.print(
-        f"{len(kills)} kills, {len(kills)} recoveries. Losses of {len(found)} steps, {len(found) - steps} taken again, "
-        f"differ from those of the undisturbed run by {deviation:.1e} at most, relatively. Figures: {args.out}"
+        f"{len(kills)} kills, {len(kills)} recoveries, {changes} of them on another number of ranks. Losses of "
+        f"{len(found)} steps, {len(found) - steps} taken again, differ from those of the undisturbed run by "
+        f"{deviation:.1e} at most, relatively. Figures: {args.out}"
     )
 
 

@@ -450,7 +450,7 @@ def _faults(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=arguments.positive_int, nargs="+", default=[2, 4, 1], metavar="N", help="default: 2 4 1"
     )
     parser.add_argument(
-        "--max-restarts", type=arguments.positive_int, default=3, metavar="N", help="of one torchrun (default: 3)"
+        "--max-restarts", type=arguments.positive_int, default=1, metavar="N", help="of one torchrun (default: 1)"
     )
     parser.add_argument(
         "--period", type=arguments.positive_int, default=5, metavar="N", help="steps between checkpoints (default: 5)"

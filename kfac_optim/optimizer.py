@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.algorithms.join import JoinHook
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 
@@ -22,6 +24,7 @@ from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor, executor_of
+from kfac_optim.distributed.gradients.joining import Joining
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.distributed.stages import PipelineStages, check_stage_choices
@@ -519,6 +522,40 @@ class KFACOptimizer(Optimizer):
         trained = self._trained()
         self._executor.check(trained.blocks, trained.params)
         return self._executor.clip_grad_norm_(trained, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    # -- ranks that run out of examples --------------------------------------------------------------------------
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Return what `torch.distributed.algorithms.join.Join([model, optimizer])` calls where examples have run out.
+
+        A rank that has none left takes the steps of the others with them. One backward that reduces belongs to each
+        step, and what changes at each step, as a scheduled rate, has to be changed on such a rank as well.
+        """
+        joining = self._joining
+        return JoinHook() if joining is None else joining.hook(self._params, self.step)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Return the device of the parameters."""
+        return self._params()[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Return the process group on which the model is wrapped."""
+        return dist.group.WORLD if self._joining is None else self._joining.group()
+
+    @property
+    def _join_config(self) -> Any:
+        return None if self._joining is None else self._joining.config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        if self._joining is not None:
+            self._joining.config = config
+
+    @property
+    def _joining(self) -> Joining | None:
+        return self._executor.joining if isinstance(self._executor, DistributedExecutor) else None
 
     # -- reports -----------------------------------------------------------------------------------------------
 

@@ -20,12 +20,13 @@ from kfac_optim.distributed.gradients.edits import EditWatch
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients.grid import mesh_of
+from kfac_optim.distributed.gradients.joining import Joining
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.plan_agreement import PlanAgreement
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.plan import Plan
-from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded, Strategy
+from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.refusals import refuse_coarse_sketches
 from kfac_optim.distributed.state_transfer import StateTransfer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
@@ -73,6 +74,8 @@ class DistributedExecutor(Executor):
         self.gradients: GradientFlow = GradientFlow()
         self.states: StateTransfer = StateTransfer(self.ranks, state)
         self._wrappers = Wrappers(to_owners=_may_shard(config.strategy), observe=config.observe)
+        directly = config.exchange is Exchange.DIRECT
+        self.joining = Joining(self._wrappers, to_owners=_may_shard(config.strategy), directly=directly)
         self._averaging = AveragingCheck(None)
         self._edits = EditWatch()
         self._checked: tuple[int | str, ...] = ()  # what was found fit to train
@@ -108,7 +111,7 @@ class DistributedExecutor(Executor):
         self.ranks.close()
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
-        self._wrappers.refuse_join()
+        self.joining.check()
         if not self.ranks.is_known and (group := group_of_rows(params, self._shards)) is not None:
             self.ranks.train_on(group, "fully_shard")
         covered = [name for block in blocks for name in block.param_names]
@@ -159,6 +162,7 @@ class DistributedExecutor(Executor):
         found, again = verdict.marks[: len(blocks)], verdict.marks[len(blocks) :]
         self.shared.resend(list(map(bool, again)))
         # From here on all ranks do the same, as `finite` is what all of them have found together.
+        self.joining.give_gradients(self.ranks.main, params, whole=not sharded, scaled=rescaled)
         if verdict.finite:
             self.gradients.reduce()
         else:

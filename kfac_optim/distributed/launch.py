@@ -6,14 +6,18 @@ variables of their own. The innermost counts: srun may start mpirun, and either 
 
 import os
 import re
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
+
+from kfac_optim.distributed.communication.launches import listed_ranks
 
 # torch's own default.
 _PORT = 29500
@@ -22,6 +26,11 @@ _PORT = 29500
 # well-known services. Steps of one job have neighbouring ones, and neighbouring jobs lie a hundred apart, so that what
 # shares a machine does not meet.
 _SLURM_PORTS = range(15000, 30000)
+
+
+# Key under which rank 0 of a start names its part of the store, and seconds from look to look.
+_START = "kfac_optim/start"
+_PAUSE = 0.02
 
 
 class Launcher(Enum):
@@ -124,18 +133,17 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
 
     Raises:
         ValueError: see `find_place`.
-        RuntimeError: there is a process group already, of another size or with another rank than the variables say.
+        RuntimeError: there is a process group already, of another size or with another rank than the variables say; or
+            some rank did not start within the time-out, under torchrun.
     """
     place = find_place(os.environ)
     if dist.is_initialized():
         _check_same(place)
     elif place.launcher is Launcher.TORCHRUN:
-        # By way of the variables: torchrun may keep the store itself, and says so in further ones. Then it keeps it
-        # over restarts (torch 2.13), with addresses of processes that are gone, for which gloo would wait.
+        # By way of the variables: torchrun may keep the store itself, and says so in further ones.
         found = rendezvous("env://") if timeout is None else rendezvous("env://", timeout=timeout)
         store, rank, world_size = next(found)
-        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} of {world_size}"
-        store = PrefixStore(attempt, store)
+        store = _fresh_part(store, rank, world_size, timeout or default_pg_timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     elif place.launcher is not Launcher.NONE:
         host = f"[{place.address}]" if ":" in place.address else place.address
@@ -147,6 +155,43 @@ def initialize(backend: str | None = None, timeout: timedelta | None = None) -> 
             timeout=timeout,
         )
     return place
+
+
+def _fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a part of the store that no process has used but those that are starting now; all ranks come here.
+
+    torchrun keeps its store over restarts (torch 2.13), with addresses of processes that are gone, for which gloo would
+    wait. Nothing in the environment tells all ranks which restart it is: TORCHELASTIC_RESTART_COUNT counts the failures
+    that one machine has seen, and none where machines come and go. So rank 0 draws a name, each other rank answers
+    under that name by one of its own, and rank 0 lists the answers: a list in which a rank finds its own is not one
+    that an earlier start has left.
+
+    Raises:
+        RuntimeError: some rank did not come within the time-out.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, world_size)) if rank == 0 else [0]
+    answers: list[str] = []
+    if rank == 0:
+        store.set(_START, own)
+    while time.monotonic() < deadline:
+        if rank != 0 and store.check([_START]):
+            name = store.get(_START).decode()
+            store.set(f"{name}/{rank}", own)
+            if store.check([f"{name}/all"]) and own in store.get(f"{name}/all").decode().split():
+                return PrefixStore(name, store)
+        if rank == 0:
+            came = [other for other in missing if store.check([f"{own}/{other}"])]
+            answers += [store.get(f"{own}/{other}").decode() for other in came]
+            missing = [other for other in missing if other not in came]
+            if not missing:
+                store.set(f"{own}/all", " ".join(answers))
+                return PrefixStore(own, store)
+        time.sleep(_PAUSE)
+    raise RuntimeError(
+        f"kfac_optim: rank {rank} of {world_size} waited {timeout.total_seconds():g} s for {listed_ranks(missing)} to "
+        "start. See that all processes come to initialize(), and look for the first error in their logs."
+    )
 
 
 def _place(variables: _Variables, environ: Mapping[str, str]) -> ProcessPlace:

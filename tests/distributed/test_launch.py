@@ -6,10 +6,15 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from kfac_optim.distributed import launch
 from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place
@@ -157,6 +162,29 @@ def test_an_address_of_ipv6_is_put_in_brackets(monkeypatch: pytest.MonkeyPatch) 
     assert [arguments["init_method"] for arguments in asked] == ["tcp://[fd00::1]:29500"]
 
 
+def together(store: dist.Store, ranks: Sequence[int], of: int, seconds: float = 10) -> list[dist.Store]:
+    """What these ranks of a start find, each in a thread."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        going = [pool.submit(launch._fresh_part, store, rank, of, timedelta(seconds=seconds)) for rank in ranks]
+        return [each.result() for each in going]
+
+
+def test_all_ranks_find_a_part_of_the_store_that_no_earlier_start_has_used() -> None:
+    store = dist.HashStore()
+    first = together(store, [0, 1, 2], of=3)
+    first[0].set("address", "of a process that is gone")
+    with pytest.raises(RuntimeError, match=r"rank 2 of 3 waited 0.1 s for rank 0 to start"):
+        together(store, [2], of=3, seconds=0.1)
+    with pytest.raises(RuntimeError, match=r"rank 0 of 3 waited 0.1 s for ranks 1, 2 to start"):
+        together(store, [0], of=3, seconds=0.1)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(together, store, [1, 2], 3)
+        time.sleep(0.1)  # they see what earlier starts have left
+        (second,) = together(store, [0], of=3)
+        second.set("address", "of rank 0")
+        assert [each.get("address") for each in late.result()] == [b"of rank 0"] * 2
+
+
 # -- processes ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -189,7 +217,7 @@ def environment(**variables: str) -> dict[str, str]:
     return own | {"OMP_NUM_THREADS": "1", "PYTHONPATH": package, "GLOO_SOCKET_IFNAME": "lo"} | variables
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], folder: Path) -> list[list[object]]:
+def finish(processes: Sequence[subprocess.Popen[str]], folder: Path) -> list[Any]:
     """What each of two processes told, or what they printed."""
     try:
         printed = [process.communicate(timeout=90)[0] for process in processes]
@@ -222,6 +250,39 @@ def test_two_processes_that_torchrun_started_form_a_group(tmp_path: Path) -> Non
     check(finish([run], tmp_path), Launcher.TORCHRUN)
 
 
+DIES = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from kfac_optim.distributed.launch import initialize
+
+place, marker = initialize(), Path(sys.argv[1], "killed")
+if place.rank == 1 and not marker.exists():
+    marker.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+total = torch.ones(())
+dist.all_reduce(total)
+Path(sys.argv[1], str(place.rank)).write_text(str(int(total)))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_on_two_machines_form_a_group_again_after_one_was_killed(tmp_path: Path) -> None:
+    """Of which torchrun counts the restart on one of them alone."""
+    (tmp_path / "program.py").write_text(DIES)
+    machine = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
+    machine += ["--monitor-interval=0.1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    machine += ["--local-addr=127.0.0.1", str(tmp_path / "program.py"), str(tmp_path)]
+    assert finish([start(machine, environment()) for _ in range(2)], tmp_path) == [2, 2]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def open_mpi(rank: int) -> dict[str, str]:
     places = {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
     return places | {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
@@ -236,9 +297,7 @@ def hydra(rank: int) -> dict[str, str]:
 def test_two_processes_with_the_variables_of_an_mpirun_form_a_group(
     launcher: Launcher, variables: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     environs = [environment(MASTER_PORT=port, **variables(rank)) for rank in range(2)]
     check(finish([start(["-c", PROGRAM, str(tmp_path)], environ) for environ in environs], tmp_path), launcher)
 

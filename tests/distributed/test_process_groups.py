@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
+from kfac_optim.distributed.communication.launches import CollectiveError
 from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
 from kfac_optim.distributed.planning.strategies import Strategy
 
@@ -188,9 +189,9 @@ def open_things() -> tuple[int, int, int]:
     )
 
 
-def one_after_the_other(rank: int, strategy: Strategy) -> tuple[object, object]:
+def one_after_the_other(rank: int, strategy: Strategy, count: int) -> tuple[object, object]:
     before: object = None
-    for number in range(50):
+    for number in range(count):
         model = DistributedDataParallel(build(Mixed))
         optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
         train(model, optimizer, 0, rank, range(2))
@@ -200,9 +201,12 @@ def one_after_the_other(rank: int, strategy: Strategy) -> tuple[object, object]:
     return before, open_things()
 
 
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
-def test_optimizers_that_come_and_go_leave_no_file_thread_or_group_behind(two_ranks: Ranks, strategy: Strategy) -> None:
-    for before, after in two_ranks.run(one_after_the_other, strategy):
+def test_optimizers_that_come_and_go_leave_no_file_thread_or_group_behind(
+    two_ranks: Ranks, strategy: Strategy, count: int
+) -> None:
+    for before, after in two_ranks.run(one_after_the_other, strategy, count):
         assert before == after
 
 
@@ -281,6 +285,39 @@ def test_two_optimizers_may_send_sums_in_another_order_on_each_rank(two_ranks: R
 
 
 # -- orders ------------------------------------------------------------------------------------------------------
+
+
+def leaders_have_one_more(rank: int) -> list[Tensor]:
+    """One of each pair is in a group of the user's, that the other is not in."""
+    dist.new_group([0, 2])
+    bare = build(Mixed)
+    model = DistributedDataParallel(bare, process_group=pair_of(rank))
+    train(model, KFACOptimizer(model, **NUMBERS), rank // 2, rank % 2)
+    return [param.detach() for param in bare.parameters()]
+
+
+def test_ranks_may_be_in_different_numbers_of_other_groups(four_ranks: Ranks) -> None:
+    check_pairs(four_ranks.run(leaders_have_one_more))
+
+
+def alone_at_a_step(rank: int) -> str:
+    """In a pair of its own, of which only one comes to the step."""
+    model = build(Small)
+    config = DistributedConfig(strategy=Sharded(), group=pair_of(rank), timeout=timedelta(seconds=2))
+    optimizer = KFACOptimizer(model, **NUMBERS, distributed=config)
+    try:
+        if rank != 1:
+            train(model, optimizer, rank // 2, rank % 2, range(1))
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_to_a_first_step_is_named(four_ranks: Ranks) -> None:
+    first, *others = four_ranks.run(alone_at_a_step)
+    assert "a process group of the ranks [0, 1] is made, and rank 1 did not come within 2 s" in first
+    assert not any(others)
 
 
 class Small(nn.Sequential):

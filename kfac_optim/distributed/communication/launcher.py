@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch
+from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch, listed_ranks
 from kfac_optim.distributed.communication.message import Collective, Message, all_reduction
 from kfac_optim.utils.text import listed
 
@@ -219,5 +219,4 @@ class Launcher:
             return f"Who is missing is not known, as the store of the process group is gone too ({error})."
         if not silent:
             return "All ranks gave up in a collective."
-        ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-        return f"No word from {ranks}: gone, or at another place in the program."
+        return f"No word from {listed_ranks(silent)}: gone, or at another place in the program."

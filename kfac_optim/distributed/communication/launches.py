@@ -1,6 +1,6 @@
 """What a collective leaves when it is launched: a line of a trace, and an event that waits for the result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,6 +11,11 @@ T = TypeVar("T")
 
 class CollectiveError(RuntimeError):
     """Says which collective failed or took too long, with its layers and the ranks. The process group is lost."""
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, for messages."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 class Cause(Enum):

@@ -13,15 +13,18 @@ the models of two optimizers: so each optimizer has a group to itself for that, 
 """
 
 import gc
+import hashlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from kfac_optim.distributed.communication.launches import CollectiveError, Launch
+from kfac_optim.distributed.communication.launches import CollectiveError, Launch, listed_ranks
 
 Observer = Callable[[Launch], None]
 
@@ -115,21 +118,56 @@ class OwnGroups:
 
     def _make(self, timeout: timedelta) -> dist.ProcessGroup:
         backend = None if self._backend == dist.get_backend_config() else self._backend
+        ranks, key = self._ranks, self._key()
         try:
-            if self._ranks == list(range(dist.get_world_size())):
+            if ranks == list(range(dist.get_world_size())):
+                with suppress(RuntimeError):  # torch's store of a faked group holds nothing
+                    world().get_group_store().set(f"{key}/{dist.get_rank()}", "")
                 made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
             else:
+                self._count_alike(key, timeout)
                 made = dist.new_group(
-                    self._ranks, backend=backend, timeout=timeout, use_local_synchronization=True, sort_ranks=False
+                    ranks, backend=backend, timeout=timeout, use_local_synchronization=True, sort_ranks=False
                 )
         except RuntimeError as error:
             raise CollectiveError(
-                f"kfac_optim: rank {dist.get_rank()} came to a step for which a process group of the ranks "
-                f"{self._ranks} is made, and not all of them came within {timeout.total_seconds():g} s ({error}). Look "
-                "for the first error in the logs of the other ranks, and see that all ranks step the same optimizers "
-                "in the same order."
+                f"kfac_optim: rank {dist.get_rank()} came to a step for which a process group of the ranks {ranks} is "
+                f"made, and {self._absent(key)} did not come within {timeout.total_seconds():g} s ({error}). Look for "
+                "the first error in the logs of the other ranks, and see that all ranks step the same optimizers in "
+                "the same order, with the same time-outs."
             ) from error
         return made
+
+    def _absent(self, key: str) -> str:
+        """Name the ranks that did not come, as far as the store knows."""
+        store = world().get_group_store()
+        with suppress(RuntimeError):  # it is gone too
+            if absent := [rank for rank in self._ranks if not store.check([f"{key}/{rank}"])]:
+                return listed_ranks(absent)
+        return "some of them"
+
+    def _key(self) -> str:
+        """Return under which key of the store ranks say that they have come to make the next group of these ranks."""
+        made = _MADE.setdefault(world(), Counter())
+        ranks = "-".join(map(str, self._ranks))
+        made[ranks] += 1
+        digest = hashlib.sha256(ranks.encode()).hexdigest()[:16]  # there may be thousands
+        return f"kfac_optim/group {made[ranks]} of {digest}"
+
+    def _count_alike(self, key: str, timeout: timedelta) -> None:
+        """Wait for all ranks, and be in as many groups as the rank that is in most.
+
+        torch 2.13 names a group of some ranks after the number of groups that a rank is in: where one is in more groups
+        of the user's than another, they would wait for each other under different names. So the others make groups of
+        one rank, which ask nobody.
+        """
+        store, rank, names = world().get_group_store(), dist.get_rank(), dist.distributed_c10d._world.pg_names
+        everyone = [f"{key}/{each}" for each in self._ranks]
+        store.set(f"{key}/{rank}", str(len(names)))
+        store.wait(everyone, timeout)
+        most = max(map(int, store.multi_get(everyone)))
+        while len(names) < most:
+            dist.new_group([rank], backend=self._backend, use_local_synchronization=True)
 
 
 def own_groups(parent: dist.ProcessGroup, timeout: timedelta) -> OwnGroups:
@@ -142,7 +180,7 @@ def own_groups(parent: dist.ProcessGroup, timeout: timedelta) -> OwnGroups:
         timeout: of collectives.
 
     Raises:
-        CollectiveError: some rank never came.
+        CollectiveError: some rank never came; it is named.
     """
     of_world = _GROUPS.setdefault(world(), {})
     key = (*ranks_of(parent), dist.get_backend_config(parent), timeout)
@@ -151,7 +189,8 @@ def own_groups(parent: dist.ProcessGroup, timeout: timedelta) -> OwnGroups:
     return of_world[key]
 
 
-# By their world: a world that is formed again has none.
+# How many groups of the same ranks were made, and all groups, by their world: a world that is formed again has none.
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, OwnGroups]] = weakref.WeakKeyDictionary()
 
 

@@ -16,7 +16,7 @@ from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import filled_up
 from kfac_optim.distributed.gradients.deliveries import Segment
 from kfac_optim.distributed.gradients.flow import ShardedGradients
-from kfac_optim.utils.autograd import on_gradient
+from kfac_optim.utils.autograd import in_backward, on_gradient
 from kfac_optim.utils.hooks import PicklableHook, call_if_there
 
 
@@ -48,6 +48,7 @@ class OwnersHook:
         self._group = wrapper.process_group
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
         self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
+        self._shadowed: list[tuple[Tensor, Tensor]] = []
         self._watched: set[int] = set()
         self._views = wrapper.gradient_as_bucket_view
         look = weakref.WeakMethod(self._before_forward)
@@ -73,6 +74,12 @@ class OwnersHook:
     def stepped(self) -> None:
         """Note that a step was taken, or skipped, by the gradients as they are."""
         self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+
+    def take_shadowed(self) -> None:
+        """Make what came while this rank shadowed the others' backward its gradients."""
+        for param, mean in self._shadowed:
+            param.grad = mean.clone()
+        self._shadowed.clear()
 
     def _before_forward(self) -> None:
         for param in list(self._to_mean):
@@ -112,20 +119,35 @@ class OwnersHook:
 
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         flow = self.flow
+        shadows = not in_backward()  # this rank has run out of examples, and the buffer holds zeros; see `joining`
+        if shadows:
+            for param in bucket.parameters():
+                self._drop(param)
         if flow is not None:
             flow.bring(bucket.parameters())
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
-            return self._to_all(None, bucket)  # who owns them is not known yet, or some are not ours
+            return self._to_all(None, bucket, shadows=shadows)  # who owns them is not known yet, or some are not ours
         row = flow.row(bucket.index(), bucket.parameters(), bucket.buffer().dtype)
-        self._make_local(bucket, flow)
         if row.to_all:
-            return self._to_all(row, bucket)
+            return self._to_all(row, bucket, shadows=shadows)
+        if shadows:
+            self._shadowed += self._own(bucket, flow)
+        else:
+            self._make_local(bucket, flow)
         return self._by_segments(row, bucket, flow) if row.segmented else self._directly(row, bucket, flow)
 
-    def _to_all(self, row: OwnedRow | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    def _to_all(
+        self,
+        row: OwnedRow | None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        *,
+        shadows: bool,
+    ) -> torch.futures.Future[torch.Tensor]:
         """Bring the mean to all ranks, owners too, as DDP does; `row` is None where no plan knows of it."""
         for param in bucket.parameters():
             self._drop(param)
+        if shadows:
+            self._shadowed += zip(bucket.parameters(), bucket.gradients(), strict=True)
         mean: Tensor = bucket.buffer().div_(dist.get_world_size(self._group))
         work = dist.all_reduce(mean, group=self._group, async_op=True)
         if row is not None and self._observe is not None:

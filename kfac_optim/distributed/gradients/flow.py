@@ -17,6 +17,7 @@ from kfac_optim.distributed.communication.layouts import Contributions, ReduceBu
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.gradients.deliveries import Deliveries
+from kfac_optim.distributed.planning.assignment import nearest
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import (
     delivery_limit,
@@ -73,8 +74,9 @@ class ReplicatedGradients(GradientFlow):
         grad_of = dict(zip(blocks, grads, strict=True))
         matrices = {block: precondition(block, grad_of[block]) for block in here}
         by_name = {block.name: block for block in blocks}
+        places = {block: nearest(rank, self._workers[block.name]) for block in here}
         values = {
-            preconditioned_name(block.name, rank - self._workers[block.name].start): matrix_of_layer(matrix, block.spec)
+            preconditioned_name(block.name, places[block]): matrix_of_layer(matrix, block.spec)
             for block, matrix in matrices.items()
         }
         names = tuple(by_name)
@@ -84,7 +86,7 @@ class ReplicatedGradients(GradientFlow):
         for received in shared(self._communicator, self._layouts[names], lambda _: values, at_once=False):
             for name, block in by_name.items():
                 workers = self._workers[name]
-                found = received.get(preconditioned_name(name, rank % len(workers)))
+                found = received.get(preconditioned_name(name, nearest(rank, workers)))
                 if found is not None:
                     spec = block.spec
                     matrix = found.view(spec.groups, spec.out_dim, spec.in_dim)

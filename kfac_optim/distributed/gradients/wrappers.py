@@ -91,22 +91,10 @@ class Wrappers:
         for hook in self._of_all():
             hook.stepped()
 
-    def refuse_join(self) -> None:
-        """Raise where ranks that run out of examples are to go on without a step.
-
-        Raises:
-            RuntimeError: so it is.
-        """
-        wrapper = self.latest
-        config = None if wrapper is None else wrapper._join_config
-        if config is not None and config.enable and not config.throw_on_early_termination:
-            raise RuntimeError(
-                "kfac_optim: within join() of DistributedDataParallel ranks that have run out of examples take no "
-                "step, and the steps of the others would wait for them. Give all ranks the same number of batches, "
-                "smaller or empty ones where examples run out; or end the epoch on all ranks with the first that has "
-                "run out, by join(throw_on_early_termination=True). (torch 2.13 keeps the state of a join() that was "
-                "left: `with model.join(enable=False): pass` ends it.)"
-            )
+    def take_shadowed(self) -> None:
+        """Make what came while this rank shadowed the others' backward its gradients."""
+        for hook in self._of_all():
+            hook.take_shadowed()
 
     def _of_all(self) -> list[OwnersHook]:
         return [hook for hook in self._hooks.values() if hook is not None]

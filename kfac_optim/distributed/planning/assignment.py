@@ -1,4 +1,11 @@
-"""Work laid on ranks, the largest first: a pure function of names, costs and the number of ranks."""
+"""Work laid on ranks, the largest first: a pure function of names, costs, and the numbers of ranks and of nodes.
+
+[Note: groups and nodes] Where w of P ranks precondition a layer, its inverse goes to w ranks once in a period, and what
+they precondition to all others in every step, from the worker that is nearest. Groups of neighbours keep inverses in a
+node, and then send the results of every step between nodes. Groups by a stride of P/w have equally many workers in each
+node, if P/w divides the ranks of a node: then only inverses go between nodes. The groups are those that send less
+between nodes in a step, on average.
+"""
 
 import heapq
 import re
@@ -19,16 +26,16 @@ class Load(NamedTuple):
 def largest_first(work: Mapping[str, Load], bins: Sequence[int]) -> dict[str, int]:
     """Put each piece of work, the largest first, onto the bin that has least (LPT, Graham 1969); return the bins.
 
-    The fullest bin has at most `4/3 − 1/(3m)` times what the best assignment to m bins would give it. Pieces of one
-    cost and size go by name, numbers in it by their value, so that the order of the mapping does not matter, and alike
-    layers of a model that follow one another have different bins.
+    Of bins that have equally much it is the first. The fullest bin has at most `4/3 − 1/(3m)` times what the best
+    assignment to m bins would give it. Pieces of one cost and size go by name, numbers in it by their value, so that
+    the order of the mapping does not matter, and alike layers of a model that follow one another have different bins.
     """
-    heap = [(0.0, 0, each) for each in sorted(bins)]
+    heap = [(0.0, 0, number) for number in range(len(bins))]
     placed = {}
     for name, load in sorted(work.items(), key=lambda item: (-item[1].cost, -item[1].size, _natural(item[0]))):
         cost, size, least = heap[0]
         heapq.heapreplace(heap, (cost + load.cost, size + load.size, least))
-        placed[name] = least
+        placed[name] = bins[least]
     return placed
 
 
@@ -62,7 +69,35 @@ class LayerPlace:
     workers: range
 
 
-def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, period: int) -> dict[str, LayerPlace]:
+def nearest(rank: int, workers: range) -> int:
+    """Return the place among the workers of a layer of the one whose results `rank` gets: on its node, if any is."""
+    return rank % len(workers) if workers.step == 1 else rank // workers.step
+
+
+def groups_of(
+    layers: Mapping[str, LayerLoad], ranks: int, workers: int, period: int, per_node: int | None
+) -> list[range]:
+    """Return the groups of so many ranks that precondition a layer; see [Note: groups and nodes]."""
+    count = ranks // workers
+    neighbours = [range(group * workers, (group + 1) * workers) for group in range(count)]
+    if per_node is None or not 1 < count < ranks or ranks % per_node or per_node % count:
+        return neighbours
+    inverses = sum(layer.size for layer in layers.values()) / period
+    results = sum(layer.words for layer in layers.values())
+    between = max(0, workers - per_node) * inverses + (ranks - max(workers, per_node)) * results
+    if (workers - workers * per_node // ranks) * inverses >= between:
+        return neighbours
+    return [range(group, ranks, count) for group in range(count)]
+
+
+def by_nodes(ranks: Sequence[int], per_node: int | None) -> list[int]:
+    """Sort ranks such that those of one node do not follow each other, and the first few are on many nodes."""
+    return sorted(ranks, key=lambda rank: (rank % per_node if per_node else 0, rank))
+
+
+def place(
+    layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, period: int, per_node: int | None = None
+) -> dict[str, LayerPlace]:
     """Choose where each layer is worked on.
 
     Args:
@@ -70,14 +105,16 @@ def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, perio
         ranks: how many there are.
         strategy: whose layout it is.
         period: steps between refreshes, of which one refresh and as many preconditionings are the work of a layer.
+        per_node: ranks of each node, neighbours; None is not known.
     """
     workers = strategy.workers(ranks)
     apart = strategy.placement is Placement.FACTORS
+    ranges = groups_of(layers, ranks, workers, period, per_node)
+    starts = [group.start for group in ranges]
     groups = largest_first(
         {name: _group_load(layer, workers, ranks, period, apart) for name, layer in layers.items()},
-        range(ranks // workers),
+        [starts.index(start) for start in by_nodes(starts, per_node)],
     )
-    ranges = [range(group * workers, (group + 1) * workers) for group in range(ranks // workers)]
     owners: dict[str, dict[str, int]] = {name: {} for name in layers}
     # Of a group of one, parts may go to any rank and their results come from there.
     homes = [range(ranks)] if workers == 1 and apart else ranges
@@ -90,7 +127,8 @@ def place(layers: Mapping[str, LayerLoad], ranks: int, strategy: Strategy, perio
             for name in members[number]
             for part, load in _pieces(layers[name], apart=apart).items()
         }
-        for key, rank in largest_first({key: load for key, (_, _, load) in pieces.items()}, home).items():
+        costs = {key: load for key, (_, _, load) in pieces.items()}
+        for key, rank in largest_first(costs, by_nodes(home, per_node)).items():
             name, part, _ = pieces[key]
             owners[name].update({part: rank} if apart else dict.fromkeys(layers[name].parts, rank))
     return {name: LayerPlace(owners[name], ranges[groups[name]]) for name in layers}

@@ -137,7 +137,7 @@ def make_buckets(
     """
     filled = fill(items, limit)
     shares = [_shares(together, itemsize) for together in filled]
-    ranks = len(members)
+    ranks, cost = len(members), cost.among(members)
     if all(set(share) == {-1} for share in shares):
         ways = [(Collective.ALL_REDUCE, cost.communicating(Collective.ALL_REDUCE, s[-1], ranks), 0.0) for s in shares]
     else:

@@ -1,7 +1,7 @@
 """How long operations and collectives take: the model by which plans are made."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kfac_optim.distributed.communication.message import Collective
 from kfac_optim.utils.validation import check_integer, check_number
@@ -16,12 +16,16 @@ class CostModel:
     (Thakur, Rabenseifner & Gropp 2005, §4). An all-to-all in which the busiest rank moves S bytes and the mean one M
     takes `(P−1)α + (P−1)/P·Sβ` pair by pair, or, where messages are short, `⌈log₂P⌉(α + M/2·β) + (P−1)/P·(S−M)β` by way
     of others (Bruck et al. 1997; what one rank has beyond the mean comes to it by a binomial tree), whichever is less.
-    Topology and contention are not in it: `bandwidth` is what a rank has while all others send too.
+    Contention is not in it: `bandwidth` is what a rank has while all others send too. Of topology it knows nodes, where
+    it is told: what only ranks of one node exchange goes at `bandwidth_in_node`.
 
     Args:
         flop_rate: floating-point operations per second of large matrix products on one rank.
         bandwidth: bytes per second that a rank sends, while it receives as many.
         latency: seconds before the first byte of a message arrives.
+        ranks_per_node: of neighbouring ranks, as many as are on one machine: then plans keep what they can from going
+            between machines. None is not known.
+        bandwidth_in_node: as `bandwidth`, between ranks of one machine; None is `bandwidth`.
         solver_rate: as `flop_rate`, of the operations that `Inverse.flops` counts for a refresh: factorisations are
             slower than products on accelerators. None is `flop_rate`.
 
@@ -34,6 +38,8 @@ class CostModel:
     bandwidth: float
     latency: float = 0.0
     solver_rate: float | None = None
+    ranks_per_node: int | None = None
+    bandwidth_in_node: float | None = None
 
     def __post_init__(self) -> None:
         check_number("flop_rate of CostModel", self.flop_rate, above=0)
@@ -41,6 +47,17 @@ class CostModel:
         check_number("latency of CostModel", self.latency, at_least=0)
         if self.solver_rate is not None:
             check_number("solver_rate of CostModel (None is flop_rate)", self.solver_rate, above=0)
+        if self.ranks_per_node is not None:
+            check_integer("ranks_per_node of CostModel (None is not known)", self.ranks_per_node)
+        if self.bandwidth_in_node is not None:
+            check_number("bandwidth_in_node of CostModel (None is bandwidth)", self.bandwidth_in_node, above=0)
+
+    def among(self, ranks: range) -> "CostModel":
+        """Return the rates among these ranks alone: those within a node, if all of them are on one."""
+        size = self.ranks_per_node
+        if size is None or self.bandwidth_in_node is None or ranks[0] // size != ranks[-1] // size:
+            return self
+        return replace(self, bandwidth=self.bandwidth_in_node)
 
     def computing(self, flops: float) -> float:
         """Return seconds of matrix products of so many operations."""

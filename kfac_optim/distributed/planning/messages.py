@@ -13,6 +13,7 @@ import torch
 from kfac_optim.distributed.communication.layouts import ReduceBucket, Slot
 from kfac_optim.distributed.communication.parcels import Parcel, ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
+from kfac_optim.distributed.planning.assignment import nearest
 from kfac_optim.distributed.planning.buckets import Item, Payload, fill
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Sharded
@@ -40,7 +41,7 @@ def result_name(layer: str, part: str, *, measuring: bool) -> str:
 
 
 def preconditioned_name(layer: str, place: int) -> str:
-    """Name a parcel in `preconditioned_buckets`, for the ranks of this place in their groups (`rank % workers`)."""
+    """Name a parcel in `preconditioned_buckets`, from the worker of this place among them (`assignment.nearest`)."""
     return _joined(layer, str(place))
 
 
@@ -137,8 +138,8 @@ def result_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ..
 def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBucket, ...]:
     """Return preconditioned gradients from who has them to the others, in forward order; see `preconditioned_name`.
 
-    Where w ranks precondition a layer, the one of place j among them sends to those of place j in all other groups. It
-    gets its own back, so that all ranks have the same bits whatever the payload.
+    Of the ranks that precondition a layer, each sends to those that are nearest to it (`assignment.nearest`). It gets
+    its own back, so that all ranks have the same bits whatever the payload.
 
     Args:
         plan: whose.
@@ -147,13 +148,12 @@ def preconditioned_buckets(plan: Plan, layers: Collection[str]) -> tuple[ShareBu
     Raises:
         ValueError: the plan has no such layer.
     """
-    workers = plan.strategy.workers(plan.ranks)
+    workers_of = {layer.name: layer.workers for layer in plan.layers}
 
     def parcels(sent: _Sent) -> Iterator[Parcel]:
-        item = sent.item
-        for place in range(workers):
-            source = item.rank * workers + place
-            targets = range(place, plan.ranks, workers)
+        item, workers = sent.item, workers_of[sent.item.name]
+        for place, source in enumerate(workers):
+            targets = (rank for rank in range(plan.ranks) if nearest(rank, workers) == place)
             yield Parcel(preconditioned_name(item.name, place), item.words, source, tuple(targets))
 
     return _shared(plan, Payload.PRECONDITIONED, layers, parcels, plan.options.parameter_dtype)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kfac_optim.distributed.planning.assignment import LayerLoad, Load, largest_first, place
+from kfac_optim.distributed.planning.assignment import LayerLoad, Load, by_nodes, largest_first, place
 from kfac_optim.distributed.planning.buckets import Item, Payload, PlannedBucket, fill, make_buckets
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.everywhere import on_all_ranks
@@ -147,7 +147,8 @@ class _Planner:
             )
             for name, (_, each) in covered.items()
         }
-        places = place(loads, self.ranks, self.strategy, self.options.inverse_update_period)
+        period, per_node = self.options.inverse_update_period, self.cost.ranks_per_node
+        places = place(loads, self.ranks, self.strategy, period, per_node)
         return tuple(
             LayerPlan(
                 name=name,
@@ -171,7 +172,7 @@ class _Planner:
         owners: dict[str, int] = {}
         if isinstance(self.strategy, Sharded):
             owned = {each.name: Load(each.words, 0) for _, each in uncovered if each.name not in self.everywhere}
-            owners = largest_first(owned, range(self.ranks))
+            owners = largest_first(owned, by_nodes(range(self.ranks), self.cost.ranks_per_node))
         return tuple(ParameterPlan(each.name, number, each.words, owners.get(each.name)) for number, each in uncovered)
 
     def _items(self, payload: Payload) -> list[Item]:
@@ -189,9 +190,8 @@ class _Planner:
             return [item for item in self._matrices() if item.rank >= 0]
         if payload is Payload.PRECONDITIONED:
             spread = isinstance(self.strategy, Replicated) and self.workers < self.ranks
-            # From a row of the grid of groups: all ranks of one place in their groups.
-            groups = [(layer, layer.workers.start // self.workers) for layer in self.layers if spread]
-            return [Item(layer.name, layer.words, group, layer.position) for layer, group in groups]
+            layers = self.layers if spread else ()
+            return [Item(layer.name, layer.words, layer.workers.start, layer.position) for layer in layers]
         if payload is Payload.SUMS:
             return [
                 Item(part.name_in(layer.name), part.sums, part.owner, layer.position)
@@ -238,7 +238,10 @@ class _Planner:
 
     def _buckets(self, payload: Payload, items: Sequence[Item]) -> tuple[PlannedBucket, ...]:
         if payload is Payload.PRECONDITIONED:
-            return self._filled(payload, items, range(0, self.ranks, self.workers))
+            # From a row of the grid of groups: all ranks that get what one worker has.
+            strided = any(layer.workers.step > 1 for layer in self.layers)
+            row = range(self.ranks // self.workers) if strided else range(0, self.ranks, self.workers)
+            return self._filled(payload, items, row)
         if payload is Payload.GRADIENTS:  # those of no owner go in all-reduces
             kinds = [[item for item in items if (item.rank < 0) is alike] for alike in (False, True)]
             return tuple(
@@ -296,13 +299,11 @@ class _Planner:
 
     def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
         """Sum over the layers that each rank preconditions; `amounts` has a number for each layer."""
-        groups, by_all = [0.0] * (self.ranks // self.workers), 0.0
+        loads = [0.0] * self.ranks
         for layer, amount in zip(self.layers, amounts, strict=True):
-            if layer.name in self.everywhere:
-                by_all += amount
-            else:
-                groups[layer.workers.start // self.workers] += amount
-        return [amount + by_all for amount in groups for _ in range(self.workers)]
+            for rank in layer.workers:
+                loads[rank] += amount
+        return loads
 
     def _memory(self) -> tuple[Memory, ...]:
         options = self.options

@@ -42,7 +42,8 @@ class Replicated:
 
     Of P ranks w hold the inverses of a layer and precondition its gradient; the other ranks get the result (KAISA,
     Pauloski et al. 2021). Between w = P, least communication in a step, and w = 1, least memory and arithmetic.
-    Ranks are cut into P/w groups of neighbours, and each group preconditions its share of the layers.
+    Ranks are cut into P/w groups of neighbours, and each group preconditions its share of the layers. Where the cost
+    model knows `ranks_per_node`, groups may lie across nodes: then results stay within them.
 
     Words sent by all ranks in a step, for gradients of n words, factors of t packed and inverses that are sent as
     triangles: `2(P−1)n + (P−1)t/k_i + (w−1)t/k_i + (P−w)n`.

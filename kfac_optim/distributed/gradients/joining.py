@@ -1,0 +1,141 @@
+"""Ranks that have run out of examples, within `Join([model, optimizer])` of `torch.distributed.algorithms.join`.
+
+Such a rank shadows what the others do. DistributedDataParallel adds zeros to their gradients, and then this rank takes
+each of their steps with them: it has no statistics, so that its mass is 0, but it votes, refreshes, preconditions and
+updates what it owns, so that parameters, momentum and inverses stay those of all ranks. For that it needs the mean of
+gradients: under `Sharded()` what it owns comes with the buckets that it shadows; otherwise a rank that goes on gives
+the mean of all gradients to those that have none, which is sent as long as there are such ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import JoinHook
+
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.consensus import largest
+from kfac_optim.distributed.gradients.wrappers import Wrappers
+
+
+class Joining:
+    """Knows whether ranks go on without examples, and gives them what their steps need.
+
+    Args:
+        wrappers: of the model.
+        to_owners: whether gradients may go to owners alone.
+        directly: whether they go there directly, as the user says.
+
+    Attributes:
+        config: what `Join` has told the optimizer; None outside of one.
+    """
+
+    def __init__(self, wrappers: Wrappers, *, to_owners: bool, directly: bool) -> None:
+        self.config: Any = None
+        self._wrappers = wrappers
+        self._to_owners, self._directly = to_owners, directly
+        self._is_on = self._has_run_out = False
+
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the wrapper; that of all ranks where none is known."""
+        wrapper = self._wrappers.latest
+        return dist.group.WORLD if wrapper is None else wrapper.process_group
+
+    def hook(self, params: Callable[[], Sequence[nn.Parameter]], step: Callable[[], object]) -> JoinHook:
+        """Return what `Join` calls on a rank that has run out, after the wrapper's own hook.
+
+        Args:
+            params: returns the parameters of the optimizer.
+            step: takes a step.
+        """
+        return _StepHook(lambda: self._shadow_step(params(), step))
+
+    def check(self) -> None:
+        """Look whether there is a `Join`.
+
+        Raises:
+            RuntimeError: ranks that run out of examples would take no steps, or wrong ones.
+        """
+        wrapper = self._wrappers.latest
+        told = None if wrapper is None else wrapper._join_config
+        self._is_on = told is not None and told.enable and not told.throw_on_early_termination
+        if not self._is_on or wrapper is None:
+            return
+        if self.config is None or not self.config.enable or self.config.is_first_joinable:
+            raise RuntimeError(
+                "kfac_optim: within join() of DistributedDataParallel ranks that have run out of examples take no "
+                "step, and the steps of the others would wait for them. Use `with Join([model, optimizer]):` of "
+                "torch.distributed.algorithms.join, the model first; or end the epoch on all ranks with the first that "
+                "has run out, by join(throw_on_early_termination=True). (torch 2.13 keeps the state of a join() that "
+                "was left: `with model.join(enable=False): pass` ends it.)"
+            )
+        if self._to_owners and not wrapper._divide_by_initial_world_size:
+            raise RuntimeError(
+                "kfac_optim: Sharded() divides gradients by the number of all ranks, also of those that have run out "
+                "of examples: leave divide_by_initial_world_size of Join at True, or use Replicated()."
+            )
+        if self._to_owners and wrapper.find_unused_parameters and not self._directly:
+            raise RuntimeError(
+                "kfac_optim: within Join([model, optimizer]), where DistributedDataParallel has "
+                "find_unused_parameters=True, gradients must go to their owners directly: pass "
+                "DistributedConfig(exchange=Exchange.DIRECT)."
+            )
+
+    def give_gradients(
+        self, communicator: Communicator, params: Sequence[nn.Parameter], *, whole: bool, scaled: bool
+    ) -> None:
+        """Give the mean of gradients to ranks that have run out of examples; a collective within a `Join`.
+
+        Args:
+            communicator: for the main line of the program.
+            params: of the optimizer.
+            whole: whether every rank needs all gradients.
+            scaled: whether this rank has divided its gradients by a loss scale.
+
+        Raises:
+            RuntimeError: some rank has run out, and nobody divides the gradients that it owns by the loss scale.
+        """
+        if not self._is_on:
+            return
+        mine = [-1 if self._has_run_out else communicator.rank, int(self._has_run_out), int(scaled)]
+        source, some, any_scaled = largest(communicator, mine, "ranks without examples", ())
+        if some and not whole and any_scaled:
+            raise RuntimeError(
+                "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples does not know the "
+                "loss scale, by which it would divide the gradients that it owns under Sharded(). Train without "
+                "GradScaler, as in bfloat16, or use DistributedConfig(strategy=Replicated())."
+            )
+        if not some or not whole:
+            return
+        gives = communicator.rank == source
+        given = [int(gives and param.grad is not None) for param in params]
+        for param, is_given in zip(params, largest(communicator, given, "which gradients", ()), strict=True):
+            if is_given:
+                own = param.grad if gives and param.grad is not None else torch.zeros_like(param)
+                mean = communicator.all_reduce("gradient", own).wait()
+                if self._has_run_out:
+                    param.grad = mean
+
+    def _shadow_step(self, params: Sequence[nn.Parameter], step: Callable[[], object]) -> None:
+        wrapper = self._wrappers.latest
+        if wrapper is None or not wrapper.require_forward_param_sync:
+            return  # the others were in a backward under `no_sync`, that no step follows
+        for param in params:
+            param.grad = None
+        self._wrappers.take_shadowed()
+        self._has_run_out = True
+        try:
+            step()
+        finally:
+            self._has_run_out = False
+
+
+class _StepHook(JoinHook):
+    def __init__(self, shadow: Callable[[], None]) -> None:
+        super().__init__()
+        self._shadow = shadow
+
+    def main_hook(self) -> None:
+        self._shadow()

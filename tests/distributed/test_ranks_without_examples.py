@@ -1,0 +1,121 @@
+"""Ranks that run out of examples before others do, within `Join([model, optimizer])`: they shadow the others' steps."""
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import Ranks
+from helpers.training import EXAMPLES, Mixed, build, close, examples, share, squares
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_optim import KFACOptimizer
+from kfac_optim.distributed import DistributedConfig, Exchange, Placement, Replicated, Sharded
+from kfac_optim.distributed.planning.strategies import Strategy
+
+NUMBERS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "factor_update_period": 2, "inverse_update_period": 3}
+EPOCHS = {2: [(4, 9), (2, 2), (3, 0)], 4: [(3, 6, 5, 9), (2, 2, 2, 2), (0, 1, 3, 2)]}
+"""Steps that each rank has examples for, epoch by epoch."""
+
+
+def on_rank(
+    rank: int, strategy: Strategy, exchange: Exchange | None, micro: int = 1, flags: dict[str, Any] | None = None
+) -> list[Tensor]:
+    ranks = dist.get_world_size()
+    bare = build(Mixed)
+    model = DistributedDataParallel(bare, **(flags or {}))
+    config = DistributedConfig(strategy, timeout=timedelta(seconds=20), exchange=exchange)
+    optimizer = KFACOptimizer(model, **NUMBERS, distributed=config)
+    start = 0
+    for lengths in EPOCHS[ranks]:
+        with Join([model, optimizer]):
+            for step in range(start, start + lengths[rank]):
+                optimizer.zero_grad()
+                for number in range(micro):
+                    x, y = share(examples(step, number), [EXAMPLES // ranks] * ranks, rank)
+                    with model.no_sync() if number < micro - 1 else nullcontext():
+                        (squares(model(x), y).mean() / micro).backward()
+                optimizer.step()
+        start += max(lengths)
+    return [param.detach() for param in bare.parameters()]
+
+
+def on_one_process(ranks: int, micro: int = 1) -> list[Tensor]:
+    """With the examples of those ranks that go on, whose gradients DDP divides by the number of all."""
+    model = build(Mixed)
+    optimizer = KFACOptimizer(model, **NUMBERS)
+    start = 0
+    for lengths in EPOCHS[ranks]:
+        for step in range(max(lengths)):
+            going = [rank for rank in range(ranks) if step < lengths[rank]]
+            optimizer.zero_grad()
+            for number in range(micro):
+                shares = [share(examples(start + step, number), [EXAMPLES // ranks] * ranks, rank) for rank in going]
+                x, y = (torch.cat(parts) for parts in zip(*shares, strict=True))
+                (squares(model(x), y).mean() / micro).backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    # To the bit a half would be taken for a scale of the loss.
+                    param.grad *= len(going) / ranks * (1 + 2**-48 * (len(going) < ranks))
+            optimizer.step()
+        start += max(lengths)
+    return [param.detach() for param in model.parameters()]
+
+
+def check(found: list[list[Tensor]], micro: int = 1) -> None:
+    for params in found:
+        for ours, first, expected in zip(params, found[0], on_one_process(len(found), micro), strict=True):
+            assert torch.equal(ours, first)
+            close(ours, expected, "a parameter", 1e-12)
+
+
+@pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+def test_two_ranks_of_which_one_runs_out_train_as_one_process_on_what_is_left(
+    two_ranks: Ranks, strategy: Strategy
+) -> None:
+    check(two_ranks.run(on_rank, strategy, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", [Exchange.DIRECT, Exchange.SEGMENTS])
+@pytest.mark.parametrize("strategy", [Replicated(0.5), Sharded(), Sharded(Placement.FACTORS)], ids=str)
+def test_so_do_four_ranks(four_ranks: Ranks, strategy: Strategy, exchange: Exchange) -> None:
+    check(four_ranks.run(on_rank, strategy, exchange))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Replicated(), Sharded()], ids=str)
+def test_a_rank_that_has_run_out_takes_no_step_where_others_accumulate(two_ranks: Ranks, strategy: Strategy) -> None:
+    check(two_ranks.run(on_rank, strategy, Exchange.DIRECT, 2, {"find_unused_parameters": True}), micro=2)
+
+
+def refused(rank: int, strategy: Strategy, flags: dict[str, Any], options: dict[str, Any]) -> str:
+    model = DistributedDataParallel(build(Mixed), **flags)
+    optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy))
+    first = [optimizer, model] if options.pop("turned", False) else [model, optimizer]
+    try:
+        with Join(first, **options):
+            squares(model(share(examples(0), [6, 6], rank)[0]), torch.zeros(6, 2)).mean().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "options", "told"),
+    [
+        (Sharded(), {}, {"divide_by_initial_world_size": False}, "leave divide_by_initial_world_size of Join at True"),
+        (Sharded(), {"find_unused_parameters": True}, {}, "pass DistributedConfig(exchange=Exchange.DIRECT)"),
+        (Replicated(), {}, {"turned": True}, "Use `with Join([model, optimizer]):`"),
+    ],
+)
+def test_what_would_go_wrong_is_refused_at_the_first_step(
+    two_ranks: Ranks, strategy: Strategy, flags: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
+    for message in two_ranks.run(refused, strategy, flags, options):
+        assert told in message
