@@ -576,7 +576,7 @@ class KFACOptimizer(Optimizer):
         )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        """Return `{layer name: (A, G)}`, copies of the undamped running averages, of the layers with statistics so far.
+        """Return `{layer name: (A, G)}`, copies of the undamped running averages, of layers measured here so far.
 
         `A` is `[groups, in, in]` (bias column last) and `G` `[groups, out, out]`; a diagonal factor is `[groups, d]`,
         an identity None. A factor kept by a `BlockDiagonal` is `[blocks, width, width]`, zero in what the last block

@@ -5,17 +5,15 @@ train; its refreshes come as late as the workers'.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from helpers.training import Batch, Mixed, squares
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.training import Batch, Mixed, squares
 from kfac_optim import Background, Cholesky, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, StatisticsWorkers
 

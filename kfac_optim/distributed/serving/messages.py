@@ -83,7 +83,9 @@ class BlockOrder(NamedTuple):
     """Holds the numbers of one block in an order."""
 
     damping: float
-    """`λ` of the refresh, in the unit of the loss, without weight decay."""
+    """`λ` of the refresh, without weight decay."""
+    loss_unit: float
+    """What `λ` is multiplied by: of the step size, which the ranks that train know."""
     decay_in_curvature: float
     """`η`, weight decay that is part of the curvature."""
     factor_decay: float
@@ -96,9 +98,9 @@ class BlockOrder(NamedTuple):
     def of(cls, block: KFACBlock, *, due: bool) -> "BlockOrder":
         """Return the numbers of a block as they are now."""
         own = block.group["preconditioner_damping"]
-        damping = float((block.group["damping"] if own is None else own) * block.clock.loss_unit)
+        damping = float(block.group["damping"] if own is None else own), block.clock.loss_unit
         flags = due, block.spec.opposed, block.spec.shared_input
-        return cls(damping, l2(block.group), block.group["factor_decay"], *map(float, flags))
+        return cls(*damping, l2(block.group), block.group["factor_decay"], *map(float, flags))
 
     def give(self, block: KFACBlock) -> None:
         """Have a worker's block go by these numbers."""

@@ -79,7 +79,6 @@ class Rounds:
         timeout: of messages.
 
     Attributes:
-        begun_at: the step of the last order to measure; -1 before the first.
         ended: whether the workers were dismissed.
     """
 
@@ -89,7 +88,6 @@ class Rounds:
         self._lines: Lines | None = None
         self._order: _Order | None = None
         self._body = torch.zeros(0, dtype=torch.uint8)
-        self.begun_at = -1
         self.ended = False
 
     @property
@@ -129,8 +127,6 @@ class Rounds:
         then = [(block, replace(block.clock, damping=block.damping)) for block in asked]
         coming = self._open().answers.post(buffer)  # type: ignore[union-attr]
         self._order = _Order(kind, step, blocks, then, layout, buffer, coming, going, sent)
-        if kind is Kind.MEASURE:
-            self.begun_at = step
 
     def progress(self) -> Progress:
         """Return how far the order is here, without waiting."""
@@ -189,7 +185,6 @@ class Rounds:
         """Have nothing taken over of what is under way, as a checkpoint is loaded."""
         if self._order is not None:
             self._order.void = True
-        self.begun_at = -1
 
     def end(self) -> None:
         """Wait for what is under way, and dismiss the workers.

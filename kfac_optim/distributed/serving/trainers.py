@@ -78,7 +78,9 @@ class ServedStates(StateTransfer):
         statistics = self._statistics
         if not factors or statistics is None or self._consolidated or self._lost is not None:
             return None
-        return "the statistics, which the statistics workers keep" if self._rounds.begun_at >= 0 else None
+        if not any(block.clock.folds for block in statistics.blocks):
+            return None
+        return "the statistics, which the statistics workers keep"
 
     def hold(self, states: Mapping[KFACBlock, Any]) -> None:
         """Have checkpoints hold these states until the next step."""
@@ -118,6 +120,7 @@ class TrainingExecutor(DistributedExecutor):
         self._model: nn.Module | None = None
         self._progress = Progress.ARRIVED  # of the rank that is least far
         self._begins = False
+        self._last_round = -1  # its step, before the present one
         self._tries = 0
         self._unaccounted: set[str] = set()
 
@@ -158,6 +161,7 @@ class TrainingExecutor(DistributedExecutor):
             self._take_over()
         unaccounted = {block for block in trained.blocks if block.name in self._unaccounted}
         self._unaccounted.clear()
+        self._last_round = max((block.clock.folded_at for block in trained.blocks), default=-1)
         # The workers have found out already what this step concludes of such layers.
         self._begins = not unaccounted and self._is_due(trained.blocks, step)
         sampled = set(trained.blocks) if self._begins else set()
@@ -173,8 +177,8 @@ class TrainingExecutor(DistributedExecutor):
                 f"kfac_optim: {self._choice!r} sends the parameters of the model, which is not known. Build the "
                 "optimizer from the model, KFACOptimizer(model, ...), or pass model=."
             )
-        step, before = step_of(blocks), self.rounds.begun_at
-        due = [block for block in blocks if block.refresh_due() or _has_passed(block, before, step)]
+        step = step_of(blocks)
+        due = [block for block in blocks if block.refresh_due() or _has_passed(block, self._last_round, step)]
         self.rounds.begin(Kind.MEASURE, step, blocks, due, self._model)
         is_first = self._tries < SILENT_STEPS and not any(block.is_ready for block in blocks)
         self._tries += is_first
@@ -192,9 +196,9 @@ class TrainingExecutor(DistributedExecutor):
         assert isinstance(self.states, ServedStates)
         if self.rounds.under_way_since is not None:
             self._take_over()
-        if self.rounds.ended or self.rounds.begun_at < 0:
-            return
         blocks = trained.blocks
+        if self.rounds.ended or not any(block.clock.folds for block in blocks):
+            return
         templates = {block: block.state.tensors() for block in blocks}
         self.rounds.begin(Kind.STATES, step_of(blocks), blocks, blocks, None, templates)
         tensors = iter(self.rounds.finish().tensors or ())
@@ -225,7 +229,7 @@ class TrainingExecutor(DistributedExecutor):
             return False
         period = min(period_of(block.group, "factor_update_period") for block in blocks)
         waits = self._tries < SILENT_STEPS and not any(block.is_ready for block in blocks)
-        return waits or step // period > self.rounds.begun_at // period
+        return waits or step // period > self._last_round // period
 
     def _take_over(self) -> None:
         """Take the answer over, on all ranks that train at the same place in the program."""

@@ -60,7 +60,7 @@ class ServingExecutor(DistributedExecutor):
         role: of this rank.
 
     Attributes:
-        due: names of blocks that the order has refreshed; None outside of `serve`.
+        due: names of blocks that the order has refreshed, each with its unit of the loss; None outside of `serve`.
         finite: whether the gradients of the last mini-batch were finite on all workers.
         unaccounted: names of blocks of which only a part of the gradient was captured then.
     """
@@ -79,7 +79,7 @@ class ServingExecutor(DistributedExecutor):
     ) -> None:
         super().__init__(config, step_size, terms, arguments, tensors, state)
         self.choice, self.role = choice, role
-        self.due: set[str] | None = None
+        self.due: dict[str, float] | None = None
         self.finite = True
         self.unaccounted: set[str] = set()
 
@@ -110,8 +110,11 @@ class OrderedRefresher(Refresher):
         return ()
 
     def refresh(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
-        due = self._serving.due or ()
-        return super().refresh([block for block in self._blocks if block.name in due])
+        units = self._serving.due or {}
+        due = [block for block in self._blocks if block.name in units]
+        for block in due:
+            block.clock.use_unit(units[block.name])
+        return super().refresh(due)
 
 
 class Service:
@@ -234,7 +237,7 @@ class Service:
     def _measure(
         self, envelope: Envelope, orders: Mapping[str, BlockOrder], batch: Any, loss_of: Callable[[Any], Tensor]
     ) -> None:
-        self._executor.due = {name for name, order in orders.items() if order.due}
+        self._executor.due = {name: order.loss_unit for name, order in orders.items() if order.due}
         self._window.step = envelope.step
         with torch.enable_grad():
             loss = loss_of(batch)
