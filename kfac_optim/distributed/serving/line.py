@@ -94,6 +94,7 @@ class Lines:
     Attributes:
         orders: from the first rank that trains to the workers; None on other ranks that train.
         answers: from the first worker to the ranks that train; None on other workers.
+        lost: whether a message has failed, so that the next ones would be taken for others.
     """
 
     def __init__(self, role: Role, timeout: timedelta) -> None:
@@ -101,14 +102,21 @@ class Lines:
         rank = dist.get_rank()
         self.orders = Line(first, role.workers, timeout) if rank == first or role.serves else None
         self.answers = Line(leader, role.trainers, timeout) if rank == leader or not role.serves else None
+        self.lost = False
         self._holder: weakref.ref[object] | None = None
 
     def lend(self, holder: object) -> None:
         """Lend the lines to one holder, until it gives them back or is gone.
 
         Raises:
+            CollectiveError: they are lost.
             RuntimeError: another holds them.
         """
+        if self.lost:
+            raise CollectiveError(
+                "kfac_optim: ranks that train and statistics workers have lost each other, as an earlier error said. "
+                "Start all ranks again from the last checkpoint."
+            )
         if self._holder is not None and self._holder() is not None:
             gc.collect()
         if self._holder is not None and self._holder() is not None:
@@ -127,7 +135,7 @@ def lines_of(role: Role, timeout: timedelta, holder: object) -> Lines:
     """Lend the lines of this division of the ranks; the first time that is a collective of all ranks.
 
     Raises:
-        CollectiveError: some rank never came.
+        CollectiveError: some rank never came, or the lines are lost.
         RuntimeError: another optimizer holds them.
     """
     known = _LINES.setdefault(world(), {})

@@ -157,6 +157,7 @@ class Rounds:
         except RuntimeError as error:
             raise self._missing(order, str(error)) from error
         if self._status(order) is Status.FAILED:
+            lines.lost = True
             raise CollectiveError(
                 f"kfac_optim: the statistics workers (ranks {', '.join(map(str, self._role.workers))}) gave up at the "
                 f"order of step {order.step}: {lines.answers.told(FAILURE)} To go on, start all ranks again from the "
@@ -205,7 +206,7 @@ class Rounds:
 
     def close(self) -> None:
         """Dismiss the workers, if they have ever been met, without waiting."""
-        if self._lines is not None:
+        if self._lines is not None and not self._lines.lost:
             self._dismiss()
 
     def _dismiss(self) -> list[dist.Work]:
@@ -249,6 +250,7 @@ class Rounds:
         return Status(int(order.layout.views(order.buffer)[0][0]))
 
     def _missing(self, order: _Order, why: str) -> CollectiveError:
+        self._open().lost = True
         ranks = ", ".join(map(str, self._role.workers))
         return CollectiveError(
             f"kfac_optim: on rank {dist.get_rank()} the answer of the statistics workers (ranks {ranks}) to the order "

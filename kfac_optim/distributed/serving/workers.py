@@ -165,6 +165,7 @@ class Service:
                 self._answer(envelope, orders)
         except BaseException as error:
             self._give_up(error)
+            self._lines.lost = True
             raise
         finally:
             self._executor.due = None
@@ -208,10 +209,15 @@ class Service:
             self._check_clocks(envelope)
         for block in self._blocks():
             if block.name in orders:
-                orders[block.name].give(block)
                 block.revise(with_shown(block.spec, orders[block.name]))
-                block.clock.step = envelope.step
+        self._set_numbers(envelope, orders)
         return orders
+
+    def _set_numbers(self, envelope: Envelope, orders: Mapping[str, BlockOrder]) -> None:
+        for block in self._blocks():
+            if block.name in orders:
+                orders[block.name].give(block)
+                block.clock.step = envelope.step
 
     @torch.no_grad()
     def _take_model(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -247,6 +253,7 @@ class Service:
                     f"parameters, got {loss!r}."
                 )
             loss.backward()  # type: ignore[no-untyped-call]
+        self._set_numbers(envelope, orders)  # the forward may have shown blocks that are new
         self._optimizer.step()
 
     def _answer(self, envelope: Envelope, orders: Mapping[str, BlockOrder]) -> None:
