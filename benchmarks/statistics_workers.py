@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"argument --workers: expected fewer than the {args.ranks} ranks, got {args.workers}")
     if args.steps % _WINDOW:
         raise UsageError(f"argument --steps: expected a multiple of {_WINDOW}, got {args.steps}")
+    PROBLEMS[args.dataset].images(args.data_dir)  # before processes are started, to be told of what is not there
     choices = Choices(
         *(args.dataset, args.data_dir, args.workers, args.images, args.steps, args.periods, args.max_staleness),
         *(args.repeats, args.lr, args.damping, args.seed, args.threads, args.out),

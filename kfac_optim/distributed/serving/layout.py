@@ -28,8 +28,8 @@ class Layout:
         self.size = end
 
     def buffer(self) -> Tensor:
-        """Return a new buffer of zeros, `[size]` uint8, on the CPU."""
-        return torch.zeros(self.size, dtype=torch.uint8)
+        """Return a new buffer, `[size]` uint8, on the CPU."""
+        return torch.empty(self.size, dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors in a buffer, no copies."""

@@ -192,7 +192,7 @@ class Service:
         layout = order_layout(envelope.blocks, envelope.letters, model)
         line = self._lines.orders
         assert line is not None, "this rank serves"
-        buffer = torch.zeros(envelope.order_bytes, dtype=torch.uint8)
+        buffer = torch.empty(envelope.order_bytes, dtype=torch.uint8)
         line.wait(line.post(buffer))
         self._envelope = envelope
         if layout.size != envelope.order_bytes:
@@ -274,7 +274,7 @@ class Service:
         for name in orders:
             numbers += self._numbers(known.get(name)).words()
         tensors = [torch.tensor(numbers, dtype=torch.float64)]
-        buffer = torch.zeros(envelope.answer_bytes, dtype=torch.uint8)
+        buffer = torch.empty(envelope.answer_bytes, dtype=torch.uint8)
         if is_whole:
             if kind is Kind.STATES:
                 tensors += state_tensors(asked, states)
