@@ -4,6 +4,7 @@ The one process takes statistics of the workers' mini-batches, and gradients of 
 train; its refreshes come as late as the workers'.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.training import Batch, Mixed, squares
 from kfac_optim import Background, Cholesky, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, StatisticsWorkers
+from kfac_optim.distributed.serving.rounds import Progress
+from kfac_optim.distributed.serving.trainers import TrainingExecutor
 
 EXAMPLES = 4  # of each rank
 
@@ -84,9 +87,18 @@ def on_rank(rank: int, case: Served) -> list[Tensor] | int:
     wrapped = DistributedDataParallel(model, process_group=role.group)
     optimizer = case.optimizer(wrapped, distributed=case.distributed())
     for step in range(case.steps):
+        await_answer(optimizer)
         train(optimizer, wrapped, trained_on(step, rank))
     optimizer.dismiss_workers()
     return [param.detach().clone() for param in model.parameters()]
+
+
+def await_answer(optimizer: KFACOptimizer) -> None:
+    """Wait until a round that is under way has come back, so that it could be taken over too early."""
+    executor = optimizer._executor
+    assert isinstance(executor, TrainingExecutor)
+    while executor.rounds.progress() is Progress.BEHIND:
+        time.sleep(0.001)
 
 
 def train(optimizer: KFACOptimizer, model: nn.Module, one: Batch) -> float:
