@@ -4,6 +4,7 @@ import io
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kfac_optim import Background, KFACOptimizer, LevenbergMarquardt, MonteCarlo
 from kfac_optim.distributed import DistributedConfig, Sharded, StatisticsWorkers
 from kfac_optim.distributed.communication.launches import CollectiveError
 
+EVERY_STEP = {"factor_update_period": 1, "inverse_update_period": 1}
 FIXED = StatisticsWorkers(max_staleness=3, deterministic=True)
 
 
@@ -47,6 +49,37 @@ def test_what_a_worker_sees_of_layers_is_known_to_those_that_train(net: str, fou
     _check(trainers, case)
 
 
+def with_a_hidden_use(rank: int, case: Served) -> dict[str, list[int]] | None:
+    """When each layer got its inverses, where the worker alone can see that not all uses of a weight are captured."""
+    role, model = case.workers.role(), case.model()
+
+    def hidden(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x).square().mean() + (x @ (model.first.weight * 1).mT).square().mean()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "kfac_optim: .*'first'")
+        if role.serves:
+            case.optimizer(model, distributed=case.distributed()).serve(measured(0), lambda one: hidden(model, one[0]))
+            return None
+        optimizer, refreshed = case.optimizer(model, distributed=case.distributed()), {}
+        for step in range(case.steps):
+            optimizer.zero_grad()
+            hidden(model, trained_on(step, rank)[0]).backward()
+            optimizer.step()
+            for block in optimizer._binding.coverage.blocks:
+                refreshed.setdefault(block.name, []).append(block.clock.refreshed_at)
+        optimizer.consolidate_state_dict()
+        optimizer.dismiss_workers()
+    return refreshed
+
+
+def test_a_layer_that_workers_cannot_measure_is_left_to_sgd_and_the_others_are_not(two_ranks: Ranks) -> None:
+    refreshed, _ = two_ranks.run(with_a_hidden_use, Served(FIXED, steps=12, options=EVERY_STEP))
+    assert set(refreshed.pop("first")) == {-1}
+    for steps in refreshed.values():
+        assert steps[-1] >= 6
+
+
 @pytest.mark.slow
 def test_without_staleness_each_round_is_waited_for(two_ranks: Ranks) -> None:
     case = Served(StatisticsWorkers(max_staleness=0))
@@ -65,7 +98,6 @@ def _check(trainers: list[list[Tensor]], case: Served) -> None:
 
 
 GO_ON = "statistics-workers/go-on"
-EVERY_STEP = {"factor_update_period": 1, "inverse_update_period": 1}
 
 
 def ages_beside(rank: int, case: Served, stops_at: int, after: int) -> list[int] | None:

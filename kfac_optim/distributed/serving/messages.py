@@ -113,6 +113,8 @@ class BlockAnswer(NamedTuple):
 
     held: float
     """Whether any sample was ever accepted."""
+    refreshed: float
+    """Whether a refresh that was ordered was carried out: gradients of the mini-batch were finite."""
     unaccounted: float
     """Whether only a part of its gradient was captured, or the worker does not know the block."""
     opposed: float
@@ -126,8 +128,8 @@ class BlockAnswer(NamedTuple):
 
     @classmethod
     def of(cls, words: Sequence[float]) -> "BlockAnswer":
-        held, unaccounted, opposed, shared_input, refused, failed, *counters = words
-        return cls(held, unaccounted, opposed, shared_input, refused, failed, tuple(counters))
+        held, refreshed, unaccounted, opposed, shared_input, refused, failed, *counters = words
+        return cls(held, refreshed, unaccounted, opposed, shared_input, refused, failed, tuple(counters))
 
 
 WORDS = len(BlockAnswer._fields) - 1 + len(TOLD_COUNTERS)

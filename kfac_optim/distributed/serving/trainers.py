@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock, Missing
-from kfac_optim.blocks.clock import period_of
+from kfac_optim.blocks.clock import Clock, period_of
 from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.communication.process_groups import timeout_of
 from kfac_optim.distributed.communication.transfer import leaves, nested
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
-from kfac_optim.distributed.serving.messages import Kind, results_of, unpacked, with_shown
-from kfac_optim.distributed.serving.rounds import Answer, Progress, Rounds
+from kfac_optim.distributed.serving.messages import BlockAnswer, Kind, results_of, unpacked, with_shown
+from kfac_optim.distributed.serving.rounds import Progress, Rounds
 from kfac_optim.distributed.state_transfer import StateTransfer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange, Status
 from kfac_optim.distributed.statistics.overlap import EarlyReports, Terms
@@ -196,20 +196,25 @@ class TrainingExecutor(DistributedExecutor):
         assert isinstance(self.states, ServedStates)
         if self.rounds.under_way_since is not None:
             self._take_over()
-        blocks = trained.blocks
+        # Those that a worker has struck out it may not know any more.
+        blocks = [block for block in trained.blocks if block.name not in self._unaccounted]
         if self.rounds.ended or not any(block.clock.folds for block in blocks):
             return
         templates = {block: block.state.tensors() for block in blocks}
         self.rounds.begin(Kind.STATES, step_of(blocks), blocks, blocks, None, templates)
-        tensors = iter(self.rounds.finish().tensors or ())
-        home = self.shared.exchange.home
-        self.states.hold(
-            {
-                block: found
-                for block, template in templates.items()
-                if (found := _filled(template, tensors, block)) and self.worker == (home(block) if to is None else to)
-            }
-        )
+        tensors = self.rounds.finish().tensors
+        if tensors is None:
+            raise RuntimeError(
+                "kfac_optim: the statistics workers know other layers than the ranks that train, or more of them, so "
+                "that no checkpoint can be made now. Call consolidate_state_dict() after the next step."
+            )
+        coming, states = iter(tensors), {}
+        for block, template in templates.items():
+            found = [(path, next(coming)) for path, _ in leaves(template)]
+            if self.worker == (self.shared.exchange.home(block) if to is None else to):
+                device = block.params[0].device
+                states[block] = nested((path, tensor.to(device, copy=True)) for path, tensor in found)
+        self.states.hold(states)
 
     def dismiss(self) -> None:
         """Have the workers return, and go on with the inverses as they are."""
@@ -237,40 +242,44 @@ class TrainingExecutor(DistributedExecutor):
         if answer.void:
             return
         for block, told in answer.numbers.items():
-            if (spec := with_shown(block.spec, told)) != block.spec:
+            if told.unaccounted:
+                self._unaccounted.add(block.name)
+            elif (spec := with_shown(block.spec, told)) != block.spec:
                 clock = block.clock
                 block.revise(spec)
                 block.clock = clock  # what it says is true of the workers
-        if answer.tensors is None:
-            again = [block for block, _ in answer.asked]
-            step = max((clock.step for _, clock in answer.asked), default=0)
+        asked = [(block, then) for block, then in answer.asked if not answer.numbers[block].unaccounted]
+        if answer.tensors is None and asked:  # of layers that are known better now, or not of all
+            again, step = [block for block, _ in asked], max(clock.step for _, clock in asked)
             self.rounds.begin(Kind.RESULTS, step, list(answer.numbers), again, None)
-            answer = self.rounds.finish()._replace(asked=answer.asked)
-            if answer.tensors is None:
-                return  # shown more again; the next round brings them
-        self._adopt_results(answer)
+            tensors = self.rounds.finish().tensors
+        elif answer.tensors is not None:
+            asked, tensors = answer.asked, answer.tensors
+        else:
+            return
+        if tensors is not None:
+            self._adopt_results(answer.numbers, asked, tensors)
 
-    def _adopt_results(self, answer: Answer) -> None:
+    def _adopt_results(
+        self,
+        numbers: Mapping[KFACBlock, BlockAnswer],
+        asked: Sequence[tuple[KFACBlock, Clock]],
+        tensors: Sequence[Tensor],
+    ) -> None:
         assert self.shared is not None, "there is a plan that all ranks agree on"
-        for block, told in answer.numbers.items():
-            if told.unaccounted:
-                self._unaccounted.add(block.name)
-        tensors = iter(answer.tensors or ())
-        for block, then in answer.asked:
-            told = answer.numbers[block]
+        coming = iter(tensors)
+        for block, then in asked:
+            told, own = numbers[block], block.state.counters()
             received: dict[str, dict[int, Tensor]] = {}
             for part, number, result in results_of(block):
-                received.setdefault(part, {})[number] = unpacked(result, next(tensors))
-            counters = dict(zip(TOLD_COUNTERS, told.counters, strict=True))
-            known = {key: value for key, value in counters.items() if key in block.state.counters()}
-            self.shared.exchange.status[block.name] = Status(
-                bool(told.held), int(told.refused), int(told.failed), known
-            )
-            if not told.held or told.unaccounted:
-                continue
-            for part, numbered in received.items():
-                block.state.take(part, numbered)
-            block.clock.note_adoption(then)
+                received.setdefault(part, {})[number] = unpacked(result, next(coming))
+            counters = {key: each for key, each in zip(TOLD_COUNTERS, told.counters, strict=True) if key in own}
+            status = Status(bool(told.held), int(told.refused), int(told.failed), counters)
+            self.shared.exchange.status[block.name] = status
+            if told.refreshed and told.held and not told.unaccounted:
+                for part, numbered in received.items():
+                    block.state.take(part, numbered)
+                block.clock.note_adoption(then)
 
 
 class RoundRefresher(Refresher):
@@ -303,9 +312,3 @@ def _has_passed(block: KFACBlock, before: int, step: int) -> bool:
     period = period_of(block.group, "inverse_update_period")
     at = block.phase.numerator * period // block.phase.denominator
     return (step - at) // period > (before - at) // period
-
-
-def _filled(template: Mapping[str, Any], tensors: Any, block: KFACBlock) -> dict[str, Any]:
-    """Return a state of the next tensors, nested as `template` is."""
-    device = block.params[0].device
-    return nested((path, next(tensors).to(device, copy=True)) for path, _ in leaves(template))

@@ -230,8 +230,9 @@ class Service:
 
     def _check_clocks(self, envelope: Envelope) -> None:
         """Refuse averages that are not of the run that the ranks that train are in."""
-        blocks = self._blocks()
-        folds, last = (max((number(block) for block in blocks), default=0) for number in (_folds, _folded_at))
+        clocks = [block.clock for block in self._blocks()]
+        folds = max((clock.folds for clock in clocks), default=0)
+        last = max((clock.folded_at for clock in clocks), default=-1)
         if envelope.step < last or (self._is_first and bool(folds) != bool(envelope.folds - 1)):
             raise RuntimeError(
                 f"kfac_optim: the ranks that train are at step {envelope.step} with {envelope.folds - 1} statistics "
@@ -286,17 +287,18 @@ class Service:
         self._send(buffer)
 
     def _numbers(self, block: KFACBlock | None) -> BlockAnswer:
+        refreshed, unknown = float(self._executor.finite), 1.0
         if block is None:
-            return BlockAnswer(0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+            return BlockAnswer(0.0, refreshed, unknown, 0.0, 1.0, 0.0, 0.0)
+        unaccounted = float(block.name in self._executor.unaccounted)
+        opposed, shared_input = float(block.spec.opposed), float(block.spec.shared_input)
         shared = self._executor.shared
         status = None if shared is None else shared.exchange.status.get(block.name)
-        unaccounted = self._executor.unaccounted
-        shown = float(block.spec.opposed), float(block.spec.shared_input)
         if status is None:
-            return BlockAnswer(0.0, float(block.name in unaccounted), *shown, 0.0, 0.0)
+            return BlockAnswer(0.0, refreshed, unaccounted, opposed, shared_input, 0.0, 0.0)
+        held, refused, failed = map(float, (status.held, status.refused, status.failed))
         counters = tuple(status.counters.get(key, 0.0) for key in TOLD_COUNTERS)
-        unaccounted_for = float(block.name in unaccounted)
-        return BlockAnswer(float(status.held), unaccounted_for, *shown, status.refused, status.failed, counters)
+        return BlockAnswer(held, refreshed, unaccounted, opposed, shared_input, refused, failed, counters)
 
     def _send(self, buffer: Tensor) -> None:
         line = self._lines.answers
@@ -343,11 +345,3 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 def _numbers_alone(count: int) -> Layout:
     return Layout([torch.empty(1 + count * WORDS, dtype=torch.float64, device="meta")])
-
-
-def _folds(block: KFACBlock) -> int:
-    return block.clock.folds
-
-
-def _folded_at(block: KFACBlock) -> int:
-    return block.clock.folded_at
