@@ -1,14 +1,11 @@
 """Statistics workers: `distributed/statistics_workers.py`, `distributed/serving`."""
 
 import io
-import json
 import os
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +16,6 @@ from helpers.training import NETS, Batch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import autoencoders, statistics_workers
-from benchmarks.arguments import Periods
 from kfac_optim import Background, KFACOptimizer, LevenbergMarquardt, MonteCarlo
 from kfac_optim.distributed import DistributedConfig, Sharded, StatisticsWorkers
 from kfac_optim.distributed.communication.launches import CollectiveError
@@ -380,26 +375,3 @@ def test_choices_of_the_optimizer_that_do_not_go_together_are_refused(two_ranks:
     assert "serve() is for statistics workers, and this rank is none" in found[0][4]
     assert "rank 1 is a statistics worker" in found[1][4]
     assert "optimizer.serve(batches, loss_of)" in found[1][4]
-
-
-# -- the benchmark -----------------------------------------------------------------------------------------------
-
-
-def of_small(_: int, out: Path) -> None:
-    small = autoencoders.Problem(lambda _: torch.rand(64, 784), widths=(784, 8, 4), steps=10)
-    choices = statistics_workers.Choices("small", None, 1, 8, 20, Periods(2, 4), 3, 2, 0.1, 0.1, 0, 1, out)
-    with mock.patch.dict(statistics_workers.PROBLEMS, {"small": small}):
-        statistics_workers.compare(choices)
-
-
-@pytest.mark.slow
-def test_the_benchmark_compares_losses_and_processor_seconds(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(of_small, tmp_path / "found.json", timeout=120.0)
-    report = json.loads((tmp_path / "found.json").read_text())
-    assert report["ranks"] == 4
-    assert report["rounds"] >= 10 + 2 * 10 // 3
-    for losses in report["losses"].values():
-        assert len(losses) == 2
-        assert losses[1] < losses[0]
-    assert len(report["ratios"]) == 2
-    assert min(report["ratios"]) > 0
