@@ -30,6 +30,7 @@ _BENCHMARKS = {
     "autoencoders": "which estimate, inverse and damping train deep autoencoders?",
     "refresh": "how long is the longest step, with refreshes together, staggered and in the background?",
     "distributed": "what does K-FAC send, hold and cost on several processes, beside SGD under DDP?",
+    "statistics-workers": "what does K-FAC cost ranks that leave statistics and refreshes to a worker?",
     "scaling": "how does K-FAC scale to 1,024 ranks, as plans predict it?",
     "faults": "does a run whose ranks are killed at random go on as if nothing had happened?",
 }

@@ -399,6 +399,32 @@ def _distributed(parser: argparse.ArgumentParser) -> None:
     _of_rounds(parser, [Periods(10, 100), Periods(1, 10)], 15, "distributed.json")
 
 
+def _statistics_workers(parser: argparse.ArgumentParser) -> None:
+    count, number = arguments.positive_int, arguments.positive_float
+    parser.add_argument(
+        "--dataset", choices=AUTOENCODER_DATASETS, default="curves", help="default: curves, no download"
+    )
+    parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
+    parser.add_argument("--ranks", type=count, default=4, metavar="P", help="processes to start (default: 4)")
+    parser.add_argument("--workers", type=count, default=1, metavar="W", help="statistics workers (default: 1)")
+    parser.add_argument("--images", type=count, default=334, metavar="N", help="of a rank in a step (default: 334)")
+    parser.add_argument("--steps", type=count, default=200, metavar="N", help="default: 200")
+    parser.add_argument(
+        "--periods",
+        type=arguments.periods,
+        default=Periods(10, 20),
+        metavar="FACTOR,INVERSE",
+        help="steps between statistics and between refreshes (default: 10,20)",
+    )
+    parser.add_argument("--max-staleness", type=count, default=10, metavar="N", help="steps (default: 10)")
+    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns that are timed (default: 5)")
+    parser.add_argument("--lr", type=number, default=0.1, help="learning rate (default: 0.1)")
+    parser.add_argument("--damping", type=number, default=0.1, help="default: 0.1")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of a rank (default: 1)")
+    parser.add_argument("--out", type=Path, default=Path("statistics-workers.json"), help="default: %(default)s")
+
+
 def _scaling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=PLANNED_MODELS, default=PLANNED_MODELS, help="default: all")
     parser.add_argument(
@@ -476,6 +502,7 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "autoencoders": _autoencoders,
     "refresh": _refresh,
     "distributed": _distributed,
+    "statistics-workers": _statistics_workers,
     "scaling": _scaling,
     "faults": _faults,
 }

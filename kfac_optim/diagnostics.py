@@ -197,7 +197,7 @@ def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tenso
     """Return `{layer name: (A, G)}`, copies; see `KFACOptimizer.factors`."""
     result: dict[str, tuple[Tensor | None, Tensor | None]] = {}
     for block in blocks:
-        if block.clock.folds == 0:
+        if block.clock.folds == 0 or not block.measured_here:
             continue
         a, g = (None if factor is None else factor.clone() for factor in block.state.factors())
         for side, (factor, dim) in enumerate(((a, block.spec.in_dim), (g, block.spec.out_dim))):

@@ -23,10 +23,11 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.executor import DistributedExecutor, executor_of
+from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.gradients.joining import Joining
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
+from kfac_optim.distributed.serving import choosing
 from kfac_optim.distributed.stages import PipelineStages, check_stage_choices
 from kfac_optim.factors.subsampling import Subsample
 from kfac_optim.fisher.estimates import Empirical, Estimate, NamedLoss
@@ -39,15 +40,13 @@ from kfac_optim.specs import Kept, LossTerms, WeightSharing
 from kfac_optim.step import averaging, engine, new_state, published_state
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
-from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Executor, Trained
 from kfac_optim.step.gate import Gate, group_of, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
 from kfac_optim.step.loss_scale import ScalerSource
 from kfac_optim.step.reevaluation import Reevaluation
-from kfac_optim.step.refresh_schedules import Background, Phases, Refresh, Together
-from kfac_optim.step.refresher import Refresher
+from kfac_optim.step.refresh_schedules import Phases, Refresh, Together
 from kfac_optim.step.skipped_steps import SkippedSteps
 from kfac_optim.step.step_memory import StepMemory
 from kfac_optim.step.step_size import ClosureLoss, StepSize
@@ -261,7 +260,7 @@ class KFACOptimizer(Optimizer):
         self._executor: Executor = Executor()
         if config is not None:
             arguments = choices.arguments()
-            self._executor = executor_of(self, config, step_size, arguments, self._window, estimate)
+            self._executor = choosing.executor_of(self, config, step_size, arguments, self._window, estimate)
         if isinstance(distributed, DistributedConfig) and distributed.pipeline is not None:
             check_stage_choices(choices)
             self._executor.stages = PipelineStages(distributed.pipeline, distributed.timeout)
@@ -306,7 +305,7 @@ class KFACOptimizer(Optimizer):
             self._scaler,
             self._warnings,
         )
-        refresher = BackgroundRefresher(executor, refresh) if isinstance(refresh, Background) else Refresher(executor)
+        refresher = choosing.refresher_of(executor, refresh)
         self._engine = engine.Engine(choices, self._window, executor, refresher, self._objective)
         self._binding.start(group_of(self.param_groups))
         self._executor.attach(self._binding.model)
@@ -417,6 +416,26 @@ class KFACOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         self._window.mark_stale()
         self._executor.gradients_dropped()
+
+    def serve(self, batches: Iterable[Any], loss_of: Callable[[Any], Tensor]) -> int:
+        """Serve as a statistics worker until the ranks that train have called `dismiss_workers()`.
+
+        Args:
+            batches: mini-batches, of which each round takes one; gone through again where it ends.
+            loss_of: returns the loss of one by the model, as the training loop has it.
+
+        Returns:
+            How many mini-batches were measured. See `kfac_optim.distributed.StatisticsWorkers`.
+
+        Raises:
+            RuntimeError: this rank is no worker, or has another model or checkpoint than the ranks that train.
+            CollectiveError: a rank that trains is gone, or paused for longer than the time-out.
+        """
+        return choosing.serve(self, self._executor, self._binding, self._window, batches, loss_of)
+
+    def dismiss_workers(self) -> None:
+        """Have statistics workers return from `serve`, on all ranks that train; steps keep the inverses they have."""
+        choosing.dismiss(self._executor)
 
     def eval(self) -> None:
         """Show the averages of the parameters in the model, for evaluation; without `average` it does nothing.
@@ -598,7 +617,7 @@ class KFACOptimizer(Optimizer):
         )
 
     def factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        """Return `{layer name: (A, G)}`, copies of the undamped running averages, of the layers with statistics so far.
+        """Return `{layer name: (A, G)}`, copies of the undamped running averages, of layers measured here so far.
 
         `A` is `[groups, in, in]` (bias column last) and `G` `[groups, out, out]`; a diagonal factor is `[groups, d]`,
         an identity None. A factor kept by a `BlockDiagonal` is `[blocks, width, width]`, zero in what the last block

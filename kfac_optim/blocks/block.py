@@ -272,7 +272,7 @@ class KFACBlock:
     def fold(self, count: LossCount, gradient_scale: float | Tensor) -> None:
         """Take this step's sums into the averages.
 
-        Without sums of its own, a process still lets its averages age: others have more than it has.
+        Without sums of its own, a process still lets its averages age, if it keeps any: others have more than it has.
 
         Args:
             count: the terms of the loss.
@@ -280,7 +280,7 @@ class KFACBlock:
         """
         if self.has_pending():
             self.fold_into(self.state, count, gradient_scale)
-        else:
+        elif self.measured_here:
             # These terms of the loss have no gradient here, which is a sample of zeros.
             self.state.age(self.decay(), on_device_of(self.params[0], count.averaged))
         self.clock.note_fold(count)

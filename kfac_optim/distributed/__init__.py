@@ -4,6 +4,7 @@ The folder is laid out in rooms like the package, and by the same rule:
 
     communication                       what is sent together, collectives on it, process groups, votes
     launch, planning                    which launcher started the processes; who works on what, and what that costs
+    statistics_workers                  which ranks only measure and refresh: the choice, and what it makes of a rank
     config                              the user's choices, as one value
     choice, training_group, refusals    what ranks compare, which ranks train, which choices do not go together
     gradients, statistics               gradients to owners and back; statistics to owners, and inverses from them
@@ -11,6 +12,7 @@ The folder is laid out in rooms like the package, and by the same rule:
     plan_agreement, state_transfer      one plan on all ranks; states for a new plan and for checkpoints
     stages                              one trust region over the stages of a pipeline
     executor                            all of this together, as the engine asks for it
+    serving                             the same where there are statistics workers: orders to them, and answers
 """
 
 from kfac_optim.distributed.communication.launches import Cause, Launch
@@ -34,6 +36,7 @@ from kfac_optim.distributed.planning.strategies import (
     Statistics,
     Strategy,
 )
+from kfac_optim.distributed.statistics_workers import Role, StatisticsWorkers
 
 __all__ = [
     "Auto",
@@ -51,8 +54,10 @@ __all__ = [
     "PlanOptions",
     "ProcessPlace",
     "Replicated",
+    "Role",
     "Sharded",
     "Statistics",
+    "StatisticsWorkers",
     "Strategy",
     "Uncovered",
     "differences",

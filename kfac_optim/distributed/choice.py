@@ -41,7 +41,7 @@ def chosen_config(distributed: object, *, sharded: bool) -> DistributedConfig | 
             f"kfac_optim: rank {dist.get_rank()} is not in the group of its DistributedConfig. Pass it the group that "
             "it is in; or distributed=False, where it trains a model of its own."
         )
-    return config if sharded or ranks > 1 else None
+    return config if sharded or ranks > 1 or config.workers is not None else None
 
 
 def described(choices: Mapping[str, Any]) -> dict[str, str]:

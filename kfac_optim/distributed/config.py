@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kfac_optim.distributed.communication.launches import Launch
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.strategies import Auto, Exchange, Replicated, Strategy, check_strategy
+from kfac_optim.distributed.statistics_workers import StatisticsWorkers
 from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind
 
 # What plans reckon with where nobody says otherwise: a recent accelerator, in a node or on a fast network. Of two
@@ -40,6 +41,7 @@ class DistributedConfig:
         cost: rates of the machines, by which `Auto` chooses and plans predict.
         exchange: the way between all ranks and owners, directly or by segments; None is the one that is predicted to be
             quicker for the slowest rank. What only some ranks need goes directly whatever is said here.
+        workers: ranks that measure and refresh while the others train; `Replicated()` only. None is none.
         observe: called with a `Launch` after each collective that this rank has launched, in their order, also from
             hooks within backward: `observe=trace.append` shows what is sent when. All-reduces of DDP's own are not
             among them.
@@ -59,6 +61,7 @@ class DistributedConfig:
     sums_dtype: torch.dtype | None = None
     cost: CostModel = field(default=_COST)
     exchange: Exchange | None = None
+    workers: StatisticsWorkers | None = None
     # Not shown, for ranks compare what is.
     observe: Callable[[Launch], None] | None = field(default=None, compare=False, repr=False)
 
@@ -83,8 +86,23 @@ class DistributedConfig:
                     "stage on other examples. Take both groups from one DeviceMesh of replicas and stages: "
                     'group=mesh.get_group("data"), pipeline=mesh.get_group("stages").'
                 )
+        if self.workers is not None:
+            self._check_workers(self.workers)
         if self.observe is not None and not callable(self.observe):
             raise TypeError(
                 f"kfac_optim: observe of DistributedConfig must be a function of a Launch, or None, got "
                 f"{self.observe!r}."
+            )
+
+    def _check_workers(self, workers: StatisticsWorkers) -> None:
+        check_kind("workers of DistributedConfig", workers, StatisticsWorkers)
+        if self.strategy != Replicated():
+            raise ValueError(
+                f"kfac_optim: with {workers} the ranks that train hold all inverses, which is strategy=Replicated(); "
+                f"got {self.strategy}. Leave strategy out, or workers."
+            )
+        if self.group is not None:
+            raise ValueError(
+                f"kfac_optim: {workers} divides all ranks into those that train and workers, and group= names some. "
+                "Leave group out, and wrap the model on role().group."
             )

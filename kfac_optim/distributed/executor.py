@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from kfac_optim.fisher.estimates import Estimate
 from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
+
+E = TypeVar("E", bound="DistributedExecutor")
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
 _UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(5)
@@ -270,10 +272,13 @@ class DistributedExecutor(Executor):
             reports = EarlyReports(exchange, self._wrappers.synchronise, self._terms)
         self.gradients.restore()  # while the old owners still are known
         self.gradients = self._flow_of(plan)
-        shared = SharedStatistics(exchange, reports, self.agreement.blocks)
+        shared = self._statistics_of(exchange, reports)
         self.states.adopt(plan, self.agreement.params, shared)
         self.statistics = self.shared = shared
         self.agreement.adopt(plan)
+
+    def _statistics_of(self, exchange: StatisticsExchange, reports: EarlyReports | None) -> SharedStatistics:
+        return SharedStatistics(exchange, reports, self.agreement.blocks)
 
     def _flow_of(self, plan: Plan) -> GradientFlow:
         main = self.ranks.main
@@ -308,7 +313,8 @@ def executor_of(
     arguments: Mapping[str, Any],
     window: CaptureWindow,
     estimate: Estimate,
-) -> DistributedExecutor:
+    make: Callable[..., E],
+) -> E:
     """Return the executor of an optimizer, which it holds weakly.
 
     Args:
@@ -318,6 +324,7 @@ def executor_of(
         arguments: all choices of the user, by name.
         window: counts the terms of the loss.
         estimate: says what output gradients are multiplied by.
+        make: makes it; takes the arguments of `DistributedExecutor`.
     """
     described, known = choice.described(arguments), weakref.ref(optimizer)
 
@@ -331,7 +338,7 @@ def executor_of(
     def state() -> MutableMapping[Any, Any]:
         return {} if (found := known()) is None else found.state
 
-    return DistributedExecutor(
+    return make(
         config,
         step_size,
         terms,

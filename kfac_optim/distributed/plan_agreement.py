@@ -100,6 +100,7 @@ class PlanAgreement:
         norm: float | None = None,
         counted: int | None = None,
         edited: bool = False,
+        progress: int = 0,
     ) -> Ballot:
         """Hold a vote; a collective.
 
@@ -110,6 +111,10 @@ class PlanAgreement:
             norm: of gradients that should be equal on all ranks; None where they are not compared.
             counted: terms of the loss that this rank has counted.
             edited: whether gradients were changed in place here.
+            progress: how far statistics workers are, as this rank sees it (`serving.rounds.Progress`).
+
+        Returns:
+            What comes of it; the last of the marks is `progress`.
         """
         # To look at tensors synchronises with the device, as taking statistics does: so it is done at such steps alone.
         looks = any(block.has_pending() for block in self.blocks)
@@ -125,7 +130,8 @@ class PlanAgreement:
             edited=edited,
             terms=None if counted is None else (counted, counted),
             tensors=_hash_of(self._tensors()) if looks else None,
-            marks=(*own, *[0] * (size - len(own))),  # as many as the others give, who may know of another plan
+            # As many as the others give, who may know of another plan.
+            marks=(*own, *[0] * (size - len(own) - 1), progress),
         )
         return vote(self._ranks.main, ballot)
 

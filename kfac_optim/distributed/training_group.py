@@ -93,7 +93,7 @@ class TrainingGroup:
                 "on one device each. Place the model on one, or pass distributed=False."
             )
         # A rank without parameters takes part too: the others learn from its vote that it trains nothing.
-        (device,) = devices or {_device_of(self.group)}
+        (device,) = devices or {device_of(self.group)}
         if self._own is None:
             self._group = self.group
             timeout = self._config.timeout or timeout_of(self._group, device)
@@ -128,13 +128,18 @@ class TrainingGroup:
         self._loans.append(loan)
         return Communicator(loan.group, main.device, main.timeout, loan.counting(self._config.observe))
 
+    def give_up(self) -> None:
+        """Have other ranks that wait for this one give up too."""
+        if self._main is not None:
+            self._main.give_up()
+
     def close(self) -> None:
         """Launch nothing any more."""
         for loan in self._loans:
             loan.give_back()
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return the device on which tensors can be sent."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if accelerator is None or "gloo" in dist.get_backend(group) else accelerator

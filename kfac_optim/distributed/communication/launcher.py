@@ -204,14 +204,19 @@ class Launcher:
                 f"slow, raise the time-out. To go on, start all ranks again from the last checkpoint."
             ) from error
 
+    def give_up(self) -> None:
+        """Have other ranks that wait for this one give up too."""
+        store = self.group.get_group_store()
+        store.set(f"{_GIVEN_UP}/{self.rank}", "")
+        store.set(_GIVEN_UP, "")
+
     def _call_the_roll(self) -> str:
         """Return the ranks that do not give up too: they are gone, or not waiting."""
         silent = [rank for rank in range(self.world_size) if rank != self.rank]
         deadline = time.monotonic() + _ROLL_CALL.total_seconds()
         try:
             store = self.group.get_group_store()
-            store.set(f"{_GIVEN_UP}/{self.rank}", "")
-            store.set(_GIVEN_UP, "")
+            self.give_up()
             while silent and time.monotonic() < deadline:
                 time.sleep(0.05)
                 silent = [rank for rank in silent if not store.check([f"{_GIVEN_UP}/{rank}"])]

@@ -40,13 +40,13 @@ def vote_marks(layers: int, buckets: int) -> int:
     """Return words of a vote that are about the plan, besides `VOTE_WORDS`.
 
     One for each layer says whether it has a gradient, and statistics; one for each bucket of factor sums, whether it
-    goes again; the rest is zeros.
+    goes again; the last, how far statistics workers are; the rest is zeros.
 
     Args:
         layers: how many; 0 where there is no plan yet.
         buckets: of factor sums.
     """
-    return _MARKS * max(1, math.ceil((layers + buckets) / _MARKS))
+    return _MARKS * max(1, math.ceil((layers + buckets + 1) / _MARKS))
 
 
 @dataclass(frozen=True)

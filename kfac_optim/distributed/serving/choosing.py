@@ -1,0 +1,122 @@
+"""Which executor an optimizer has, and who carries out its refreshes; what it does for statistics workers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.model_binding import ModelBinding
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.distributed import executor as executors
+from kfac_optim.distributed.config import DistributedConfig
+from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.planning.strategies import Replicated, Statistics
+from kfac_optim.distributed.serving.trainers import RoundRefresher, TrainingExecutor
+from kfac_optim.distributed.serving.workers import OrderedRefresher, Service, ServingExecutor
+from kfac_optim.fisher.estimates import Estimate
+from kfac_optim.step.background_refresh import BackgroundRefresher
+from kfac_optim.step.execution import Executor
+from kfac_optim.step.refresh_schedules import Background, Refresh
+from kfac_optim.step.refresher import Refresher
+from kfac_optim.step.step_size import StepSize
+
+
+def executor_of(
+    optimizer: Optimizer,
+    config: DistributedConfig,
+    step_size: StepSize,
+    arguments: Mapping[str, Any],
+    window: CaptureWindow,
+    estimate: Estimate,
+) -> DistributedExecutor:
+    """Return the executor of an optimizer; with statistics workers it depends on what this rank does.
+
+    Args:
+        optimizer: as of `executor.executor_of`, as are the others.
+        config: the user's choices about processes.
+        step_size: the user's choice.
+        arguments: all choices of the user, by name.
+        window: counts the terms of the loss.
+        estimate: says what output gradients are multiplied by.
+
+    Raises:
+        ValueError: choices do not go together with statistics workers.
+    """
+    choice, make = config.workers, DistributedExecutor
+    if choice is not None:
+        _check_choices(config, arguments)
+        role = choice.role()
+        kind = ServingExecutor if role.serves else TrainingExecutor
+        make = partial(kind, choice=choice, role=role)  # type: ignore[assignment]
+        # Among ranks that train none sends statistics; among workers all do.
+        statistics = Statistics.ALL if role.serves else Statistics.OWN
+        strategy = Replicated(statistics=statistics)
+        config = replace(config, strategy=strategy, group=role.group, overlap=False, workers=None)
+    return executors.executor_of(optimizer, config, step_size, arguments, window, estimate, make)
+
+
+def refresher_of(executor: Executor, refresh: Refresh) -> Refresher:
+    """Return who carries out the refreshes of an optimizer."""
+    if isinstance(executor, TrainingExecutor):
+        return RoundRefresher(executor)
+    if isinstance(executor, ServingExecutor):
+        return OrderedRefresher(executor)
+    return BackgroundRefresher(executor, refresh) if isinstance(refresh, Background) else Refresher(executor)
+
+
+def serve(
+    optimizer: Any,
+    executor: Executor,
+    binding: ModelBinding,
+    window: CaptureWindow,
+    batches: Iterable[Any],
+    loss_of: Callable[[Any], Tensor],
+) -> int:
+    """Do what `KFACOptimizer.serve` says."""
+    if not isinstance(executor, ServingExecutor):
+        raise RuntimeError(
+            "kfac_optim: serve() is for statistics workers, and this rank is none. Pass "
+            "distributed=DistributedConfig(workers=StatisticsWorkers(...)) on all ranks, and call it where "
+            "role().serves."
+        )
+    if binding.model is None:
+        raise RuntimeError(
+            f"kfac_optim: {executor.choice!r} receives the parameters of the model, which is not known. Build the "
+            "optimizer from the model, KFACOptimizer(model, ...), or pass model=."
+        )
+
+    def blocks() -> Sequence[KFACBlock]:
+        return binding.coverage.blocks
+
+    return Service(optimizer, executor, blocks, window, binding.model).run(batches, loss_of)
+
+
+def dismiss(executor: Executor) -> None:
+    """Do what `KFACOptimizer.dismiss_workers` says."""
+    if isinstance(executor, ServingExecutor):
+        raise RuntimeError(
+            f"kfac_optim: rank {dist.get_rank()} is a statistics worker; dismiss_workers() is for the ranks that train."
+        )
+    if isinstance(executor, TrainingExecutor):
+        executor.dismiss()
+
+
+def _check_choices(config: DistributedConfig, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for choices that need statistics or refreshes where the training goes on."""
+    if isinstance(arguments["refresh"], Background):
+        raise ValueError(
+            f"kfac_optim: {config.workers} refreshes beside the training already, and so does "
+            f"refresh={arguments['refresh']}. Leave one of them out."
+        )
+    judges = arguments["step_size"] if arguments["step_size"].needs_objective else arguments["adapt_damping"]
+    if judges is not None:
+        raise ValueError(
+            f"kfac_optim: {judges!r} looks at the curvature of the loss, or takes steps back, which asks for inverses "
+            f"at once; with {config.workers} they come later. Use AdaptiveTrustRegion() and a fixed damping, or leave "
+            "workers out."
+        )

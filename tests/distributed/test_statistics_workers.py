@@ -1,0 +1,377 @@
+"""Statistics workers: `distributed/statistics_workers.py`, `distributed/serving`."""
+
+import io
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import RankError, Ranks
+from helpers.served import Served, loss_by, measured, on_rank, one_process, train, trained_on
+from helpers.training import NETS, Batch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfac_optim import Background, KFACOptimizer, LevenbergMarquardt, MonteCarlo
+from kfac_optim.distributed import DistributedConfig, Sharded, StatisticsWorkers
+from kfac_optim.distributed.communication.launches import CollectiveError
+
+EVERY_STEP = {"factor_update_period": 1, "inverse_update_period": 1}
+FIXED = StatisticsWorkers(max_staleness=3, deterministic=True)
+
+
+# -- what is computed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_training_equals_one_process_with_the_same_mini_batches_and_staleness(workers: int, four_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(workers, max_staleness=3, deterministic=True))
+    *trainers, served = four_ranks.run(on_rank, case)
+    assert served == 5  # at steps 0, 3, 6, 9 and 12
+    _check(trainers[: 4 - workers], case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("net", ["tokens", "tied", "pictures", "feature map"])
+def test_what_a_worker_sees_of_layers_is_known_to_those_that_train(net: str, four_ranks: Ranks) -> None:
+    """That a weight is used from both sides, and that inputs are not shared, only those that measure find out."""
+    case = Served(FIXED, net=NETS[net])
+    *trainers, _ = four_ranks.run(on_rank, case)
+    _check(trainers, case)
+
+
+def with_a_hidden_use(rank: int, case: Served) -> dict[str, list[int]] | None:
+    """When each layer got its inverses, where the worker alone can see that not all uses of a weight are captured."""
+    role, model = case.workers.role(), case.model()
+
+    def hidden(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x).square().mean() + (x @ (model.first.weight * 1).mT).square().mean()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "kfac_optim: .*'first'")
+        if role.serves:
+            case.optimizer(model, distributed=case.distributed()).serve(measured(0), lambda one: hidden(model, one[0]))
+            return None
+        optimizer, refreshed = case.optimizer(model, distributed=case.distributed()), {}
+        for step in range(case.steps):
+            optimizer.zero_grad()
+            hidden(model, trained_on(step, rank)[0]).backward()
+            optimizer.step()
+            for block in optimizer._binding.coverage.blocks:
+                refreshed.setdefault(block.name, []).append(block.clock.refreshed_at)
+        optimizer.consolidate_state_dict()
+        optimizer.dismiss_workers()
+    return refreshed
+
+
+def test_a_layer_that_workers_cannot_measure_is_left_to_sgd_and_the_others_are_not(two_ranks: Ranks) -> None:
+    refreshed, _ = two_ranks.run(with_a_hidden_use, Served(FIXED, steps=12, options=EVERY_STEP))
+    assert set(refreshed.pop("first")) == {-1}
+    for steps in refreshed.values():
+        assert steps[-1] >= 6
+
+
+@pytest.mark.slow
+def test_without_staleness_each_round_is_waited_for(two_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(max_staleness=0))
+    trained, _ = two_ranks.run(on_rank, case)
+    _check([trained], case)
+
+
+def _check(trainers: list[list[Tensor]], case: Served) -> None:
+    for other in trainers[1:]:
+        assert all(map(torch.equal, trainers[0], other))
+    for ours, theirs in zip(trainers[0], one_process(case, len(trainers)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+# -- who waits for whom ------------------------------------------------------------------------------------------
+
+
+GO_ON = "statistics-workers/go-on"
+
+
+def ages_beside(rank: int, case: Served, stops_at: int, after: int) -> list[int] | None:
+    """The age of the inverses after each step, beside a worker that stops at a round, until `after` more steps."""
+    role, model = case.workers.role(), case.model()
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+    def mini_batches() -> Iterator[Batch]:
+        for number, each in enumerate(measured(0)):
+            if number == stops_at:
+                store.wait([GO_ON])
+                time.sleep(0.2)  # the step has begun that waits
+            yield each
+
+    if role.serves:
+        case.optimizer(model, distributed=case.distributed()).serve(mini_batches(), loss_by(model))
+        store.delete_key(GO_ON)
+        return None
+    wrapped = DistributedDataParallel(model, process_group=role.group)
+    optimizer, ages = case.optimizer(wrapped, distributed=case.distributed()), []
+    for step in range(case.steps):
+        train(optimizer, wrapped, trained_on(step, rank))
+        ages.append(int(optimizer.metrics()["inverse_age"]))
+        if step == stops_at + after and rank == 0:
+            store.set(GO_ON, "")
+    optimizer.dismiss_workers()
+    return ages
+
+
+def test_a_slow_worker_is_waited_for_at_the_bound_and_not_before(four_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(max_staleness=6, deterministic=False), steps=12, options=EVERY_STEP)
+    *trainers, _ = four_ranks.run(ages_beside, case, 1, 5)
+    ages = trainers[0]
+    assert all(ages == others for others in trainers)  # they take over at the same steps
+    assert ages[:8] == [0, 1, 2, 3, 4, 5, 6, 6]  # the round of step 1 is awaited at step 7
+    assert all(age <= 6 for age, before in zip(ages[1:], ages, strict=False) if age <= before)
+
+
+def losses_beside(rank: int, case: Served) -> list[float] | int:
+    role, model = case.workers.role(), case.model()
+    if role.serves:
+        return case.optimizer(model, distributed=case.distributed()).serve(measured(0), loss_by(model))
+    wrapped = DistributedDataParallel(model, process_group=role.group)
+    optimizer = case.optimizer(wrapped, distributed=case.distributed())
+    losses = [train(optimizer, wrapped, trained_on(0, rank)) for _ in range(case.steps)]
+    # No statistics are taken here.
+    assert not any(block.state.has_statistics() for block in optimizer._binding.coverage.blocks)
+    assert not optimizer.factors()
+    optimizer.dismiss_workers()
+    losses += [train(optimizer, wrapped, trained_on(0, rank)) for _ in range(2)]  # goes on with what there is
+    return losses
+
+
+def test_training_goes_on_beside_a_worker_as_fast_as_it_is(four_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(max_staleness=100), steps=40, options=EVERY_STEP)
+    *trainers, served = four_ranks.run(losses_beside, case)
+    assert 2 <= served <= 40
+    for losses in trainers:
+        assert losses[-1] < 0.7 * losses[0]
+
+
+# -- ends --------------------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, case: Served, how: str) -> str | None:
+    """Returns the error of each rank, where the worker ends at its third mini-batch."""
+    role, model = case.workers.role(), case.model()
+
+    def mini_batches() -> Iterator[Batch]:
+        for number, each in enumerate(measured(0)):
+            if number == 2 and how == "dies":
+                os._exit(3)
+            if number == 2 and how == "hangs":
+                time.sleep(4.0)
+            if number == 2:
+                raise OSError("no more data")
+            yield each
+
+    try:
+        if role.serves:
+            case.optimizer(model, distributed=case.distributed()).serve(mini_batches(), loss_by(model))
+            return None
+        wrapped = DistributedDataParallel(model, process_group=role.group)
+        optimizer = case.optimizer(wrapped, distributed=case.distributed())
+        for step in range(case.steps):
+            train(optimizer, wrapped, trained_on(step, rank))
+            time.sleep(0.01)
+    except (CollectiveError, OSError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
+def test_the_ranks_that_train_are_told_of_a_worker_that_is_gone(how: str, four_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(max_staleness=50), steps=2000, options=EVERY_STEP, timeout=2.0)
+    try:
+        if how == "dies":
+            with pytest.raises(RankError, match="-- rank 3: died, exit code 3") as caught:
+                four_ranks.run(failing, case, how, timeout=25.0)
+            told = [str(caught.value).split(f"-- rank {rank}: ")[1].split("\n--")[0] for rank in range(3)]
+        else:
+            told = four_ranks.run(failing, case, how, timeout=25.0)[:3]
+    finally:
+        four_ranks.stop()  # their lines are of no more use
+    for each in told:
+        assert "ranks 3" in each
+        assert "start all ranks again from the last checkpoint" in each
+        if how == "raises":
+            assert "rank 3 raised OSError: no more data" in each
+        else:
+            assert "(time-out 2 s)" in each
+
+
+def trainer_that_ends(rank: int, case: Served) -> str | None:
+    role, model = case.workers.role(), case.model()
+    if role.serves:
+        try:
+            case.optimizer(model, distributed=case.distributed()).serve(measured(0), loss_by(model))
+        except CollectiveError as error:
+            return str(error)
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    train(optimizer, model, trained_on(0, rank))
+    time.sleep(4.0)  # without a word
+    return None
+
+
+@pytest.mark.slow
+def test_a_worker_is_told_of_those_that_train_no_more(two_ranks: Ranks) -> None:
+    try:
+        _, told = two_ranks.run(trainer_that_ends, Served(StatisticsWorkers(), timeout=1.5))
+    finally:
+        two_ranks.stop()
+    assert "no order of rank 0 came to the statistics worker on rank 1 (time-out 1.5 s)" in told
+    assert "dismiss_workers()" in told
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def resumed(rank: int, case: Served, at: int) -> tuple[list[Tensor], list[Tensor]] | int:
+    """Parameters of a run, and of one that begins again from its checkpoint."""
+    role = case.workers.role()
+    files: list[Any] = [None]
+
+    def run(start: int, stop: int, saved: bytes | None) -> tuple[list[Tensor], bytes] | int:
+        model = case.model()
+        wrapped = model if role.serves else DistributedDataParallel(model, process_group=role.group)
+        optimizer = case.optimizer(wrapped, distributed=case.distributed())
+        if saved is not None:
+            state = torch.load(io.BytesIO(saved), weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        if role.serves:
+            return optimizer.serve(measured(0, first=0 if saved is None else 2), loss_by(model))
+        file = io.BytesIO()
+        for step in range(start, stop):
+            train(optimizer, wrapped, trained_on(step, rank))
+            if step == at - 1:
+                optimizer.consolidate_state_dict()
+                if rank == 0:
+                    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        optimizer.dismiss_workers()
+        return [param.detach().clone() for param in model.parameters()], file.getvalue()
+
+    whole = run(0, case.steps, None)
+    if rank == 0:
+        assert isinstance(whole, tuple)
+        files = [whole[1]]
+    dist.broadcast_object_list(files)
+    again = run(at, case.steps, files[0])
+    if isinstance(whole, int) or isinstance(again, int):
+        assert isinstance(again, int)
+        return again
+    return whole[0], again[0]
+
+
+@pytest.mark.parametrize("at", [6, 8])  # with a round under way, and without
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(at: int, two_ranks: Ranks) -> None:
+    case = Served(FIXED, options={"factor_update_period": 4, "inverse_update_period": 4})
+    (whole, again), served = two_ranks.run(resumed, case, at)
+    assert all(map(torch.equal, whole, again))
+    assert served == 2  # at steps 8 and 12
+
+
+def saved_alone(rank: int, case: Served) -> str | None:
+    """Returns how a worker is told that it has not loaded what the others have."""
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    if role.serves:
+        optimizer.serve(measured(0), loss_by(model))
+        try:
+            case.optimizer(model, distributed=case.distributed()).serve(measured(0), loss_by(model))
+        except RuntimeError as error:
+            return str(error)
+        return None
+    train(optimizer, model, trained_on(0, rank))
+    with pytest.warns(UserWarning, match="the statistics, which the statistics workers keep"):
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()
+    optimizer.dismiss_workers()
+    again = case.optimizer(model, distributed=case.distributed())
+    again.load_state_dict(state)
+    try:
+        for step in range(1, 20):
+            train(again, model, trained_on(step, rank))
+    except CollectiveError as error:
+        return str(error)
+    return None
+
+
+def test_a_worker_that_has_not_loaded_the_checkpoint_is_refused(two_ranks: Ranks) -> None:
+    try:
+        found = two_ranks.run(saved_alone, Served(StatisticsWorkers()))
+    finally:
+        two_ranks.stop()
+    for told in found:
+        assert "with 1 statistics behind them, and the statistics worker on rank 1 had 0" in told
+        assert "Load the same checkpoint on all ranks" in told
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_choices_of_the_config_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hold all inverses, which is strategy=Replicated\(\); got Sharded"):
+        DistributedConfig(strategy=Sharded(), workers=StatisticsWorkers())
+    with pytest.raises(TypeError, match="workers of DistributedConfig"):
+        DistributedConfig(workers=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ranks of StatisticsWorkers"):
+        StatisticsWorkers(0)
+    with pytest.raises(ValueError, match="max_staleness of StatisticsWorkers"):
+        StatisticsWorkers(max_staleness=-1)
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        StatisticsWorkers().role()
+
+
+def refused(rank: int) -> list[str]:
+    found = []
+    workers = StatisticsWorkers()
+    role, config = workers.role(), DistributedConfig(workers=workers)
+    assert role.serves is (rank == 1)
+    criterion = nn.MSELoss()
+    attempts: list[tuple[type[Exception], dict[str, Any]]] = [
+        (ValueError, {"refresh": Background(deterministic=True)}),
+        (ValueError, {"adapt_damping": LevenbergMarquardt(), "estimate": MonteCarlo(criterion)}),
+        (ValueError, {"distributed": DistributedConfig(workers=StatisticsWorkers(2))}),
+    ]
+    for kind, options in attempts:
+        try:
+            KFACOptimizer(nn.Linear(2, 1), **{"distributed": config, **options})
+        except kind as error:
+            found.append(str(error))
+    try:
+        DistributedConfig(workers=workers, group=role.group)
+    except ValueError as error:
+        found.append(str(error))
+    model = nn.Linear(2, 1)
+    optimizer = KFACOptimizer(model, distributed=config)
+    try:
+        if role.serves:
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+        else:
+            optimizer.serve([], lambda _: torch.zeros(()))
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_choices_of_the_optimizer_that_do_not_go_together_are_refused(two_ranks: Ranks) -> None:
+    found = two_ranks.run(refused)
+    for told in found:
+        assert len(told) == 5
+        assert "refreshes beside the training already, and so does refresh=Background" in told[0]
+        assert "asks for inverses at once" in told[1]
+        assert "leaves none of 2 ranks to train" in told[2]
+        assert "divides all ranks" in told[3]
+    assert "serve() is for statistics workers, and this rank is none" in found[0][4]
+    assert "rank 1 is a statistics worker" in found[1][4]
+    assert "optimizer.serve(batches, loss_of)" in found[1][4]
