@@ -1,8 +1,8 @@
 """An `OptimizerInfo` of our own: torch's generic checks over the choices that only `KFACOptimizer` has.
 
 `test_conformance.py` asks what depends on SGD's arguments; here the same of inputs that name an inverse, a step size, a
-refresh and so on. The claims are those of torch's test/test_optim.py, by its names in the docstrings. What that file has
-on hooks, sparse and complex gradients, devices and arguments that are refused does not depend on these choices.
+refresh and so on. The claims are those of torch's test/test_optim.py, by its names in the docstrings. What it has on
+hooks, sparse and complex gradients, devices and arguments that are refused does not depend on these choices.
 """
 
 import copy
@@ -52,6 +52,7 @@ CRITERION = nn.MSELoss()
 SHARED: dict[str, Any] = {"lr": 0.01, "factor_update_period": 1, "inverse_update_period": 3, "damping": 0.01}
 CHOICES: dict[str, dict[str, Any]] = {
     "default": {},
+    "some left": {"skip_layers": ["4"], "momentum": 0.9, "nesterov": True},
     "auto": {"inverse": AutoInverse()},
     "cholesky": {"inverse": Cholesky(), "momentum": 0.9, "nesterov": True},
     "eigen": {"inverse": Eigen(), "momentum": 0.9, "dampening": 0.1},
