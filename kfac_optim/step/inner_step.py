@@ -34,6 +34,11 @@ def _update(
 ) -> None:
     if not params:
         return
+    if numbers["fused"] and numbers["momentum"] != 0:  # torch's fused kernels take momentum of all or of none
+        without = [param for param in params if state[param].get("momentum_buffer") is None]
+        if 0 < len(without) < len(params):
+            _update(without, numbers, direction, state, finite)
+            params = [param for param in params if param not in set(without)]
     # torch's foreach path of Nesterov adds the momentum to the gradients in place; `.grad` belongs to the user.
     overwritten = numbers["nesterov"] and numbers["foreach"] is not False
     grads: list[Tensor] = []
