@@ -57,7 +57,7 @@ from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.random_state import RandomState, random_state
 from kfac_optim.utils.sharded_params import any_sharded, is_sharded
 from kfac_optim.utils.tensor_storage import keep_while_spawning
-from kfac_optim.utils.validation import check_group, check_kind, check_number, given_model, plain_number
+from kfac_optim.utils.validation import check_group, check_kind, check_loss, check_number, given_model, plain_number
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -810,6 +810,7 @@ class KFACOptimizer(Optimizer):
                 f"kfac_optim: the closure returned None, and {self._choices.step_size!r} has to know the loss: return "
                 "it from the closure."
             )
+        check_loss(loss)
         if self._executor.several:
             raise NotImplementedError(
                 f"kfac_optim: {self._choices.step_size!r} evaluates the loss by itself, which wrappers of several "

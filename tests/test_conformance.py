@@ -20,12 +20,19 @@ Carried over, by torch's names:
 
 Not carried over:
     optim_infos_do_not_specify_global_cliquey_kwargs: a test of the metadata.
-    load_nontensor_step: nothing of SGD's state, nor of ours, counts steps in a tensor.
+    load_nontensor_step: SGD counts no steps, and where we do (`SelectedUpdates`) it ever was in a tensor, so that a
+        number is refused by name (see test_conformance_entry.py).
     second_order_optims_return_consistent_types: of optimizers whose step needs a closure; ours does not.
-    cpu_load_state_dict, state_dict_with_cuda_params, fused_cpu_matches_cuda, defaults_changed_to_foreach,
-        peak_memory_foreach, forloop_goes_right_direction_multigpu: need an accelerator, these tests run without.
+    cpu_load_state_dict, state_dict_with_cuda_params, fused_cpu_matches_cuda, peak_memory_foreach,
+        forloop_goes_right_direction_multigpu: need an accelerator, these tests run without.
+    defaults_changed_to_foreach: so does torch's own; that its default is asked is shown in test_conformance_entry.py.
     foreach_large_tensor, fused_large_tensor: 64 GB.
     TestDifferentiableOptimizer: `differentiable` is no argument of ours (see below).
+    capturable: no flag of SGD's; a step of ours decides on refreshes, and so is not captured as a whole.
+    TestLRScheduler, TestSWAUtils, which that file takes in: of schedulers and averaged models, not of optimizers; that
+        each drives ours as SGD is shown in test_sgd_parity.py and tests/helpers/hazards/models.py.
+
+`test_conformance_entry.py` asks the same of what only `KFACOptimizer` has: inverses, step sizes, estimates, refreshes.
 """
 
 import copy

@@ -54,7 +54,7 @@ def block_options(
     factor_dtype: torch.dtype | None,
 ) -> BlockOptions:
     """Return the choices about layers, each checked; the usual inverse is for layers that no choice names."""
-    if isinstance(skip_layers, (str, type)) or not isinstance(skip_layers, Iterable):
+    if isinstance(skip_layers, (str, type, torch.Tensor)) or not isinstance(skip_layers, Iterable):
         raise TypeError(
             f"kfac_optim: skip_layers must be a sequence of name globs or module classes, got {skip_layers!r}; "
             f"wrap a single one in a list."

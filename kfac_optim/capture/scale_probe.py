@@ -80,6 +80,8 @@ class ScaleProbe:
         param = None if self._param is None else self._param()
         if param is None or self._kept is None or param.grad is None or param.grad.shape != self._kept.shape:
             return ScaleChange()
+        if param.grad.layout is not torch.strided:  # which the step refuses where it preconditions
+            return ScaleChange()
         before, after = self._kept, param.grad.detach()
         ratio, spread = _common_factor(before, after)
         if ratio == 1 and spread == 0:

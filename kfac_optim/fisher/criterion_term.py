@@ -56,7 +56,7 @@ class CriterionTerm:
         """Return the sum of the columns of `B`, as they are backpropagated, times `s`; None where there are none."""
         total: Tensor | None = None
         for vector, s in zip(vectors, residuals, strict=True):
-            if vector is not None:
+            if vector is not None and vector.numel() > 0:
                 part = vector.reshape(self.examples, -1) * s.to(vector.dtype).unsqueeze(1)
                 total = part.view(vector.shape) if total is None else total + part.view(vector.shape)
         return total

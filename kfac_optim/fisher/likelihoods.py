@@ -288,7 +288,7 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _by_example(tensor: Tensor) -> Tensor:
     """Return what belongs to each example as a row; a tensor of one dimension is one example."""
-    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 def _divided(gradient: Tensor, root: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ def adamw_update(proposal: Proposal, param: nn.Parameter, group: Group, *, beta2
         held[SECOND_MOMENT], held[MOMENTUM] = torch.zeros_like(param), torch.zeros_like(param)
     new = {
         MOMENTUM: _kept(held, MOMENTUM, param).lerp(gradient, 1 - group["momentum"]),
-        SECOND_MOMENT: _kept(held, SECOND_MOMENT, param).lerp(gradient.square(), 1 - beta2),
+        # Not by lerp, which makes NaN of a square that overflows; so it stays infinite, as in torch's Adam.
+        SECOND_MOMENT: (_kept(held, SECOND_MOMENT, param) * beta2).addcmul(gradient, gradient, value=1 - beta2),
         ADAM_STEPS: held[ADAM_STEPS] + 1,
     }
     for key, tensor in new.items():

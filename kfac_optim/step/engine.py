@@ -1,5 +1,6 @@
 """One optimizer step as a pipeline over blocks and an executor. Knows no layer type and no communication."""
 
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,7 @@ class Engine:
         joins = admission.joins
         measured = covered and step_size.preconditions
         products, measures = _measure(covered, active, grads, parts, executor, joins) if measured else ([], {})
+        products = _held_back(products, measures, parts)
         proposal = Proposal(
             *(groups, state, graded, covered, active, parts, products, kl_clip, count),
             *(executor, objective, memory, joins, finite, closure),
@@ -276,6 +278,18 @@ def _is_used(block: KFACBlock) -> bool:
     return any(
         param.grad is not None and (param.grad.is_meta or bool(local(param.grad).any())) for param in block.params
     )
+
+
+def _held_back(
+    products: list[tuple[Group, Scalar]], measures: Mapping[str, Scalar], parts: Sequence[Parts]
+) -> list[tuple[Group, Scalar]]:
+    """Return the products; where the square of the direction overflows on the host, it is a direction of zero."""
+    square = measures.get("direction_square", 0.0)
+    if isinstance(square, Tensor) or math.isfinite(square):
+        return products
+    for part in (each for of_block in parts for each in of_block):
+        part.zero_()
+    return [(group, 0.0) for group, _ in products]
 
 
 def _measure(

@@ -51,7 +51,7 @@ class _Pairs:
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
 
-    def append(self, param: nn.Parameter, grad: Tensor | None) -> None:
+    def append(self, param: Tensor, grad: Tensor | None) -> None:
         assert grad is not None
         self.params.append(param)
         self.grads.append(grad)
@@ -82,6 +82,16 @@ def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Ten
     params, grads = pairs.params, pairs.grads
     has_momentum = numbers["momentum"] != 0
     buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
+    if numbers["fused"] and 0 < sum(buffer is None for buffer in buffers) < len(
+        buffers
+    ):  # fused kernels take momentum of all or of none
+        for has_none in (True, False):
+            some = _Pairs()
+            for param, grad, buffer in zip(params, grads, buffers, strict=True):
+                if (buffer is None) == has_none:
+                    some.append(param, grad)
+            _update(some, numbers, state, finite)
+        return
     sgd(
         params,
         grads,

@@ -91,7 +91,7 @@ def fused_kernels_look(
 
     They look for themselves: where a gradient is not finite, nothing is changed.
     """
-    if not gradients or not all(group["fused"] for group in groups):
+    if not gradients or not all(group["fused"] is True for group in groups):
         return False
     (device, *others) = {gradient.device for gradient in gradients.values()}
     if others or device.type in ("cpu", "meta") or any(g.layout is not torch.strided for g in gradients.values()):

@@ -21,6 +21,7 @@ from kfac_optim.step.quadratic import reduction_ratio
 from kfac_optim.step.reevaluation import Reevaluation
 from kfac_optim.step.trust_region import inner_product
 from kfac_optim.utils.random_state import RandomState
+from kfac_optim.utils.validation import check_loss
 
 
 class Trial:
@@ -141,6 +142,7 @@ class Judge:
                 f"kfac_optim: the closure returned None, and {self.rule} has to see what a step does to the loss: "
                 "return it from the closure."
             )
+        check_loss(loss)
 
     def evaluate_again(
         self, trial: Trial, closure: Callable[[], Any], random: RandomState, model: nn.Module | None

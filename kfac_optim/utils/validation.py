@@ -1,6 +1,7 @@
 """Checks of the numbers a user passes. Each error names the argument, what it got and what it should be."""
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_LARGEST = sys.float_info.max
 _FACTOR_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -37,8 +39,16 @@ def check_integer(name: str, value: object, *, at_least: int = 1) -> None:
 def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
     """Check what may be edited between steps: of SGD's numbers that they are some; cheap enough for every step."""
     for name in ("lr", "momentum", "dampening", "weight_decay"):
-        if not isinstance(group[name], float | int | Tensor):  # numbers.Real takes longer to ask
-            check_number(f"{name}{where}", group[name])
+        value = group[name]
+        if isinstance(value, Tensor) and name in ("lr", "weight_decay"):
+            if value.numel() != 1:
+                raise ValueError(f"kfac_optim: a tensor {name}{where} must have 1 element, got {value.numel()}.")
+            if value.device.type == "cpu":  # for any other the host would have to wait
+                check_number(f"{name}{where}", float(value))
+        elif type(value) not in (float, int) or not -_LARGEST <= value <= _LARGEST:
+            check_number(f"{name}{where}", value)  # numbers.Real takes longer to ask
+    for name in ("nesterov", "maximize", "l2_in_curvature", "foreach", "fused"):
+        check_flag(f"{name}{where}", group[name], optional=name in ("foreach", "fused"))
     check_number(f"damping{where}", group["damping"], above=0)
     if group["preconditioner_damping"] is not None:
         check_number(f"preconditioner_damping{where} (None is damping)", group["preconditioner_damping"], above=0)
@@ -56,16 +66,9 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
         group: with all defaults filled in.
         where: appended to names in messages, as in `" in param group 1"`.
     """
-    for name in ("nesterov", "maximize", "l2_in_curvature"):
-        check_flag(f"{name}{where}", group[name], optional=False)
-    for name in ("foreach", "fused"):
-        check_flag(f"{name}{where}", group[name], optional=True)
+    check_kfac_numbers(group, where)
     for name in ("lr", "weight_decay"):
-        value = group[name]
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"kfac_optim: a tensor {name}{where} must have 1 element, got {value.numel()}.")
-            value = float(value)
+        value = float(group[name]) if isinstance(group[name], Tensor) else group[name]
         check_number(f"{name}{where}", value, at_least=0)
     if group["l2_in_curvature"] and isinstance(group["weight_decay"], Tensor):
         raise TypeError(f"kfac_optim: weight_decay{where} must be a number with l2_in_curvature=True, got a tensor.")
@@ -78,7 +81,6 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
         )
     if group["foreach"] and group["fused"]:
         raise ValueError(f"kfac_optim: foreach and fused{where} cannot both be True; set one of them.")
-    check_kfac_numbers(group, where)
 
 
 def plain_number(value: Any) -> Any:
@@ -92,6 +94,15 @@ def check_flag(name: str, value: object, *, optional: bool) -> None:
     if not (isinstance(value, bool) or (optional and value is None)):
         allowed = "True, False or None" if optional else "True or False"
         raise TypeError(f"kfac_optim: {name} must be {allowed}, got {value!r}.")
+
+
+def check_loss(loss: object) -> None:
+    """Raise TypeError unless what a closure returned is one number, in a tensor or not."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return
+    if isinstance(loss, bool) or not isinstance(loss, Real):
+        got = f"a tensor {list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
+        raise TypeError(f"kfac_optim: the closure must return the loss, one number, and returned {got}.")
 
 
 def check_dtype(name: str, value: object) -> None:
