@@ -41,7 +41,7 @@ from benchmarks.arguments import UsageError
 ROOT = Path(__file__).parents[1]
 MUTANTS = ROOT / "tests" / "mutants"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-Tests = Literal["near", "room", "others", "slow"]
+Tests = Literal["near", "near, slow", "room", "others", "slow"]
 _PASSED, _FAILED_TESTS, _INTERRUPTED, _NONE_COLLECTED = 0, 1, 2, 5  # exit codes of pytest
 _BROKEN = 4
 _NEAR = 4  # files of tests, which come first
@@ -96,8 +96,8 @@ class Verdict:
     Attributes:
         killed: whether a test failed.
         by: the test, ``"time-out"``, or ``"import"`` where no test could run; None of a survivor.
-        tests: of the last run: the files most like the mutated one, the others of its room, the quick tests of
-            everything else, or the slow ones of the room.
+        tests: of the last run: quick or slow ones of the files that seem to be about the mutated one, the quick ones
+            of its room, those of everything else, or the slow ones of the room.
         seconds: of all runs.
         file_print: a fingerprint of the mutated file.
     """
@@ -193,7 +193,8 @@ def _run_tests(folder: Path, words: Sequence[str], output: int) -> NoReturn:
         for name in [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", "kfac_optim")]:
             del sys.modules[name]
         sys.modules["__main__"] = ModuleType("__main__")  # which processes that tests start would import
-        code = int(importlib.import_module("pytest").main(["-q", "--tb=no", "-p", "no:cacheprovider", *words]))
+        usual = ["-q", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        code = int(importlib.import_module("pytest").main([*usual, *words]))
         package = sys.modules.get("kfac_optim")
         if package is not None and not str(package.__file__).startswith(str(folder)):
             print(f"kfac_optim was imported from {package.__file__}")
@@ -279,6 +280,7 @@ def runs_of(mutant: Mutant, *, room_alone: bool, beyond_room: bool) -> Iterator[
     near, room, others = tests_of(mutant)
     if not beyond_room:
         yield "near", near
+        yield "near, slow", ["-m", "slow", *near]  # the quick run keeps a few cases of each test
         if room:
             yield "room", room
     if not room_alone:
@@ -326,7 +328,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _may_go_on(verdict: Verdict, args: argparse.Namespace) -> bool:
     """Say whether a survivor of its room's tests is yet to meet the others."""
-    return not verdict.killed and verdict.tests in ("near", "room") and not args.room_alone
+    return not verdict.killed and verdict.tests in ("near, slow", "room") and not args.room_alone
 
 
 def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:
