@@ -33,10 +33,11 @@ _BENCHMARKS = {
     "statistics-workers": "what does K-FAC cost ranks that leave statistics and refreshes to a worker?",
     "scaling": "how does K-FAC scale to 1,024 ranks, as plans predict it?",
     "faults": "does a run whose ranks are killed at random go on as if nothing had happened?",
+    "mutants": "do the tests notice the mistakes that a colleague could make?",
 }
 
 # These keep each run that is done in a file of its own.
-_RESUMING = {"compare", "batch-size", "pinn", "cart-pole", "range-test"}
+_RESUMING = {"compare", "batch-size", "pinn", "cart-pole", "range-test", "mutants"}
 
 _EXTRAS = dict.fromkeys(
     ("datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"), "benchmarks"

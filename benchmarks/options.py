@@ -486,6 +486,23 @@ def _faults(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("faults.json"), help="default: %(default)s")
 
 
+def _mutants(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names", nargs="*", metavar="MUTANT", help="some of tests/mutants, by room or by room/name (default: all)"
+    )
+    parser.add_argument(
+        "--room-alone", action="store_true", help="run the tests of the mutant's room alone, which takes minutes"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=arguments.positive_float,
+        default=1800.0,
+        metavar="S",
+        help="for one run of tests (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("mutants.json"), help="JSON file (default: %(default)s)")
+
+
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "compare": _compare,
     "scoreboard": _scoreboard,
@@ -505,5 +522,6 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "statistics-workers": _statistics_workers,
     "scaling": _scaling,
     "faults": _faults,
+    "mutants": _mutants,
 }
 """What adds the arguments of a benchmark, by its name."""
