@@ -47,6 +47,7 @@ from kfac_optim import (
     TrustRegion,
     WeightSharing,
 )
+from kfac_optim.step import inner_step
 
 CRITERION = nn.MSELoss()
 SHARED: dict[str, Any] = {"lr": 0.01, "factor_update_period": 1, "inverse_update_period": 3, "damping": 0.01}
@@ -197,6 +198,7 @@ def test_the_default_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     called: list[int] = []
     original = sgd._multi_tensor_sgd
+    monkeypatch.setattr(inner_step, "_suits_fused_cpu", lambda *_: False)  # as on an accelerator
     monkeypatch.setattr(sgd, "_default_to_fused_or_foreach", default)
     monkeypatch.setattr(sgd, "_multi_tensor_sgd", lambda *a, **k: (called.append(len(a[0])), original(*a, **k)))
     run(*build("default"), 1)

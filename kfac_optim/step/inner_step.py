@@ -82,9 +82,8 @@ def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Ten
     params, grads = pairs.params, pairs.grads
     has_momentum = numbers["momentum"] != 0
     buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
-    if numbers["fused"] and 0 < sum(buffer is None for buffer in buffers) < len(
-        buffers
-    ):  # fused kernels take momentum of all or of none
+    without = sum(buffer is None for buffer in buffers)
+    if numbers["fused"] and 0 < without < len(buffers):  # torch's fused kernels take momentum of all or of none
         for has_none in (True, False):
             some = _Pairs()
             for param, grad, buffer in zip(params, grads, buffers, strict=True):
