@@ -25,6 +25,7 @@ from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
 from kfac_optim.distributed.serving import choosing
+from kfac_optim.distributed.stages import PipelineStages, check_stage_choices
 from kfac_optim.factors.subsampling import Subsample
 from kfac_optim.fisher.estimates import Empirical, Estimate, NamedLoss
 from kfac_optim.fisher.gauss_newton import ForwardRecorder
@@ -257,6 +258,9 @@ class KFACOptimizer(Optimizer):
         if config is not None:
             arguments = choices.arguments()
             self._executor = choosing.executor_of(self, config, step_size, arguments, self._window, estimate)
+        if isinstance(distributed, DistributedConfig) and distributed.pipeline is not None:
+            check_stage_choices(choices)
+            self._executor.stages = PipelineStages(distributed.pipeline, distributed.timeout)
         executor = self._executor
         self._record: engine.StepRecord | None = None
         self._shows_state = False

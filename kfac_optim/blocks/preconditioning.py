@@ -17,7 +17,6 @@ from kfac_optim.blocks.block import KFACBlock, l2
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
 from kfac_optim.inverses.state import InverseState
 from kfac_optim.layers.base import LayerAdapter
-from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import version
 
 # Elements of a weight below which a launch takes longer than its products (128 × 128; one CPU core, torch 2.13), and of
@@ -96,7 +95,7 @@ class Stacks:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[KFACBlock, tuple[LayerSpec, int | None]] = {}
+        self._kinds: dict[KFACBlock, tuple[InverseState, int | None]] = {}
         self._numbers: dict[Hashable, int] = {}  # of kinds, which take long to hash
         self._stacks: dict[KFACBlock, _Stack] = {}  # by the first of the blocks
 
@@ -109,19 +108,22 @@ class Stacks:
         found: list[Sequence[Tensor]] = [()] * len(blocks)
         equal: defaultdict[Hashable, list[int]] = defaultdict(list)
         for index, (block, of_block) in enumerate(zip(blocks, grads, strict=True)):
-            equal[self._shared(block, of_block) or index].append(index)
+            if (shared := self._shared(block, of_block)) is not None:
+                equal[shared].append(index)
+            else:
+                found[index] = to_params(block, precondition(block, of_block), of_block)
         before, self._stacks = self._stacks, {}
         for members in equal.values():
             first = blocks[members[0]]
-            stack = None
+            state: InverseState | None = first.state
             if len(members) > 1:
-                stack = _renewed(before.get(first), [blocks[index].state for index in members])
-                self._stacks[first] = stack
-            if stack is None or stack.state is None:
+                stack = self._stacks[first] = _renewed(before.get(first), [blocks[index].state for index in members])
+                state = stack.state
+            if state is None:
                 for index in members:
                     found[index] = to_params(blocks[index], precondition(blocks[index], grads[index]), grads[index])
             else:
-                together = _precondition_stack(first, stack.state, [grads[index] for index in members])
+                together = _precondition_stack(first, state, [grads[index] for index in members])
                 for index, parts in zip(members, together, strict=True):
                     found[index] = parts
         if len(self._kinds) > len(blocks):
@@ -158,17 +160,20 @@ class Stacks:
     def _shared(self, block: KFACBlock, grads: Sequence[Tensor]) -> Hashable | None:
         """Return what blocks share whose gradients may be stacked; None for a block that goes alone."""
         number = self._number(block)
-        if number is None or not all(grad.is_contiguous() for grad in grads):
+        if number is None:
             return None
-        return number, block.damping, *[(grad.dtype, grad.device) for grad in grads]
+        for grad in grads:
+            if not grad.is_contiguous():
+                return None
+        return number, block.damping
 
     def _number(self, block: KFACBlock) -> int | None:
         """Return the number of a block's kind, which others may share; None for a block that goes alone."""
         known = self._kinds.get(block)
-        if known is None or known[0] is not block.spec:
+        if known is None or known[0] is not block.state:  # a new layout, dtype or device has a new state
             kind = _kind(block)
             number = None if kind is None else self._numbers.setdefault(kind, len(self._numbers) + 1)
-            known = self._kinds[block] = block.spec, number
+            known = self._kinds[block] = block.state, number
         return known[1]
 
 
@@ -194,7 +199,9 @@ def _kind(block: KFACBlock) -> Hashable | None:
     spec = block.spec
     small = spec.in_dim * spec.out_dim <= _SMALL and sum(factor.numel for factor in spec.factors()) <= _SMALL_INVERSE
     whole = spec.groups == spec.blocks(0) == spec.blocks(1) == 1 and _packs_columns(type(block.adapter))
-    return (block.inverse, spec.structure, *(param.shape for param in block.params)) if small and whole else None
+    if not (small and whole):
+        return None
+    return block.inverse, spec.structure, block.home, *(param.shape for param in block.params)
 
 
 @cache

@@ -10,6 +10,7 @@ The folder is laid out in rooms like the package, and by the same rule:
     gradients, statistics               gradients to owners and back; statistics to owners, and inverses from them
     state_redistribution                who holds what of blocks and momentum, and bringing it to another rank
     plan_agreement, state_transfer      one plan on all ranks; states for a new plan and for checkpoints
+    stages                              one trust region over the stages of a pipeline
     executor                            all of this together, as the engine asks for it
     serving                             the same where there are statistics workers: orders to them, and answers
 """

@@ -28,6 +28,10 @@ class DistributedConfig:
         group: of the ranks that train one model on different examples; None is that of `DistributedDataParallel`, or
             of the mesh of `fully_shard`, and all ranks where nothing is wrapped. Name them where tensor
             parallelism alone cuts the model, over some of the ranks.
+        pipeline: the ranks that hold the other stages of the same model, as `torch.distributed.pipelining` runs them,
+            each with an optimizer for its stage: one trust region then bounds the steps of all. Name in `group` the
+            ranks that train the same stage on other examples, if it is this rank alone: both are groups of a
+            `DeviceMesh`, as `init_device_mesh("cuda", (replicas, stages), mesh_dim_names=("data", "stages"))` has them.
         timeout: how long a collective may take before it is an error; None is as long as in that group.
         overlap: whether sums of statistics are sent while backward goes on, where it is known to be the last before a
             step: under DDP.
@@ -49,6 +53,8 @@ class DistributedConfig:
 
     strategy: Strategy | Auto = field(default_factory=Replicated)
     group: dist.ProcessGroup | None = None
+    # Of other ranks another group, though they train the same stage.
+    pipeline: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     timeout: timedelta | None = None
     overlap: bool = True
     bucket_bytes: int = 25 * 2**20
@@ -74,6 +80,14 @@ class DistributedConfig:
             check_kind("exchange of DistributedConfig", self.exchange, Exchange)
         if self.workers is not None:
             self._check_workers(self.workers)
+        if self.pipeline is not None:
+            check_kind("pipeline of DistributedConfig", self.pipeline, dist.ProcessGroup)
+            if self.group is None:
+                raise ValueError(
+                    "kfac_optim: a DistributedConfig with a pipeline must name in group the ranks that train this "
+                    "stage on other examples. Take both groups from one DeviceMesh of replicas and stages: "
+                    'group=mesh.get_group("data"), pipeline=mesh.get_group("stages").'
+                )
         if self.observe is not None and not callable(self.observe):
             raise TypeError(
                 f"kfac_optim: observe of DistributedConfig must be a function of a Launch, or None, got "

@@ -87,7 +87,7 @@ class PlanAgreement:
         self._seen, self._loaded, self.blocks = _seen(trained, loaded), loaded, list(trained.blocks)
         self.grid = grid_of(trained.params, ranks_of(self._ranks.group))
         self._model, self.params = _layout(trained, self.grid)
-        config = replace(self._config, group=None)
+        config = replace(self._config, group=None, pipeline=None)
         dtypes = sorted({str(param.dtype) for param in trained.params})
         self._number = _hash([repr(config), loaded, *dtypes, *map(repr, self._model)])
 

@@ -27,6 +27,7 @@ from kfac_optim.step.scaling import (
     covered_here,
     lengths,
     momenta,
+    over_stages,
     scale_all,
     scale_momentum,
     summed_terms,
@@ -82,10 +83,11 @@ class AdaptiveTrustRegion(StepSize):
     def size(self, proposal: Proposal) -> Sized:
         if proposal.kl_clip is None:
             return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
-        decrease, quadratic = lengths(proposal.products)
         buffers = momenta(proposal)
         slopes = proposal.executor.gradients.sum_over_updaters(_slopes(proposal, buffers))
-        slope, promised = scalars_beside(slopes, decrease)
+        decrease, quadratic, added, slope, promised = over_stages(
+            proposal, [*lengths(proposal.products), _added(proposal.products)], slopes
+        )
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
         multiplier = follow(multiplier, slope_ratio(slope, slope_before), held > 0)
         size = exponential(multiplier)
@@ -98,7 +100,7 @@ class AdaptiveTrustRegion(StepSize):
         direction = proposal.direction()
         _keep_directions(proposal, direction)
         holds = scale < longest
-        slope_after = kept * promised + scale * _added(proposal.products)
+        slope_after = kept * promised + scale * added
         after = [multiplier, slope_after, holds, shortened(share, scale < _IDLE * bounded(size, most=1.0))]
         return Sized(
             direction,
@@ -111,7 +113,7 @@ class AdaptiveTrustRegion(StepSize):
 def _slopes(proposal: Proposal, buffers: Sequence[Momentum]) -> Tensor:
     """Return `Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
     found: list[Tensor] = []
-    device = proposal.covered[0].params[0].device
+    device = (proposal.covered[0].params[0] if proposal.covered else proposal.memory).device
     for group, lefts, rights in by_group(counted(buffers)):
         product = inner_product(joined(lefts), proposal.joins.of(rights), device)
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative

@@ -124,7 +124,7 @@ class Engine:
             here = executor.gradients.gradients(covered)
             active, grads = [block for block, _ in here], [parts for _, parts in here]
             parts = executor.gradients.precondition(active, grads) if step_size.preconditions else grads
-        joins = Joins()
+        joins = admission.joins
         measured = covered and step_size.preconditions
         products, measures = _measure(covered, active, grads, parts, executor, joins) if measured else ([], {})
         proposal = Proposal(
@@ -132,7 +132,11 @@ class Engine:
             *(executor, objective, memory, joins, finite, closure),
         )
         sized = _AS_IT_IS
-        if covered or (trained and (step_size.needs_objective or step_size.needs_closure or step_size.directs_all)):
+        if (
+            covered
+            or executor.stages.several
+            or (trained and (step_size.needs_objective or step_size.needs_closure or step_size.directs_all))
+        ):
             with profiled("kfac.step_size"):
                 sized = step_size.size(proposal)
             for block in by_rows:

@@ -11,6 +11,7 @@ from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out, precondition_jointly
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.inverses.base import Inverse
+from kfac_optim.utils.joined_tensors import Joins
 from kfac_optim.utils.sharded_params import Shards, is_part
 
 Parts = Sequence[Tensor]
@@ -57,6 +58,8 @@ class Admission(NamedTuple):
     """The number that the loss was multiplied by before backward."""
     finite: Tensor | None
     """`[]` bool, whether the gradients are finite, if only the device knows; None if the host knows that they are."""
+    joins: Joins
+    """The gradients, joined already where the host has looked at them."""
 
 
 class Statistics:
@@ -199,6 +202,31 @@ class WholeStates:
         return None
 
 
+class Stages:
+    """Brings together what the stages of a pipeline know of one step, each with an optimizer; here is one stage alone.
+
+    Attributes:
+        several: whether there are other stages.
+    """
+
+    several = False
+
+    def agree(self, *, finite: bool, summed: float, kl_clip: float | None, device: torch.device) -> tuple[bool, float]:
+        """Return whether all gradients of all stages are finite, and the most terms of a summed loss that one has seen.
+
+        Args:
+            finite: whether those of this stage are.
+            summed: `LossCount.summed` of this stage.
+            kl_clip: of its param groups.
+            device: of its parameters.
+        """
+        return finite, summed
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum `values` `[n]` over the stages."""
+        return values
+
+
 class Executor:
     """Has all ranks agree on a step, and knows who carries out its parts; here is one rank alone.
 
@@ -208,6 +236,7 @@ class Executor:
         statistics: who brings statistics and inverses where they belong.
         gradients: who does so with gradients and directions.
         states: who knows what checkpoints hold.
+        stages: who knows of other stages of a pipeline.
         sees_all_gradients: whether a gradient that is not finite anywhere is not finite here.
     """
 
@@ -217,6 +246,7 @@ class Executor:
 
     def __init__(self) -> None:
         self.statistics, self.gradients, self.states = Statistics(), Gradients(), WholeStates()
+        self.stages = Stages()
         self._shards = Shards()
 
     def attach(self, model: nn.Module | None) -> None:

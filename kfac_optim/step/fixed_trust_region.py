@@ -14,6 +14,7 @@ from kfac_optim.step.scaling import (
     counted,
     lengths,
     momenta,
+    over_stages,
     scale_all,
     scale_momentum,
     summed_terms,
@@ -44,12 +45,11 @@ class TrustRegion(StepSize):
     def size(self, proposal: Proposal) -> Sized:
         if proposal.kl_clip is None:
             return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
-        decrease, quadratic = lengths(proposal.products)
         summed = summed_terms(proposal)
-        scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         buffers = [each for each in momenta(proposal) if each.group["momentum"] != 0]
         promises = proposal.executor.gradients.sum_over_updaters(_promised(proposal, buffers).reshape(1))
-        (promised,) = scalars_beside(promises, decrease)
+        decrease, quadratic, promised = over_stages(proposal, lengths(proposal.products), promises)
+        scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         held = momentum_scale(promised, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)
         scale_momentum(proposal, buffers, held)
@@ -64,7 +64,7 @@ class TrustRegion(StepSize):
 
 def _promised(proposal: Proposal, buffers: Sequence[Momentum]) -> Tensor:
     """Return the decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
-    device = proposal.covered[0].params[0].device
+    device = (proposal.covered[0].params[0] if proposal.covered else proposal.memory).device
     decrease = torch.zeros((), device=device)
     for group, lefts, rights in by_group(counted(buffers)):
         sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative

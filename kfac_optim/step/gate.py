@@ -21,6 +21,7 @@ from kfac_optim.step.execution import Admission, Agreement, Executor, Trained
 from kfac_optim.step.loss_scale import LossScale, ScalerSource, read_loss_scale, spread_overflow, unscale
 from kfac_optim.step.skipped_steps import SkippedSteps, fused_kernels_look
 from kfac_optim.step.user_warnings import UserWarnings
+from kfac_optim.utils.joined_tensors import Joins
 from kfac_optim.utils.precision import all_finite, finite_on_device
 from kfac_optim.utils.sharded_params import local
 
@@ -103,16 +104,22 @@ class Gate:
             engine.check(groups, self.binding.coverage.blocks, self.choices.step_size)
             unscale(gradients.values(), scale.factor)
         self.window.scaled |= scale.factor != 1
-        finite = None
+        finite, joins = None, Joins()
         if not handed and scale.factor == 1 and self._may_defer(groups, gradients, optimizer.state):
             finite = finite_on_device(list(gradients.values()))
         else:
             self.skipped.look()
         names = partial(names_of, self.binding, groups)
+        parts = [local(gradient) for gradient in gradients.values()]
+        is_finite = finite is not None or (not scale.overflowed and all_finite(parts, joins))
+        kl_clip = next((group["kl_clip"] for group in groups), None)
+        is_finite, summed = self.executor.stages.agree(
+            finite=is_finite, summed=self.window.tally.summed(), kl_clip=kl_clip, device=params[0].device
+        )
         agreement = self.executor.agree(
             Trained(self.binding.coverage.blocks, params, names),
-            finite=finite is not None or (not scale.overflowed and all_finite(map(local, gradients.values()))),
-            summed=self.window.tally.summed(),
+            finite=is_finite,
+            summed=summed,
             rescaled=scale.in_gradients,
             counted=None if self.window.estimate is not None else self.window.tally.counted(),
         )
@@ -128,7 +135,8 @@ class Gate:
             self.skipped.take()
         else:
             self.skipped.defer(finite)
-        return Admission(agreement, scale.factor, finite)
+        # Between ranks gradients have been averaged since.
+        return Admission(agreement, scale.factor, finite, Joins() if self.executor.several else joins)
 
     def prepare_state(self, optimizer: Optimizer) -> Agreement:
         """Let all workers agree on who keeps what, for a step that asks for the state alone; see `new_state`."""
@@ -171,7 +179,7 @@ class Gate:
         """
         limit = self.choices.nonfinite_limit
         return (
-            not self.executor.several
+            not (self.executor.several or self.executor.stages.several)
             and self.objective is None
             and (limit is None or self.skipped.deferred < limit)
             and fused_kernels_look(groups, gradients, state)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
 from torch.optim.sgd import sgd
@@ -13,41 +14,76 @@ State = MutableMapping[Tensor, Any]
 
 
 def sgd_step(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: State, finite: Tensor | None) -> None:
-    """Take torch's own SGD step on the direction, or on the raw gradient where there is none."""
+    """Take torch's own SGD step on the direction, or on the raw gradient where there is none.
+
+    On raw gradients the step is that of `optim.SGD` to the bit. Directions on a CPU go through torch's fused kernel,
+    which takes one call for all of them and rounds a little differently, unless the group says how they should go.
+    """
     numbers = {**group, **sized.sgd(group)}
     # Where weight decay is part of the curvature, it is in the direction already.
-    decayed = {param for param in params if param in sized.direction} if group["l2_in_curvature"] else set()
-    undecayed = {**numbers, "weight_decay": 0.0}
-    others = [param for param in params if param not in decayed] if decayed else params
-    _update(others, numbers, sized.direction, state, finite)
-    _update(
-        [param for param in params if param in decayed] if decayed else (), undecayed, sized.direction, state, finite
-    )
-
-
-def _update(
-    params: Sequence[nn.Parameter],
-    numbers: Mapping[str, Any],
-    direction: Mapping[nn.Parameter, Tensor],
-    state: State,
-    finite: Tensor | None,
-) -> None:
-    if not params:
-        return
-    # torch's foreach path of Nesterov adds the momentum to the gradients in place; `.grad` belongs to the user.
-    overwritten = numbers["nesterov"] and numbers["foreach"] is not False
-    grads: list[Tensor] = []
+    of_direction = {**numbers, "weight_decay": 0.0} if group["l2_in_curvature"] else numbers
+    may_fuse = numbers["foreach"] is None and numbers["fused"] is None and not isinstance(numbers["lr"], Tensor)
+    has_momentum = numbers["momentum"] != 0
+    raw, directed, fused = _Pairs(), _Pairs(), _Pairs()
     for param in params:
-        assert param.grad is not None
-        raw = param.grad.clone() if overwritten and param not in direction else param.grad
-        grads.append(direction.get(param, raw))
+        direction = sized.direction.get(param)
+        if direction is None:
+            raw.append(param, param.grad)
+        elif may_fuse and _suits_fused_cpu(param, direction, state[param] if has_momentum else None):
+            fused.append(param, direction)
+        else:
+            directed.append(param, direction)
+    # torch's foreach path of Nesterov adds the momentum to the gradients in place; `.grad` belongs to the user.
+    if numbers["nesterov"] and numbers["foreach"] is not False:
+        raw.grads = [grad.clone() for grad in raw.grads]
     if numbers["fused"]:
         for param in params:
             _device_dtype_check_for_fused(param)
+    for pairs, own in ((raw, numbers), (directed, of_direction), (fused, {**of_direction, "fused": True})):
+        if pairs.params:
+            _update(pairs, own, state, finite)
+
+
+class _Pairs:
+    """Holds parameters, and what they are moved along."""
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor] = []
+
+    def append(self, param: nn.Parameter, grad: Tensor | None) -> None:
+        assert grad is not None
+        self.params.append(param)
+        self.grads.append(grad)
+
+
+def _suits_fused_cpu(param: nn.Parameter, direction: Tensor, held: Mapping[str, Any] | None) -> bool:
+    """Return whether torch's fused kernel can move a parameter: it reads all tensors side by side, as they lie.
+
+    Args:
+        param: the parameter.
+        direction: what it moves along, in its dtype.
+        held: its state, where it has momentum.
+    """
+    if not param.is_cpu or type(param) is not nn.Parameter or param.dtype not in _FUSED:
+        return False
+    if not (param.is_contiguous() and direction.is_contiguous()):
+        return False
+    if held is None:
+        return True
+    momentum = held.get("momentum_buffer")
+    return momentum is not None and momentum.dtype == param.dtype and momentum.is_contiguous()
+
+
+_FUSED = (torch.float32, torch.float64)
+
+
+def _update(pairs: _Pairs, numbers: Mapping[str, Any], state: State, finite: Tensor | None) -> None:
+    params, grads = pairs.params, pairs.grads
     has_momentum = numbers["momentum"] != 0
     buffers = [state[param].get("momentum_buffer") for param in params] if has_momentum else []
     sgd(
-        list(params),
+        params,
         grads,
         buffers,
         has_sparse_grad=any(grad.is_sparse for grad in grads),

@@ -48,8 +48,8 @@ def vector(numbers: Sequence[Scalar | Flag], like: Tensor) -> Tensor:
 
 
 def total(numbers: Sequence[Scalar]) -> Scalar:
-    """Return the sum of at least one number."""
-    return sum(numbers[1:], start=numbers[0])
+    """Return the sum, 0 of no number."""
+    return sum(numbers[1:], start=numbers[0]) if numbers else 0.0
 
 
 def quotient(over: Scalar, under: Scalar) -> Scalar:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.utils.joined_tensors import joined
+from kfac_optim.utils.joined_tensors import Joins
 
 
 def without_autocast(device_types: Iterable[str]) -> ExitStack:
@@ -26,16 +26,23 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Return whether every element is finite, but for those on the meta device. The host waits once."""
-    dense = (g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients)
-    filled = [g for g in dense if not g.is_meta and g.numel() > 0]
+def all_finite(gradients: Sequence[Tensor], joins: Joins | None = None) -> bool:
+    """Return whether every element is finite, but for those on the meta device. The host waits once.
+
+    Args:
+        gradients: of any layout.
+        joins: joins them, where others need the same ones joined.
+    """
+    filled = gradients
+    if not all(g.layout is torch.strided and not g.is_meta for g in gradients):
+        dense = (g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients)
+        filled = [g for g in dense if not g.is_meta]
     if not filled:
         return True
     if all(g.device.type != "cpu" for g in filled):
         return bool(finite_on_device(filled))
     # By far the fastest reduction there. A finite sum hides nothing; one that is not may have overflowed.
-    sums = [g.sum(dtype=at_least_float32(g.dtype)) for g in joined(filled)]
+    sums = [g.sum(dtype=at_least_float32(g.dtype)) for g in (joins or Joins()).of(filled)]
     if len(sums) > 1:
         device, widest = sums[0].device, functools.reduce(torch.promote_types, (each.dtype for each in sums))
         sums = [torch.stack([each.to(device, widest, non_blocking=True) for each in sums]).sum()]

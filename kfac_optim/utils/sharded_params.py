@@ -8,6 +8,7 @@ evaluation leaves stand-ins where parameters are looked for.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,8 +112,13 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether processes hold parts of the tensor: it is a DTensor."""
+    return _holds_parts(type(tensor))
+
+
+@cache
+def _holds_parts(kind: type[Tensor]) -> bool:
     # The import of DTensor takes half as long as that of torch, and a tensor answers more slowly than its type.
-    return hasattr(type(tensor), "to_local")
+    return hasattr(kind, "to_local")
 
 
 def is_part(param: nn.Parameter) -> bool:

@@ -6,9 +6,13 @@ import pytest
 import torch
 from helpers.ranks import Ranks
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LineSearch, TrustRegion
+from kfac_optim.distributed import DistributedConfig
+from kfac_optim.step.step_size import StepSize
 
 EXAMPLES, STEPS = 8, 3
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "damping": 0.1, "factor_update_period": 1, "kl_clip": None}
@@ -28,6 +32,49 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+def of_stages(step_size: StepSize, distributed: Any) -> dict[str, Any]:
+    return {**OPTIONS, "kl_clip": 1e-3, "nesterov": True, "step_size": step_size, "distributed": distributed}
+
+
+def stages_on_rank(_: int, replicas: int, step_size: StepSize, upset: int) -> list[Tensor]:
+    """Train one stage of a pipeline, beside `replicas` of them, under one trust region; return its parameters."""
+    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("data", "stages"))
+    number, replica = mesh.get_local_rank("stages"), mesh.get_local_rank("data")
+    part = net()[:2] if number == 0 else net()[2:]
+    groups = {"group": mesh.get_group("data"), "pipeline": mesh.get_group("stages")}
+    optimizer = KFACOptimizer(part, **of_stages(step_size, DistributedConfig(**groups)))
+    stage = PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
+    # Several replicas cannot tell a division after backward from the mean over them.
+    pipeline = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: loss(output, target) / 2, scale_grads=False)
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        x, y = (each.chunk(replicas)[replica] for each in batch(step))
+        if number == 0:
+            pipeline.step(x)
+        else:
+            pipeline.step(target=y)
+        for param in part.parameters():
+            dist.all_reduce(param.grad, group=mesh.get_group("data"))
+            param.grad /= replicas
+        if step == upset and number == 0:
+            part[0].bias.grad[0] = float("nan")
+        optimizer.step()
+    return [param.detach() for param in part.parameters()]
+
+
+def whole(step_size: StepSize, upset: int) -> list[Tensor]:
+    model = net()
+    optimizer = KFACOptimizer(model, **of_stages(step_size, None))
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss(model(x), y).backward()
+        if step == upset:
+            model[0].bias.grad[0] = float("nan")
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
 
 
 def on_rank(rank: int, schedule: str, micro_batches: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -70,3 +117,41 @@ def test_scaled_gradients_leave_statistics_as_they_are(two_ranks: Ranks, schedul
     ):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), TrustRegion()], ids=["adaptive", "fixed"])
+def test_one_trust_region_bounds_all_stages(two_ranks: Ranks, step_size: StepSize) -> None:
+    ours = [param for answer in two_ranks.run(stages_on_rank, 1, step_size, 3) for param in answer]
+    for one, other in zip(ours, whole(step_size, 3), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_two_replicas_of_two_stages_equal_one_process(four_ranks: Ranks) -> None:
+    answers = four_ranks.run(stages_on_rank, 2, AdaptiveTrustRegion(), 3)
+    for first in (0, 2):
+        ours = [param for answer in answers[first : first + 2] for param in answer]
+        for one, other in zip(ours, whole(AdaptiveTrustRegion(), 3), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def refused(rank: int) -> list[str]:
+    """Return the errors of what one trust region over stages cannot be, and of stages that differ."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
+    groups = {"group": mesh.get_group("data"), "pipeline": mesh.get_group("stages")}
+    part, found = net()[:1], []
+    with pytest.raises(ValueError, match="must name in group") as missing:
+        DistributedConfig(pipeline=mesh.get_group("stages"))
+    found.append(str(missing.value))
+    with pytest.raises(ValueError, match="evaluates the whole model") as whole_model:
+        KFACOptimizer(part, distributed=DistributedConfig(**groups), step_size=LineSearch())
+    found.append(str(whole_model.value))
+    optimizer = KFACOptimizer(part, distributed=DistributedConfig(**groups), kl_clip=1e-3 * (1 + rank))
+    part(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
+    with pytest.raises(ValueError, match="kl_clip differ") as clips:
+        optimizer.step()
+    return [*found, str(clips.value)]
+
+
+def test_what_stages_cannot_agree_on_is_refused_by_name(two_ranks: Ranks) -> None:
+    for answer in two_ranks.run(refused):
+        assert "this stage has" in answer[-1]

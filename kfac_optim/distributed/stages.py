@@ -1,0 +1,87 @@
+"""The stages of a pipeline: each rank has an optimizer for its part of the model, and one trust region bounds all."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kfac_optim.distributed.communication.collectives import Communicator
+from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
+from kfac_optim.inverses.base import Inverse
+from kfac_optim.step.choices import Choices
+from kfac_optim.step.execution import Stages
+
+
+class PipelineStages(Stages):
+    """Has the stages of one pipeline agree on each step, and adds up what they say of its length.
+
+    Two small all-reduces a step go through a process group of our own with the ranks of the pipeline. The first one is
+    launched before those of ranks that train the same stage, on all ranks, so that no order can differ: what one rank
+    of one stage knows then reaches all ranks of all stages.
+
+    Args:
+        group: the ranks of the stages of this copy of the model.
+        timeout: how long a collective may take; None is as long as in the group.
+    """
+
+    several = True
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        self._group, self._timeout = group, timeout
+        self._made: Communicator | None = None
+
+    def agree(self, *, finite: bool, summed: float, kl_clip: float | None, device: torch.device) -> tuple[bool, float]:
+        """Return whether all gradients of all stages are finite, and the most terms of a summed loss that one has seen.
+
+        Args:
+            finite: whether those of this stage are.
+            summed: `LossCount.summed` of this stage.
+            kl_clip: of the param groups of this stage.
+            device: of its parameters.
+
+        Raises:
+            ValueError: the stages have different `kl_clip`.
+            CollectiveError: some stage never came.
+        """
+        clip = -1.0 if kl_clip is None else float(kl_clip)
+        mine = torch.tensor([not finite, summed, clip, -clip], dtype=torch.float64, device=device)
+        largest = self._communicator(device).all_reduce("stages", mine, dist.ReduceOp.MAX).wait().tolist()
+        unfinished, most, highest, lowest = largest[0], largest[1], largest[2], -largest[3]
+        if highest != lowest:
+            shown = [None if each < 0 else each for each in (lowest, highest)]
+            raise ValueError(
+                f"kfac_optim: one trust region bounds all stages of the pipeline, and their kl_clip differs: this "
+                f"stage has {kl_clip}, others have {shown[0]} and {shown[1]}. Set the same value in all of them."
+            )
+        return not unfinished, most
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum `[n]` over the stages, in float64, the same bits on each."""
+        return self._communicator(values.device).all_reduce("trust region", values.double()).wait()
+
+    def _communicator(self, device: torch.device) -> Communicator:
+        """Return what launches on the stages; the first time this is a collective."""
+        if self._made is None:
+            timeout = self._timeout or timeout_of(self._group, device)
+            self._made = Communicator(own_groups(self._group, timeout).main, device, timeout)
+        self._made.device = device
+        return self._made
+
+
+def check_stage_choices(choices: Choices) -> None:
+    """Raise ValueError for choices that look at the whole model, of which each stage has a part.
+
+    Args:
+        choices: the user's choices.
+    """
+    named = choices.inverse.values() if isinstance(choices.inverse, Mapping) else (choices.inverse,)
+    whole: list[object] = [*choices.judges, *(each for each in named if isinstance(each, Inverse) and each.takes_rows)]
+    if choices.step_size.needs_closure:
+        whole.append(choices.step_size)
+    if whole:
+        raise ValueError(
+            f"kfac_optim: {whole[0]!r} evaluates the whole model, of which each stage of a pipeline has a part. Use "
+            "AdaptiveTrustRegion() and a fixed damping, or leave pipeline out of DistributedConfig."
+        )

@@ -1,0 +1,53 @@
+"""The inner step of directions on a CPU: torch's fused kernel where it fits, and the same step by any other way."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_optim import KFACOptimizer
+from kfac_optim.step import inner_step
+
+
+def trained(foreach: bool | None, **options: Any) -> list[torch.Tensor]:
+    """Parameters and momentum after four steps of a model with a layer of strange strides and one without a block."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = KFACOptimizer(model, foreach=foreach, skip_layers=["4"], factor_update_period=2, **options)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 2, 4, 4, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    buffers = [optimizer.state[param].get("momentum_buffer") for param in model.parameters()]
+    return [param.detach() for param in model.parameters()] + [buffer for buffer in buffers if buffer is not None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.1, "maximize": True, "lr": 1e-3},
+        {"weight_decay": 0.1, "l2_in_curvature": True},
+    ],
+    ids=["nesterov", "dampening", "l2"],
+)
+def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any], monkeypatch: Any) -> None:
+    fused: list[int] = []
+    update = inner_step._update
+
+    def counted(pairs: Any, numbers: Any, *rest: Any) -> None:
+        fused.append(len(pairs.params) if numbers["fused"] else 0)
+        update(pairs, numbers, *rest)
+
+    monkeypatch.setattr(inner_step, "_update", counted)
+    options = {"lr": 0.1} | options
+    ours = trained(None, **options)
+    assert max(fused) == 3, "a bias and one whole layer"
+    fused.clear()
+    loop = trained(False, **options)
+    assert max(fused) == 0
+    assert len(ours) == len(loop)
+    for one, other in zip(ours, loop, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
