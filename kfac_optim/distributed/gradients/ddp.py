@@ -60,13 +60,15 @@ class OwnersHook:
         self._views = wrapper.gradient_as_bucket_view
         look = weakref.WeakMethod(self._before_forward)
         wrapper.register_forward_pre_hook(PicklableHook(lambda *_: call_if_there(look)))
+        others = [getattr(hook, "__name__", repr(hook)) for hook, _ in wrapper._comm_hooks] or ["unknown"]
         try:
             wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
             raise RuntimeError(
                 "kfac_optim: Sharded() brings gradients to their owners by a communication hook of "
-                "DistributedDataParallel, which has one already, and takes only one. Build the optimizer before or "
-                f"without it, or use Replicated(). ({error})"
+                f"DistributedDataParallel, which has one already ({', '.join(others)}), and takes only one. Leave it "
+                "out: to send less, pass DistributedConfig(strategy=Sharded(), gradient_dtype=torch.bfloat16); or use "
+                f"Replicated(), under which hooks of your own work. ({error})"
             ) from error
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
@@ -183,7 +185,7 @@ class OwnersHook:
         pieces: list[list[Tensor]] = [[] for _ in range(ranks)]
         for param, piece in zip(bucket.parameters(), bucket.gradients(), strict=True):
             pieces[flow.owner_of[param]].append(piece)
-        sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
+        sent = torch.cat([piece.flatten() for owned in pieces for piece in owned]).to(row.payload)
         (message,) = row.messages(rank)
         received = sent.new_empty(sum(message.from_))
         work = self._exchange(message, sent, received)
@@ -222,9 +224,10 @@ class OwnersHook:
         """Launch the reduce-scatter; what it gives is the mean of this rank's segment."""
         ranks, segments = row.world_size, row.segments
         length = segments.lengths[message.rank]
-        if not has_reduce_scatter(buffer.device):
-            received = buffer.new_empty(sum(message.from_))
-            work = self._exchange(message, buffer, received)
+        if not has_reduce_scatter(buffer.device) or row.payload != buffer.dtype:  # which would sum in that dtype
+            sent = buffer.to(row.payload)
+            received = sent.new_empty(sum(message.from_))
+            work = self._exchange(message, sent, received)
             parts = [received]
 
             def add_up(future: torch.futures.Future[Any]) -> Tensor:
@@ -257,7 +260,8 @@ class OwnersHook:
                 message, segment = each.deliver, each.mean.wait()
                 runs = each.row.segments.within(message.rank)
                 sent = torch.cat([segment[run.start : run.stop] for run in runs]) if len(runs) > 1 else segment
-                received = each.buffer.new_empty(sum(message.from_))
+                sent = sent.to(each.row.payload)
+                received = sent.new_empty(sum(message.from_))
                 together.append((each, self._exchange(message, sent, received), received))
             for each, work, received in together:
                 work.wait()
