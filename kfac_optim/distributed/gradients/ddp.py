@@ -53,6 +53,7 @@ class OwnersHook:
         self._at_the_end = at_the_end
         self._under_way: list[_UnderWay] = []
         self._group = wrapper.process_group
+        self._wrapper = weakref.ref(wrapper)
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
         self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
         self._shadowed: list[tuple[Tensor, Tensor]] = []
@@ -83,6 +84,11 @@ class OwnersHook:
     def stepped(self) -> None:
         """Note that a step was taken, or skipped, by the gradients as they are."""
         self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+
+    def _shadows(self) -> bool:
+        """Return whether this rank has run out of examples, and buckets hold zeros; see `joining`."""
+        wrapper = self._wrapper()
+        return wrapper is not None and wrapper._join_config.enable and not in_backward()
 
     def take_shadowed(self) -> None:
         """Make what came while this rank shadowed the others' backward its gradients."""
@@ -120,7 +126,7 @@ class OwnersHook:
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         buffer, ranks = bucket.buffer(), dist.get_world_size(self._group)
         flow = self.flow
-        shadows = not in_backward()  # this rank has run out of examples, and the buffer holds zeros; see `joining`
+        shadows = self._shadows()
         if shadows:
             for param in bucket.parameters():
                 self._drop(param)
@@ -214,10 +220,10 @@ class OwnersHook:
         device = buffer.device
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[] if device.index is None else [device])
         self._under_way.append(_UnderWay(row, deliver, mean, self._own(bucket, flow), buffer, done))
-        if bucket.is_last() and in_backward():
-            self._at_the_end(self._deliver)
-        elif bucket.is_last():
+        if bucket.is_last() and self._shadows():
             self._deliver()
+        elif bucket.is_last():
+            self._at_the_end(self._deliver)
         return done
 
     def _scatter(self, row: OwnedRow, message: Message, buffer: Tensor) -> torch.futures.Future[Tensor]:
