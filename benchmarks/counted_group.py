@@ -253,6 +253,8 @@ class _Wrapper:
     """What the hook asks of DDP."""
 
     gradient_as_bucket_view = False
+    _comm_hooks = ()
+    _join_config = SimpleNamespace(enable=False)
 
     def __init__(self) -> None:
         self.process_group = dist.group.WORLD

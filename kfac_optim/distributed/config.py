@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from kfac_optim.distributed.communication.launches import Launch
 from kfac_optim.distributed.planning.costs import CostModel
-from kfac_optim.distributed.planning.strategies import Auto, Exchange, Replicated, Strategy, check_strategy
+from kfac_optim.distributed.planning.strategies import Auto, Exchange, Replicated, Sharded, Strategy, check_strategy
 from kfac_optim.distributed.statistics_workers import StatisticsWorkers
 from kfac_optim.utils.validation import check_dtype, check_flag, check_integer, check_kind
 
@@ -38,6 +38,8 @@ class DistributedConfig:
         bucket_bytes: the most that is sent at once; a tensor that is larger goes alone.
         sums_dtype: in which statistics are sent; None is that of the factors. They are summed in float32 at least.
             Sketches of wide factors are refused in less than float32.
+        gradient_dtype: in which gradients are sent to owners under `Sharded`; None is their own. They are summed in
+            float32 at least, whatever it is: bfloat16 halves what float32 sends, and rounds each rank's gradient once.
         cost: rates of the machines, by which `Auto` chooses and plans predict.
         exchange: the way between all ranks and owners, directly or by segments; None is the one that is predicted to be
             quicker for the slowest rank. What only some ranks need goes directly whatever is said here.
@@ -59,6 +61,7 @@ class DistributedConfig:
     overlap: bool = True
     bucket_bytes: int = 25 * 2**20
     sums_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
     cost: CostModel = field(default=_COST)
     exchange: Exchange | None = None
     workers: StatisticsWorkers | None = None
@@ -75,6 +78,13 @@ class DistributedConfig:
         check_flag("overlap of DistributedConfig", self.overlap, optional=False)
         check_integer("bucket_bytes of DistributedConfig", self.bucket_bytes)
         check_dtype("sums_dtype of DistributedConfig", self.sums_dtype)
+        check_dtype("gradient_dtype of DistributedConfig", self.gradient_dtype)
+        if self.gradient_dtype is not None and not isinstance(self.strategy, Sharded):
+            raise ValueError(
+                f"kfac_optim: gradient_dtype={self.gradient_dtype} is of gradients that go to owners, and under "
+                f"{self.strategy} the training loop brings them together: compress them there, as by "
+                "register_comm_hook(None, bf16_compress_hook) of DistributedDataParallel, or use strategy=Sharded()."
+            )
         check_kind("cost of DistributedConfig", self.cost, CostModel)
         if self.exchange is not None:
             check_kind("exchange of DistributedConfig", self.exchange, Exchange)

@@ -26,7 +26,7 @@ from kfac_optim.distributed.planning.plan import Plan, differences, remedy
 from kfac_optim.distributed.planning.plan_options import PlanOptions, vote_marks
 from kfac_optim.distributed.planning.planned_model import Covered, Uncovered
 from kfac_optim.distributed.planning.planner import make_plan
-from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Strategy
+from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import Trained
 from kfac_optim.step.step_size import StepSize
@@ -180,7 +180,7 @@ class PlanAgreement:
         covered = list({id(group): group for block in self.blocks for group in block.groups}.values())
         dtypes = [param.dtype for held in self.params.values() for param in held]
         factor_dtypes = [block.dtype for block in self.blocks]
-        size = self._step_size
+        size, strategy = self._step_size, self.strategy()
         options = PlanOptions(
             factor_update_period=groups[0]["factor_update_period"] if groups else 1,
             inverse_update_period=groups[0]["inverse_update_period"] if groups else 1,
@@ -188,12 +188,13 @@ class PlanAgreement:
             parameter_dtype=reduce(torch.promote_types, dtypes, torch.bfloat16) if dtypes else torch.float32,
             factor_dtype=reduce(torch.promote_types, factor_dtypes) if factor_dtypes else torch.float32,
             sums_dtype=self._config.sums_dtype,
+            gradient_dtype=self._config.gradient_dtype if isinstance(strategy, Sharded) else None,
             momentum=any(group["momentum"] != 0 for group in groups) or size.keeps_direction(covered),
             # Each group has a product of gradient and direction, and all together have the squares of both.
             scalars=(len(covered) + 2, *size.scalars(covered)),
             exchange=self._config.exchange,
         )
-        return make_plan(self._model, self._ranks.main.world_size, self.strategy(), self._config.cost, options)
+        return make_plan(self._model, self._ranks.main.world_size, strategy, self._config.cost, options)
 
 
 def _seen(trained: Trained, loaded: str) -> tuple[Any, ...]:

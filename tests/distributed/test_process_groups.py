@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.communication.launches import CollectiveError
 from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
 from kfac_optim.distributed.planning.strategies import Strategy
+from kfac_optim.utils.autograd import in_backward
 
 PAIRS = [0, 1], [2, 3]
 NUMBERS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "factor_update_period": 1, "inverse_update_period": 2}
@@ -282,6 +284,35 @@ def test_two_optimizers_may_send_sums_in_another_order_on_each_rank(two_ranks: R
     for params in two_ranks.run(sums_in_another_order):
         for ours, expected in zip(params, sums_in_another_order(None), strict=True):
             close(ours, expected, "a parameter", 1e-12)
+
+
+def launched_in_backward(rank: int) -> tuple[list[str], list[tuple[bool, str]]]:
+    """Buckets of sums in the order of their launches, and where and when all-to-alls were launched."""
+    model = DistributedDataParallel(build(Mixed))
+    trace: list[str] = []
+    config = DistributedConfig(strategy=Sharded(), observe=lambda launch: trace.append(launch.bucket), bucket_bytes=300)
+    optimizer = KFACOptimizer(model, **{**NUMBERS, "inverse_update_period": 1}, distributed=config)
+    train(model, optimizer, 0, rank, range(2))
+    trace.clear()
+    ranks, seen = optimizer._executor.ranks, []
+    groups = {ranks.main.group: "main", ranks.early.group: "sums", model.process_group: "gradients"}
+    launch = dist.all_to_all_single
+
+    def look(*args: object, group: dist.ProcessGroup, **options: object) -> object:
+        seen.append((in_backward(), groups[group]))
+        return launch(*args, group=group, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", look):
+        train(model, optimizer, 0, rank, range(2, 3))
+    return [name for name in trace if "sums" in name], seen
+
+
+def test_what_is_sent_in_backward_goes_on_two_groups_in_one_order_on_each(two_ranks: Ranks) -> None:
+    (first, launches), (second, _) = two_ranks.run(launched_in_backward)
+    assert first == second == sorted(first)
+    assert len(first) > 1
+    assert {where for when, where in launches if when} == {"sums", "gradients"}
+    assert {where for when, where in launches if not when} == {"main"}
 
 
 # -- orders ------------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class OwnersHook:
         self.flow: ShardedGradients | None = None
         self._observe = observe
         self._group = wrapper.process_group
+        self._wrapper = weakref.ref(wrapper)
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
         self._stepped: dict[Tensor, int] = {}  # of each of them, the version that the last step took
         self._shadowed: list[tuple[Tensor, Tensor]] = []
@@ -53,13 +54,15 @@ class OwnersHook:
         self._views = wrapper.gradient_as_bucket_view
         look = weakref.WeakMethod(self._before_forward)
         wrapper.register_forward_pre_hook(PicklableHook(lambda *_: call_if_there(look)))
+        others = [getattr(hook, "__name__", repr(hook)) for hook, _ in wrapper._comm_hooks] or ["unknown"]
         try:
             wrapper.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
             raise RuntimeError(
                 "kfac_optim: Sharded() brings gradients to their owners by a communication hook of "
-                "DistributedDataParallel, which has one already, and takes only one. Build the optimizer before or "
-                f"without it, or use Replicated(). ({error})"
+                f"DistributedDataParallel, which has one already ({', '.join(others)}), and takes only one. Leave it "
+                "out: to send less, pass DistributedConfig(strategy=Sharded(), gradient_dtype=torch.bfloat16); or use "
+                f"Replicated(), under which hooks of your own work. ({error})"
             ) from error
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
@@ -74,6 +77,11 @@ class OwnersHook:
     def stepped(self) -> None:
         """Note that a step was taken, or skipped, by the gradients as they are."""
         self._stepped = {param: param.grad._version for param in self._to_mean if param.grad is not None}
+
+    def _shadows(self) -> bool:
+        """Return whether this rank has run out of examples, and buckets hold zeros; see `joining`."""
+        wrapper = self._wrapper()
+        return wrapper is not None and wrapper._join_config.enable and not in_backward()
 
     def take_shadowed(self) -> None:
         """Make what came while this rank shadowed the others' backward its gradients."""
@@ -119,7 +127,7 @@ class OwnersHook:
 
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         flow = self.flow
-        shadows = not in_backward()  # this rank has run out of examples, and the buffer holds zeros; see `joining`
+        shadows = self._shadows()
         if shadows:
             for param in bucket.parameters():
                 self._drop(param)
@@ -204,7 +212,7 @@ class OwnersHook:
         pieces: list[list[Tensor]] = [[] for _ in range(ranks)]
         for param, piece in zip(bucket.parameters(), bucket.gradients(), strict=True):
             pieces[flow.owner_of[param]].append(piece)
-        sent = torch.cat([piece.flatten() for owned in pieces for piece in owned])
+        sent = torch.cat([piece.flatten() for owned in pieces for piece in owned]).to(row.payload)
         (message,) = row.messages(rank)
         received = sent.new_empty(sum(message.from_))
         work = self._exchange(message, sent, received)
@@ -236,13 +244,14 @@ class OwnersHook:
         """Launch the reduce-scatter; what it gives is the mean of this rank's segment."""
         rank, ranks, segments = dist.get_rank(self._group), row.world_size, row.segments
         message, length = row.messages(rank)[0], segments.lengths[rank]
-        if not has_reduce_scatter(buffer.device):
-            parts = [buffer.new_empty(sum(message.from_))]
-            work = self._exchange(message, buffer, parts[0])
+        if not has_reduce_scatter(buffer.device) or row.payload != buffer.dtype:  # which would sum in that dtype
+            sent = buffer.to(row.payload)
+            parts = [sent.new_empty(sum(message.from_))]
+            work = self._exchange(message, sent, parts[0])
 
             def add_up(future: torch.futures.Future[Any]) -> None:
                 future.wait()
-                segment.mean = _mean(parts.pop(), ranks).to(buffer.dtype)
+                segment.mean = _mean(parts.pop(), ranks).to(row.payload)
 
             summed: torch.futures.Future[Any] = work.get_future().then(add_up)
             return summed

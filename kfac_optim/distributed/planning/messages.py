@@ -89,7 +89,8 @@ def gradient_buckets(plan: Plan, names: Collection[str]) -> tuple[ReduceBucket, 
         ValueError: the plan has no such layer or parameter, or is not `Sharded`.
     """
     _check_sharded(plan)
-    dtype, segmented = plan.options.parameter_dtype, plan.by_segments(Payload.GRADIENTS)
+    options, segmented = plan.options, plan.by_segments(Payload.GRADIENTS)
+    dtype = options.gradient_dtype or options.parameter_dtype
     return tuple(
         ReduceBucket(
             name, tuple(Slot(i.name, i.words, i.rank, masses=0) for i, _ in sent), plan.ranks, dtype, segmented
@@ -210,8 +211,10 @@ def gradient_row(plan: Plan, number: int, pieces: Sequence[tuple[int, int]], dty
         plan: whose.
         number: of the bucket.
         pieces: owner and number of elements of each gradient, in the order of the bucket.
-        dtype: of the bucket.
+        dtype: of the bucket, in which it is sent where the plan has no `gradient_dtype`.
     """
+    if all(owner >= 0 for owner, _ in pieces):  # an all-reduce would sum in that dtype
+        dtype = plan.options.gradient_dtype or dtype
     name = f"{Payload.GRADIENTS.value} of DDP {number}"
     return OwnedRow(name, tuple(pieces), plan.ranks, dtype, plan.by_segments(Payload.GRADIENTS))
 

@@ -60,6 +60,7 @@ class PlanOptions:
         parameter_dtype: of parameters and gradients, in which they are sent.
         factor_dtype: of the running averages; inverses are kept and sent in it, and in float32 at least.
         sums_dtype: in which factor sums are sent; None is `factor_dtype`.
+        gradient_dtype: in which gradients are sent to owners; None is `parameter_dtype`.
         momentum: whether there is a momentum buffer for each parameter.
         scalars: how many numbers each sum over parameters has that every step takes, over ranks too but under
             `Replicated`: three for the trust region with one param group, and one for its momentum.
@@ -77,6 +78,7 @@ class PlanOptions:
     parameter_dtype: torch.dtype = torch.float32
     factor_dtype: torch.dtype = torch.float32
     sums_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
     momentum: bool = True
     scalars: tuple[int, ...] = (3, 1)
     exchange: Exchange | None = None
@@ -86,7 +88,7 @@ class PlanOptions:
             check_integer(f"{name} of PlanOptions", getattr(self, name))
         check_kind("parameter_dtype of PlanOptions", self.parameter_dtype, torch.dtype)
         check_kind("factor_dtype of PlanOptions", self.factor_dtype, torch.dtype)
-        for name in ("factor_dtype", "sums_dtype"):
+        for name in ("factor_dtype", "sums_dtype", "gradient_dtype"):
             check_dtype(f"{name} of PlanOptions", getattr(self, name))
         check_flag("momentum of PlanOptions", self.momentum, optional=False)
         if self.exchange is not None:
@@ -116,6 +118,8 @@ class PlanOptions:
             return torch.int64.itemsize  # and float64's
         if payload is Payload.SUMS:
             return self.sent_dtype.itemsize
+        if payload is Payload.GRADIENTS:
+            return (self.gradient_dtype or self.parameter_dtype).itemsize
         return (self.inverse_dtype if payload is Payload.INVERSES else self.parameter_dtype).itemsize
 
     def bucket_words(self, payload: Payload) -> int:

@@ -1,4 +1,19 @@
-"""Sums of statistics that are sent while backward goes on."""
+"""Sums of statistics that are sent while backward goes on.
+
+[Note: beside the wrapper] Meanwhile DistributedDataParallel sends gradients, and how both interleave differs from rank
+to rank. That is safe, also where a communicator is one queue, as NCCL's are:
+
+- Sums have a process group to themselves (`TrainingGroup.open_early`), lent to one optimizer at a time. On it a
+  `Reducer` launches its buckets in the order of the plan, whatever order hooks come in, and the step what is left.
+  Gradients go on the wrapper's group, in the order of its buckets. So what is matched by its place is in one order on
+  all ranks, on either group; all else of a step goes on a third one, and never during backward.
+- No launch waits for the other group: within backward neither the host nor the stream that computes waits for any
+  collective (`Reducer._launch` gives up buffers of what has ended, no more). Each group has a stream of its own on an
+  accelerator, which waits for the numbers that it sends. So there is no circle in which ranks could wait.
+
+What is left to the device is to run kernels of two groups at once, as programs with FSDP and tensor parallelism ask of
+it too. `DistributedConfig(overlap=False)` sends all sums in the step. NCCL itself has not been tried.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
