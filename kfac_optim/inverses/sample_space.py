@@ -237,7 +237,7 @@ def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key,
                     "as by BatchNorm."
                 )
             keys[key], residuals[key] = rows.examples, rows.residual
-    if not keys:
+    if not any(keys.values()):  # or of no example
         raise RuntimeError(
             f"kfac_optim: layer {states[0].name!r} has a gradient, but SampleSpace has seen no residual of this step. "
             "Call the criterion that estimate=ExactGGN(criterion) names in each step, or optimizer.observe(residual)."

@@ -1,5 +1,6 @@
 """One optimizer step as a pipeline over blocks and an executor. Knows no layer type and no communication."""
 
+import copy
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ class Engine:
                 unit = step_size.loss_unit(memory)
                 for block in blocks:
                     block.clock.use_unit(unit)
+        clocks = [(block.clock, copy.copy(block.clock)) for block in by_rows]
         with profiled("kfac.refresh"):
             self._refresh(blocks)
         with profiled("kfac.precondition"):
@@ -123,7 +125,12 @@ class Engine:
             covered, unpreconditioned = _covered(graded, agreement)
             here = executor.gradients.gradients(covered)
             active, grads = [block for block, _ in here], [parts for _, parts in here]
-            parts = executor.gradients.precondition(active, grads) if step_size.preconditions else grads
+            try:
+                parts = executor.gradients.precondition(active, grads) if step_size.preconditions else grads
+            except (RuntimeError, ValueError):  # of rows without their residuals, which are not seen before
+                for clock, as_it_was in clocks:
+                    vars(clock).update(vars(as_it_was))
+                raise
         joins = admission.joins
         measured = covered and step_size.preconditions
         products, measures = _measure(covered, active, grads, parts, executor, joins) if measured else ([], {})

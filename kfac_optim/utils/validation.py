@@ -43,6 +43,8 @@ def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
         if isinstance(value, Tensor) and name in ("lr", "weight_decay"):
             if value.numel() != 1:
                 raise ValueError(f"kfac_optim: a tensor {name}{where} must have 1 element, got {value.numel()}.")
+            if value.is_meta:
+                raise ValueError(f"kfac_optim: a tensor {name}{where} must have a value, got one on the meta device.")
             if value.device.type == "cpu":  # for any other the host would have to wait
                 check_number(f"{name}{where}", float(value))
         elif type(value) not in (float, int) or not -_LARGEST <= value <= _LARGEST:
