@@ -8,7 +8,8 @@ everything else, then the slow ones of its room. A run that takes longer than --
 whose tests cannot even be imported. In the end every test that has killed a mutant runs once without any: what fails
 there is no proof, and is judged again the next time.
 
-Each verdict is written at once, and holds until the mutated file or the mutant changes.
+Each verdict is written at once. A kill holds until the mutated file or the mutant changes; survivors are judged again
+whenever the command runs, as there may be new tests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
@@ -167,14 +168,13 @@ def _wait(child: int, timeout: float) -> int | None:
     return code
 
 
-def runs_of(mutant: Mutant, *, room_alone: bool, beyond_room: bool) -> Iterator[tuple[Tests, Sequence[str]]]:
+def runs_of(mutant: Mutant, *, room_alone: bool) -> Iterator[tuple[Tests, Sequence[str]]]:
     """Yield what pytest is asked for, until a test fails."""
     near, room, others = files_about(mutant)
-    if not beyond_room:
-        yield "near", near[:1]
-        yield "near", near[1:]
-        if room:
-            yield "room", room
+    yield "near", near[:1]
+    yield "near", near[1:]
+    if room:
+        yield "room", room
     if not room_alone:
         yield "near, slow", ["-m", "slow", *near]  # the quick run keeps a few cases of each test
         yield "others", others
@@ -196,14 +196,11 @@ def run(args: argparse.Namespace) -> None:
              and verdicts[mutant.name].file_print != mutant.print_of()]  # fmt: skip
     for name in stale:
         del verdicts[name]
-    left = [mutant for mutant in chosen if mutant.name not in verdicts or _may_go_on(verdicts[mutant.name], args)]
+    left = [mutant for mutant in chosen if mutant.name not in verdicts or not verdicts[mutant.name].killed]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(Path(folder), args.timeout)
         for number, mutant in enumerate(left, 1):
-            begun = verdicts.get(mutant.name)
-            verdict = copy.judge(mutant, runs_of(mutant, room_alone=args.room_alone, beyond_room=begun is not None))
-            if begun is not None:
-                verdict = replace(verdict, seconds=round(begun.seconds + verdict.seconds, 1))
+            verdict = copy.judge(mutant, runs_of(mutant, room_alone=args.room_alone))
             verdicts[mutant.name] = verdict
             _write(args.out, known, verdicts)
             said = f"killed by {verdict.by}" if verdict.killed else "SURVIVED"
@@ -217,11 +214,6 @@ def run(args: argparse.Namespace) -> None:
     _write(args.out, known, verdicts)
     _tell(known, verdicts)
     print(f"Figures: {args.out}")
-
-
-def _may_go_on(verdict: Verdict, args: argparse.Namespace) -> bool:
-    """Say whether a survivor of its room's tests is yet to meet the others."""
-    return not verdict.killed and verdict.tests in ("near", "room") and not args.room_alone
 
 
 def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:

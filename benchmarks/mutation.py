@@ -6,6 +6,7 @@ import ast
 import hashlib
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,14 +70,11 @@ def files_about(mutant: Mutant) -> tuple[list[str], list[str], list[str]]:
     """Return the files of tests that seem to be about a mutant's file, the others of its room, and all others.
 
     What they are about is guessed: by their names, by the module, functions and classes that they name, and by those
-    modules that import the mutated one.
+    modules that import the mutated one, or import one that does.
     """
     module = "kfac_optim." + mutant.file.removesuffix(".py").replace("/", ".")
-    importers = {
-        path.stem
-        for path in (ROOT / "kfac_optim").rglob("*.py")
-        if re.search(rf"(from|import) {re.escape(module)}\b", path.read_text())
-    }
+    direct = _importers([module])
+    importers = {name.rpartition(".")[2] for name in direct | _importers(direct)}
     named = [module, *_around(mutant), *dict.fromkeys(re.findall("[a-z]+_[a-z_]+[a-z]", mutant.old))]
     words = set(re.findall("[a-z]+", f"{Path(mutant.file).stem} {mutant.name.partition('/')[2]}")) - _SMALL_WORDS
 
@@ -103,6 +101,14 @@ def files_about(mutant: Mutant) -> tuple[list[str], list[str], list[str]]:
 
 
 _SMALL_WORDS = {"of", "at", "by", "a", "the", "in", "to", "on", "and", "with", "for", "not", "base", "state"}
+
+
+def _importers(modules: Iterable[str]) -> set[str]:
+    """Return the modules of the package that import one of these."""
+    wanted = re.compile(rf"(?:from|import) (?:{'|'.join(map(re.escape, modules)) or '$'})\b")
+    paths = (ROOT / "kfac_optim").rglob("*.py")
+    found = (path.relative_to(ROOT).with_suffix("") for path in paths if wanted.search(path.read_text()))
+    return {".".join(path.parts) for path in found}
 
 
 def _around(mutant: Mutant) -> list[str]:
