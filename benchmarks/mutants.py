@@ -38,7 +38,7 @@ from benchmarks.arguments import UsageError
 from benchmarks.mutation import ROOT, Mutant, files_about, load
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-Tests = Literal["near", "near, slow", "room", "others", "slow"]
+Tests = Literal["given", "near", "near, slow", "room", "others", "slow"]
 _PASSED, _FAILED_TESTS, _INTERRUPTED, _NONE_COLLECTED = 0, 1, 2, 5  # exit codes of pytest
 _BROKEN = 4
 
@@ -50,7 +50,7 @@ class Verdict:
     Attributes:
         killed: whether a test failed.
         by: the test, ``"time-out"``, or ``"import"`` where no test could run; None of a survivor.
-        tests: of the last run: quick or slow ones of the files that seem to be about the mutated one, the quick ones
+        tests: of the last run: those that were given, quick or slow ones of the files that seem to be about the mutated one, the quick ones
             of its room, those of everything else, or the slow ones of the room.
         seconds: of all runs.
         file_print: a fingerprint of the mutated file.
@@ -168,8 +168,11 @@ def _wait(child: int, timeout: float) -> int | None:
     return code
 
 
-def runs_of(mutant: Mutant, *, room_alone: bool) -> Iterator[tuple[Tests, Sequence[str]]]:
+def runs_of(mutant: Mutant, given: Sequence[str], *, room_alone: bool) -> Iterator[tuple[Tests, Sequence[str]]]:
     """Yield what pytest is asked for, until a test fails."""
+    if given:
+        yield "given", ["-m", "", *given]
+        return
     near, room, others = files_about(mutant)
     yield "near", near[:1]
     yield "near", near[1:]
@@ -200,7 +203,7 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(Path(folder), args.timeout)
         for number, mutant in enumerate(left, 1):
-            verdict = copy.judge(mutant, runs_of(mutant, room_alone=args.room_alone))
+            verdict = copy.judge(mutant, runs_of(mutant, args.tests, room_alone=args.room_alone))
             verdicts[mutant.name] = verdict
             _write(args.out, known, verdicts)
             said = f"killed by {verdict.by}" if verdict.killed else "SURVIVED"
