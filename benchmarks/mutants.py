@@ -8,14 +8,13 @@ everything else, then the slow ones of its room. A run that takes longer than --
 whose tests cannot even be imported. In the end every test that has killed a mutant runs once without any: what fails
 there is no proof, and is judged again the next time.
 
-Each verdict is written at once, and holds until the mutated file or the mutant changes.
+Each verdict is written at once. A kill holds until the mutated file or the mutant changes; survivors are judged again
+whenever the command runs, as there may be new tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import hashlib
 import importlib
 import json
 import os
@@ -26,67 +25,22 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from benchmarks.arguments import UsageError
+from benchmarks.mutation import ROOT, Mutant, files_about, load
 
-ROOT = Path(__file__).parents[1]
-MUTANTS = ROOT / "tests" / "mutants"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-Tests = Literal["near", "near, slow", "room", "others", "slow"]
+Tests = Literal["given", "near", "near, slow", "room", "others", "slow"]
 _PASSED, _FAILED_TESTS, _INTERRUPTED, _NONE_COLLECTED = 0, 1, 2, 5  # exit codes of pytest
 _BROKEN = 4
-_NEAR = 4  # files of tests, which come first
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One mistake: a text of one file, and what stands there instead.
-
-    Attributes:
-        name: of the mistake, ``room/words-with-dashes``.
-        file: within the package.
-        old: the text, which must occur exactly once in the file.
-        new: what replaces it.
-        mistake: what a colleague would have got wrong.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    mistake: str
-
-    @property
-    def room(self) -> str:
-        """Return the folder of tests that should notice it, or the end of the name of a file of tests."""
-        return self.name.partition("/")[0]
-
-    def applied(self, text: str) -> str:
-        """Make the mistake in the text of its file.
-
-        Raises:
-            ValueError: `old` does not occur there exactly once.
-        """
-        if (count := text.count(self.old)) != 1:
-            raise ValueError(
-                f"mutant {self.name}: its old text must occur once in kfac_optim/{self.file}, and does so {count} "
-                f"times. Write tests/mutants/{self.room}.toml anew after the code: {self.old!r}"
-            )
-        return text.replace(self.old, self.new)
-
-    def print_of(self, root: Path = ROOT) -> str:
-        """Return a fingerprint of the mutated file, by which an earlier verdict is known to hold."""
-        text = self.applied((root / "kfac_optim" / self.file).read_text())
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -96,7 +50,7 @@ class Verdict:
     Attributes:
         killed: whether a test failed.
         by: the test, ``"time-out"``, or ``"import"`` where no test could run; None of a survivor.
-        tests: of the last run: quick or slow ones of the files that seem to be about the mutated one, the quick ones
+        tests: of the last run: those that were given, quick or slow ones of the files that seem to be about the mutated one, the quick ones
             of its room, those of everything else, or the slow ones of the room.
         seconds: of all runs.
         file_print: a fingerprint of the mutated file.
@@ -107,15 +61,6 @@ class Verdict:
     tests: Tests
     seconds: float
     file_print: str
-
-
-def load(folder: Path = MUTANTS) -> list[Mutant]:
-    """Read the mutants of all rooms, one of each room in turn: what is judged first is then spread over the package."""
-    found: list[tuple[int, Mutant]] = []
-    for path in sorted(folder.glob("*.toml")):
-        mutants = tomllib.loads(path.read_text())
-        found += ((at, Mutant(f"{path.stem}/{name}", **each)) for at, (name, each) in enumerate(mutants.items()))
-    return [mutant for _, mutant in sorted(found, key=lambda each: each[0])]
 
 
 class Copy:
@@ -223,67 +168,18 @@ def _wait(child: int, timeout: float) -> int | None:
     return code
 
 
-def tests_of(mutant: Mutant) -> tuple[list[str], list[str], list[str]]:
-    """Return the files of tests that seem to be about a mutant's file, the others of its room, and all others.
-
-    What they are about is guessed: by their names, by the module, functions and classes that they name, and by those
-    modules that import the mutated one.
-    """
-    module = "kfac_optim." + mutant.file.removesuffix(".py").replace("/", ".")
-    importers = {
-        path.stem
-        for path in (ROOT / "kfac_optim").rglob("*.py")
-        if re.search(rf"(from|import) {re.escape(module)}\b", path.read_text())
-    }
-    named = [module, *_around(mutant)]
-    words = set(re.findall("[a-z]+", f"{Path(mutant.file).stem} {mutant.name.partition('/')[2]}")) - _SMALL_WORDS
-
-    def likeness(path: Path) -> float:
-        text, own = path.read_text(), set(re.findall("[a-z]+", path.stem.removeprefix("test_")))
-        by_name = 3 * len(own & words) / len(own) + 2 * any(set(each.split("_")) <= own for each in importers)
-        return by_name + sum(re.search(rf"\b{re.escape(name)}\b", text) is not None for name in named)
-
-    rooms = (f"tests/{mutant.room}/", f"tests/test_{mutant.room}.py")
-    far = ("tests/benchmarks/", "tests/trainers/", "tests/distributed/")  # the slowest, and the least likely
-    scores = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        name = str(path.relative_to(ROOT))
-        if path.name != "test_mutants.py":
-            own = name.startswith(rooms)
-            scores[name] = (not own and name.startswith(far), -likeness(path) - own, name)
-    ordered = sorted(scores, key=scores.__getitem__)
-    near, rest = ordered[:_NEAR], ordered[_NEAR:]
-    return (
-        near,
-        [name for name in rest if name.startswith(rooms)],
-        [name for name in rest if not name.startswith(rooms)],
-    )
-
-
-_SMALL_WORDS = {"of", "at", "by", "a", "the", "in", "to", "on", "and", "with", "for", "not", "base", "state"}
-
-
-def _around(mutant: Mutant) -> list[str]:
-    """Return the names of the public functions and classes around a mutant."""
-    text = (ROOT / "kfac_optim" / mutant.file).read_text()
-    line = text[: text.index(mutant.old)].count("\n") + 1
-    nodes = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.lineno <= line <= (node.end_lineno or line)
-    ]
-    return [node.name for node in nodes if not node.name.startswith("_")]
-
-
-def runs_of(mutant: Mutant, *, room_alone: bool, beyond_room: bool) -> Iterator[tuple[Tests, Sequence[str]]]:
+def runs_of(mutant: Mutant, given: Sequence[str], *, room_alone: bool) -> Iterator[tuple[Tests, Sequence[str]]]:
     """Yield what pytest is asked for, until a test fails."""
-    near, room, others = tests_of(mutant)
-    if not beyond_room:
-        yield "near", near
-        yield "near, slow", ["-m", "slow", *near]  # the quick run keeps a few cases of each test
-        if room:
-            yield "room", room
+    if given:
+        yield "given", ["-m", "", *given]
+        return
+    near, room, others = files_about(mutant)
+    yield "near", near[:1]
+    yield "near", near[1:]
+    if room:
+        yield "room", room
     if not room_alone:
+        yield "near, slow", ["-m", "slow", *near]  # the quick run keeps a few cases of each test
         yield "others", others
         rooms = [name for name in (f"tests/{mutant.room}", f"tests/test_{mutant.room}.py") if (ROOT / name).exists()]
         yield "slow", ["-m", "slow", *rooms]
@@ -291,7 +187,7 @@ def runs_of(mutant: Mutant, *, room_alone: bool, beyond_room: bool) -> Iterator[
 
 def run(args: argparse.Namespace) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    for heavy in ("torch", "torch.distributed.fsdp", "pytest"):  # once, and not for each run of tests
+    for heavy in ("torch", "torch.distributed.fsdp", "pytest", "hypothesis"):  # once, and not for each run of tests
         importlib.import_module(heavy)
     known = load()
     chosen = [mutant for mutant in known if not args.names or {mutant.room, mutant.name} & set(args.names)]
@@ -303,14 +199,11 @@ def run(args: argparse.Namespace) -> None:
              and verdicts[mutant.name].file_print != mutant.print_of()]  # fmt: skip
     for name in stale:
         del verdicts[name]
-    left = [mutant for mutant in chosen if mutant.name not in verdicts or _may_go_on(verdicts[mutant.name], args)]
+    left = [mutant for mutant in chosen if mutant.name not in verdicts or not verdicts[mutant.name].killed]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(Path(folder), args.timeout)
         for number, mutant in enumerate(left, 1):
-            begun = verdicts.get(mutant.name)
-            verdict = copy.judge(mutant, runs_of(mutant, room_alone=args.room_alone, beyond_room=begun is not None))
-            if begun is not None:
-                verdict = replace(verdict, seconds=round(begun.seconds + verdict.seconds, 1))
+            verdict = copy.judge(mutant, runs_of(mutant, args.tests, room_alone=args.room_alone))
             verdicts[mutant.name] = verdict
             _write(args.out, known, verdicts)
             said = f"killed by {verdict.by}" if verdict.killed else "SURVIVED"
@@ -324,11 +217,6 @@ def run(args: argparse.Namespace) -> None:
     _write(args.out, known, verdicts)
     _tell(known, verdicts)
     print(f"Figures: {args.out}")
-
-
-def _may_go_on(verdict: Verdict, args: argparse.Namespace) -> bool:
-    """Say whether a survivor of its room's tests is yet to meet the others."""
-    return not verdict.killed and verdict.tests in ("near, slow", "room") and not args.room_alone
 
 
 def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:

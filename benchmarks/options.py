@@ -494,6 +494,9 @@ def _mutants(parser: argparse.ArgumentParser) -> None:
         "--room-alone", action="store_true", help="run the tests of the mutant's room alone, which takes minutes"
     )
     parser.add_argument(
+        "--tests", nargs="+", default=[], metavar="TEST", help="run these alone, slow ones too: files, or tests by name"
+    )
+    parser.add_argument(
         "--timeout",
         type=arguments.positive_float,
         default=1800.0,

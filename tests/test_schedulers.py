@@ -142,6 +142,14 @@ def test_a_resumed_schedule_continues_as_if_uninterrupted_whichever_is_loaded_fi
     assert values(restored, 4)[1:] == expected[5:]
 
 
+def test_a_resumed_schedule_goes_by_the_base_that_it_was_saved_with() -> None:
+    scheduler = HyperparameterScheduler(optimizer(damping=0.5), "damping", warm_up)
+    values(scheduler, 2)
+    restored = HyperparameterScheduler(optimizer(damping=0.25), "damping", warm_up)
+    restored.load_state_dict(scheduler.state_dict())
+    assert values(restored, 1) == [[0.5 * 3 / 8], [0.5 * 4 / 8]]
+
+
 def test_a_schedule_built_again_starts_from_the_base_and_does_not_compound() -> None:
     """As in torch, whose schedulers keep `initial_lr` in the group for the ones after them."""
     owner = optimizer(damping=0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutants import ROOT, Mutant, load, tests_of
+from benchmarks.mutation import ROOT, Mutant, files_about, load
 
 SEED, SAMPLE = 29, 5
 QUICK = 45.0  # seconds for all of a mutant's tests, where all were judged
@@ -30,7 +30,7 @@ def test_a_mutant_whose_text_is_gone_is_refused() -> None:
 
 def test_tests_that_are_about_the_mutated_file_come_first() -> None:
     (mutant,) = [each for each in load() if each.name == "inverses/swapped-pi"]
-    near, room, others = tests_of(mutant)
+    near, room, others = files_about(mutant)
     assert near[0] == "tests/inverses/test_damping.py"
     assert all(name.startswith("tests/inverses/") for name in room)
     assert {"tests/test_optimizer.py", "tests/distributed/test_ranks.py"} <= {*near, *others}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_optim.fisher.likelihoods import Likelihood
+from kfac_optim.fisher.likelihoods import GaussianWithScale, Likelihood
 from kfac_optim.fisher.named_losses import likelihood_of
 
 Outputs = tuple[Tensor, ...]
@@ -45,8 +45,13 @@ def gaussian_fisher(outputs: Outputs) -> Tensor:
     return torch.cat([1 / variance, 1 / (2 * variance.square())]).diag()
 
 
+def gaussian_fisher_of_scales(outputs: Outputs) -> Tensor:
+    variance = outputs[1].flatten().square()
+    return torch.cat([1 / variance, 2 / variance]).diag()
+
+
 # name: (criterion, arguments, outputs, the matrix H of all terms together)
-CASES: dict[str, tuple[nn.Module, dict[str, Any], Outputs, Callable[[Outputs], Tensor]]] = {
+CASES: dict[str, tuple[nn.Module | Likelihood, dict[str, Any], Outputs, Callable[[Outputs], Tensor]]] = {
     "classes": (
         nn.CrossEntropyLoss(),
         {},
@@ -83,6 +88,12 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any], Outputs, Callable[[Outputs], T
         {},
         (normal(2, 3), normal(2, 3).exp()),
         gaussian_fisher,
+    ),
+    "means and scales": (
+        GaussianWithScale(mean=True),
+        {},
+        (normal(2, 3), normal(2, 3).exp()),
+        gaussian_fisher_of_scales,
     ),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

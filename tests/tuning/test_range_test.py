@@ -290,6 +290,13 @@ def test_another_damping_has_to_do_much_better(gains: tuple[float, float], dampi
     assert search(trials_of(lambda _, tried: by_damping[tried]), START).damping == damping
 
 
+def test_a_trial_learns_that_gains_more_than_two_standard_errors_of_the_mean() -> None:
+    """Of four numbers two such errors are one standard deviation: 1.29 of these, whose means are 2.5 and 1.25."""
+    above, below = (Trial(0.1, 0.1, (5.0,), gains) for gains in ((1.0, 2.0, 3.0, 4.0), (-0.25, 0.75, 1.75, 2.75)))
+    assert above.error() == pytest.approx((5 / 3) ** 0.5 / 2)
+    assert (above.learns, below.learns) == (True, False)
+
+
 def test_numbers_stay_where_no_trial_learns() -> None:
     model = network()
     optimizer = KFACOptimizer(model, lr=0.02, damping=0.3)
