@@ -39,7 +39,8 @@ class DistributedConfig:
         sums_dtype: in which statistics are sent; None is that of the factors. They are summed in float32 at least.
             Sketches of wide factors are refused in less than float32.
         gradient_dtype: in which gradients are sent to owners under `Sharded`; None is their own. They are summed in
-            float32 at least, whatever it is: bfloat16 halves what float32 sends, and rounds each rank's gradient once.
+            float32 at least, whatever it is: bfloat16 halves what float32 sends, and rounds each rank's gradient once;
+            by segments the mean as well.
         cost: rates of the machines, by which `Auto` chooses and plans predict.
         exchange: the way between all ranks and owners, directly or by segments; None is the one that is predicted to be
             quicker for the slowest rank. What only some ranks need goes directly whatever is said here.
