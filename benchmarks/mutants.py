@@ -50,8 +50,8 @@ class Verdict:
     Attributes:
         killed: whether a test failed.
         by: the test, ``"time-out"``, or ``"import"`` where no test could run; None of a survivor.
-        tests: of the last run: those that were given, quick or slow ones of the files that seem to be about the mutated one, the quick ones
-            of its room, those of everything else, or the slow ones of the room.
+        tests: of the last run: those given, quick or slow ones of the files that seem to be about the mutated one, the
+            quick ones of its room, those of everything else, or the slow ones of the room.
         seconds: of all runs.
         file_print: a fingerprint of the mutated file.
     """

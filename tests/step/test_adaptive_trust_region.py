@@ -61,13 +61,14 @@ def steps_of(optimizer: KFACOptimizer, model: nn.Module, count: int, scale: floa
 def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
     momentum: float, scale: float, maximize: bool
 ) -> None:
-    lr = 0.3
+    lr, dampening = 0.3, 0.25 if momentum and maximize else 0.0
     model = mlp()
-    optimizer = KFACOptimizer(model, lr=lr, momentum=momentum, kl_clip=1e-4, maximize=maximize, **FREQUENT)
+    options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "maximize": maximize, **FREQUENT}
+    optimizer = KFACOptimizer(model, lr=lr, kl_clip=1e-4, **options)
     sign = -1 if maximize else 1
     logarithm, before, held = 0.0, 0.0, False
     sizes = set()
-    for seen in steps_of(optimizer, model, 12, scale):
+    for step, seen in enumerate(steps_of(optimizer, model, 12, scale)):
         slope = sign * lr * seen["slope"]
         if before > 0:
             ratio = max(-1.0, min(1.0, slope / before))
@@ -81,6 +82,8 @@ def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
             for m, b in zip(seen["moved"], seen["buffers"], strict=True)
         ]
         decrease = lr * float(sum((a * g).sum() for a, g in zip(added, seen["grads"], strict=True)))
+        if step > 0:  # torch begins with the first direction, undampened
+            decrease /= 1 - dampening
         nu = seen["trust_region_scale"]
         free = decrease / nu
         assert nu == pytest.approx(min(max(size, 1), math.sqrt(seen["kl_clip"] / max(lr * free, free**2))), rel=1e-6)
@@ -88,7 +91,7 @@ def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
             assert momentum * slope * seen["momentum_scale"] == pytest.approx(-0.25 * decrease, rel=1e-6)
         else:
             assert seen["momentum_scale"] == 1
-        before = momentum * seen["momentum_scale"] * slope + decrease
+        before = momentum * seen["momentum_scale"] * slope + (1 - dampening) * decrease
         held = nu < max(size, 1) * (1 - 1e-9)
         sizes.add(size)
     assert len(sizes) > 6

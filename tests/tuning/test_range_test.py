@@ -297,6 +297,19 @@ def test_a_trial_learns_that_gains_more_than_two_standard_errors_of_the_mean() -
     assert (above.learns, below.learns) == (True, False)
 
 
+def test_a_damping_that_the_preconditioner_has_of_its_own_is_tried_along() -> None:
+    model = nn.Linear(4, 3)
+    inputs, _ = batches()[0]
+
+    def losses(**options: Any) -> list[tuple[float, ...]]:
+        optimizer = KFACOptimizer(model, lr=0.02, damping=0.3, **options)
+        records = range_test(optimizer, [(inputs, inputs[:, :3])], loss_with(model), steps=FEW).records
+        assert len({trial.damping for trial in records}) == 3
+        return [trial.losses for trial in records]
+
+    assert losses(preconditioner_damping=0.3) == losses()
+
+
 def test_numbers_stay_where_no_trial_learns() -> None:
     model = network()
     optimizer = KFACOptimizer(model, lr=0.02, damping=0.3)
