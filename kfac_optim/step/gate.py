@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -113,8 +114,9 @@ class Gate:
         parts = [local(gradient) for gradient in gradients.values()]
         is_finite = finite is not None or (not scale.overflowed and all_finite(parts, joins))
         kl_clip = next((group["kl_clip"] for group in groups), None)
+        device = next((param.device for param in params), torch.device("cpu"))
         is_finite, summed = self.executor.stages.agree(
-            finite=is_finite, summed=self.window.tally.summed(), kl_clip=kl_clip, device=params[0].device
+            finite=is_finite, summed=self.window.tally.summed(), kl_clip=kl_clip, device=device
         )
         agreement = self.executor.agree(
             Trained(self.binding.coverage.blocks, params, names),

@@ -212,3 +212,25 @@ def test_by_default_factors_from_a_width_of_256_are_sketched() -> None:
 def test_bad_choices_are_refused(make: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_the_scalar_of_one_output_goes_into_the_sketched_factor() -> None:
+    """`(g A + λ)⁻¹` exactly, as the 1×1 `G` shares no damping: of an `A` of the sketch's rank nothing is lost."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1, bias=False)
+    optimizer = free_optimizer(model, inverse=LowRank(2, sketch=2), damping=0.3)
+    x = torch.randn(5, 2) @ torch.randn(2, 8)
+    weights = torch.randn(5, 1)
+    (model(x) * weights).sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    before = model.weight.detach().clone()
+    gradient = gradient.clone()
+    optimizer.step()
+    (pair,) = (block.state.pair for block in optimizer._binding.coverage.blocks)
+    assert isinstance(pair.a.structure, Sketched)
+    assert pair.g is not None
+    a, g = x.mT @ x / 5, pair.g.average.squeeze()
+    assert float(g) != pytest.approx(1.0)
+    expected = gradient @ torch.linalg.inv(g * a + 0.3 * torch.eye(8))
+    assert_same(before - model.weight.detach(), expected, rtol=1e-9)
