@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
-from kfac_optim.distributed.communication.process_groups import world
+from kfac_optim.distributed.communication.process_groups import OwnGroups, world
 from kfac_optim.utils.validation import check_flag, check_integer
 
 
@@ -93,7 +94,8 @@ class StatisticsWorkers:
             ranks = tuple(range(total))
             trainers, workers = ranks[: -self.ranks], ranks[-self.ranks :]
             serves = dist.get_rank() in workers
-            group = dist.new_group(list(workers if serves else trainers), use_local_synchronization=True)
+            mine = workers if serves else trainers
+            group = OwnGroups(mine, dist.get_backend_config(), default_pg_timeout).main
             known[self.ranks] = Role(serves, group, trainers, workers)
         return known[self.ranks]
 
