@@ -22,7 +22,8 @@ def sgd_step(group: Group, params: Sequence[nn.Parameter], sized: Sized, state: 
     numbers = {**group, **sized.sgd(group)}
     # Where weight decay is part of the curvature, it is in the direction already.
     of_direction = {**numbers, "weight_decay": 0.0} if group["l2_in_curvature"] else numbers
-    may_fuse = numbers["foreach"] is None and numbers["fused"] is None and not isinstance(numbers["lr"], Tensor)
+    may_fuse = numbers["foreach"] is None and numbers["fused"] is None
+    may_fuse = may_fuse and not any(isinstance(numbers[name], Tensor) for name in ("lr", "weight_decay"))
     has_momentum = numbers["momentum"] != 0
     raw, directed, fused = _Pairs(), _Pairs(), _Pairs()
     for param in params:

@@ -1,7 +1,6 @@
 """Checks of the numbers a user passes. Each error names the argument, what it got and what it should be."""
 
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LARGEST = sys.float_info.max
+_LARGEST = torch.finfo(torch.float32).max
 _FACTOR_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -49,6 +48,11 @@ def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
                 check_number(f"{name}{where}", float(value))
         elif type(value) not in (float, int) or not -_LARGEST <= value <= _LARGEST:
             check_number(f"{name}{where}", value)  # numbers.Real takes longer to ask
+            if abs(value) > _LARGEST:
+                raise ValueError(
+                    f"kfac_optim: {name}{where} must be within ±{_LARGEST:.1e}, as float32 makes more infinite, got "
+                    f"{value!r}."
+                )
     for name in ("nesterov", "maximize", "l2_in_curvature", "foreach", "fused"):
         check_flag(f"{name}{where}", group[name], optional=name in ("foreach", "fused"))
     check_number(f"damping{where}", group["damping"], above=0)
@@ -68,13 +72,15 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
         group: with all defaults filled in.
         where: appended to names in messages, as in `" in param group 1"`.
     """
+    for name in ("lr", "momentum", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor) and name != "momentum" and value.numel() == 1 and not value.is_meta:
+            value = float(value)
+        if not isinstance(value, Tensor):  # of others the next line tells
+            check_number(f"{name}{where}", value, at_least=0)
     check_kfac_numbers(group, where)
-    for name in ("lr", "weight_decay"):
-        value = float(group[name]) if isinstance(group[name], Tensor) else group[name]
-        check_number(f"{name}{where}", value, at_least=0)
     if group["l2_in_curvature"] and isinstance(group["weight_decay"], Tensor):
         raise TypeError(f"kfac_optim: weight_decay{where} must be a number with l2_in_curvature=True, got a tensor.")
-    check_number(f"momentum{where}", group["momentum"], at_least=0)
     check_number(f"dampening{where}", group["dampening"])
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(

@@ -136,12 +136,12 @@ class OwnersHook:
         if flow is None or any(param not in flow.owner_of for param in bucket.parameters()):
             return self._to_all(None, bucket, shadows=shadows)  # who owns them is not known yet, or some are not ours
         row = flow.row(bucket.index(), bucket.parameters(), bucket.buffer().dtype)
+        if not shadows:
+            self._make_local(bucket, flow)
         if row.to_all:
             return self._to_all(row, bucket, shadows=shadows)
         if shadows:
             self._shadowed += self._own(bucket, flow)
-        else:
-            self._make_local(bucket, flow)
         return self._by_segments(row, bucket, flow) if row.segmented else self._directly(row, bucket, flow)
 
     def _to_all(

@@ -47,11 +47,11 @@ class Answer(NamedTuple):
     """Holds what came back of an order."""
 
     numbers: dict[KFACBlock, BlockAnswer]
-    """Of each block that was named."""
+    """Answers for each block that was named."""
     asked: list[tuple[KFACBlock, Clock]]
     """Blocks whose results or states were asked for, each with its clock as it was then."""
     tensors: list[Tensor] | None
-    """Of these blocks, as they were sent; None where the worker has others than were asked for."""
+    """Tensors of these blocks, as they were sent; None where the worker has others than were asked for."""
     void: bool
     """Whether a checkpoint was loaded meanwhile."""
 
