@@ -130,9 +130,11 @@ class OwnGroups:
                     ranks, backend=backend, timeout=timeout, use_local_synchronization=True, sort_ranks=False
                 )
         except RuntimeError as error:
+            absent = self._absent(key)
+            self._take_back(key)
             raise CollectiveError(
                 f"kfac_optim: rank {dist.get_rank()} came to a step for which a process group of the ranks {ranks} is "
-                f"made, and {self._absent(key)} did not come within {timeout.total_seconds():g} s ({error}). Look for "
+                f"made, and {absent} did not come within {timeout.total_seconds():g} s ({error}). Look for "
                 "the first error in the logs of the other ranks, and see that all ranks step the same optimizers in "
                 "the same order, with the same time-outs."
             ) from error
@@ -145,6 +147,12 @@ class OwnGroups:
             if absent := [rank for rank in self._ranks if not store.check([f"{key}/{rank}"])]:
                 return listed_ranks(absent)
         return "some of them"
+
+    def _take_back(self, key: str) -> None:
+        """Forget that this rank has come: who did not come has not counted this group, and meets it at the next."""
+        _MADE[world()]["-".join(map(str, self._ranks))] -= 1
+        with suppress(RuntimeError):
+            world().get_group_store().delete_key(f"{key}/{dist.get_rank()}")
 
     def _key(self) -> str:
         """Return under which key of the store ranks say that they have come to make the next group of these ranks."""
