@@ -217,18 +217,6 @@ class Conv(Stage):
         return torch.cat(outputs, -1).tanh()
 
 
-class Sliced(Stage):
-    """Two products with parts of a layer's weight, beside its own: uses out of sight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.layer(x).tanh()
-        return both[..., :WIDTH] + F.linear(both[..., WIDTH:], self.layer.weight[:WIDTH]).tanh()
-
-
 STAGES = st.one_of(
     st.builds(Dense, st.booleans(), st.integers(1, 3)),
     st.builds(Tied, st.lists(st.sampled_from(["@", "F.linear"]), min_size=1, max_size=2).map(tuple)),

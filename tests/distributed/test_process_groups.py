@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.distributed import DistributedConfig, Replicated, Sharded
+from kfac_optim.distributed import DistributedConfig, Replicated, Sharded, StatisticsWorkers, statistics_workers
 from kfac_optim.distributed.communication.launches import CollectiveError
-from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
+from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of, world
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.utils.autograd import in_backward
 
@@ -331,22 +331,40 @@ def test_ranks_may_be_in_different_numbers_of_other_groups(four_ranks: Ranks) ->
     check_pairs(four_ranks.run(leaders_have_one_more))
 
 
-def alone_at_a_step(rank: int) -> str:
-    """In a pair of its own, of which only one comes to the step."""
+def workers_beside_leaders(_: int) -> float:
+    """Return how many ranks have this one's role, by a sum over its group, where some are in a group more."""
+    dist.new_group([0, 2])
+    statistics_workers._ROLES.pop(world(), None)  # as in a world that has just been formed
+    ones = torch.ones(())
+    dist.all_reduce(ones, group=StatisticsWorkers(2).role().group)
+    return float(ones)
+
+
+def test_statistics_workers_may_be_in_different_numbers_of_other_groups(four_ranks: Ranks) -> None:
+    assert four_ranks.run(workers_beside_leaders) == [2.0] * 4
+
+
+def alone_at_a_step(rank: int) -> tuple[str, list[Tensor]]:
+    """Step in a pair of its own, to which one rank does not come at first; then all do, and train another model."""
     model = build(Small)
     config = DistributedConfig(strategy=Sharded(), group=pair_of(rank), timeout=timedelta(seconds=2))
-    optimizer = KFACOptimizer(model, **NUMBERS, distributed=config)
+    optimizer, message = KFACOptimizer(model, **NUMBERS, distributed=config), ""
     try:
         if rank != 1:
             train(model, optimizer, rank // 2, rank % 2, range(1))
     except CollectiveError as error:
-        return str(error)
-    return ""
+        message = str(error)
+    dist.barrier()
+    again = build(Mixed)
+    train(again, KFACOptimizer(again, **NUMBERS, distributed=config), rank // 2, rank % 2)
+    return message, [param.detach() for param in again.parameters()]
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_first_step_is_named(four_ranks: Ranks) -> None:
-    first, *others = four_ranks.run(alone_at_a_step)
+    answers = four_ranks.run(alone_at_a_step)
+    first, *others = [message for message, _ in answers]
+    check_pairs([params for _, params in answers])
     assert "a process group of the ranks [0, 1] is made, and rank 1 did not come within 2 s" in first
     assert not any(others)
 

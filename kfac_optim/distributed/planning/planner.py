@@ -245,9 +245,8 @@ class _Planner:
             return self._filled(payload, items, row)
         if payload is Payload.GRADIENTS:  # those of no owner go in all-reduces
             kinds = [[item for item in items if (item.rank < 0) is alike] for alike in (False, True)]
-            return tuple(
-                in_order_of_backward([b for kind in kinds for b in self._filled(payload, kind, range(self.ranks))])
-            )
+            apart = [bucket for kind in kinds for bucket in self._filled(payload, kind, range(self.ranks))]
+            return tuple(in_order_of_backward(apart))
         if payload is not Payload.INVERSES:
             return self._filled(payload, items, range(self.ranks))
         by_group: dict[range, list[Item]] = {}
