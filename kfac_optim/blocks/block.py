@@ -16,7 +16,8 @@ from kfac_optim.blocks.clock import Clock, period_of
 from kfac_optim.capture.gradient_check import GradientCheck
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.factors.example_rows import ExampleRows, JointStatistics, RowsByTerm
-from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.layer_statistics import FewRows, LayerStatistics
+from kfac_optim.factors.small_calls import takes_few_rows
 from kfac_optim.factors.subsampling import Draw, Subsample
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.inverses.state import InverseState
@@ -89,6 +90,7 @@ class KFACBlock:
         measured_here: whether this process takes its statistics.
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
+        waiting: rows of this step whose moments are computed with those of other blocks, by `folding.sum_rows`.
         under_way: the refresh that is, if any; a new state has none.
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which they did not, on any process.
@@ -112,6 +114,8 @@ class KFACBlock:
     measured_here: bool = True
     phase: Fraction = Fraction(0)
     state: InverseState = field(init=False)
+    waiting: list[FewRows] = field(init=False)
+    _may_wait: bool = field(init=False)
     under_way: RefreshUnderWay | None = field(init=False)
     check: GradientCheck = field(init=False)
     strikes: int = 0
@@ -196,7 +200,7 @@ class KFACBlock:
     def join_uses(self) -> None:
         """Make statistics of all uses of the matrix together from now on; those of this step begin again."""
         if not self.joins_uses:
-            self.state.discard()
+            self.discard()
             self.revise(replace(self.spec, opposed=False))  # rows of the transpose are turned to those of the matrix
             self.joint = RowsByTerm(self.name)
 
@@ -210,11 +214,16 @@ class KFACBlock:
             return
         if not self.subsample.takes_all:
             stats.subsample(Draw(self.subsample, self.clock.step, self.name))
-        self.state.accumulate(stats)
+        few = stats.few_rows() if self._may_wait else None
+        if few is None:
+            self.state.accumulate(stats)
+        else:
+            self.waiting.append(few)
 
     def discard(self) -> None:
         """Forget the sums of this step."""
         self.state.discard()
+        self.waiting.clear()
         if self.joint is not None:
             self.joint.clear()
         self.check.reset()
@@ -256,7 +265,7 @@ class KFACBlock:
 
     def has_pending(self) -> bool:
         """Return whether this step gave statistics."""
-        return bool(self.joint) or self.state.has_pending()
+        return bool(self.joint or self.waiting) or self.state.has_pending()
 
     def settle(self) -> None:
         """Make statistics of the rows of this step, where they are of all uses together."""
@@ -333,7 +342,10 @@ class KFACBlock:
         self.home = self.dtype, self.params[0].device
         self.under_way = None
         self.check = GradientCheck(self.spec, partial(self.adapter.pack, self.spec))
-        return self.blank_state()
+        self.waiting = []
+        state = self.blank_state()
+        self._may_wait = takes_few_rows(state.to_fold())
+        return state
 
 
 def on_device_of(param: nn.Parameter, number: float | Tensor) -> float | Tensor:

@@ -1,7 +1,7 @@
 """The sums of a step are taken into the averages of all blocks, those of small equal blocks in one batch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -9,6 +9,17 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.factors.batched_fold import fold_together, shared_by
 from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.small_calls import SmallCall, add_moments
+
+
+def sum_rows(blocks: Iterable[KFACBlock]) -> None:
+    """Take the rows that wait into the sums of this step; see `KFACBlock.waiting`."""
+    calls = []
+    for block in blocks:
+        if block.waiting and (pair := block.state.to_fold()) is not None:
+            calls += [SmallCall(pair, rows) for rows in block.waiting]
+            block.waiting.clear()
+    add_moments(calls)
 
 
 def fold_all(

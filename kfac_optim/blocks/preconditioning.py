@@ -111,7 +111,7 @@ class Stacks:
             if (shared := self._shared(block, of_block)) is not None:
                 equal[shared].append(index)
             else:
-                found[index] = to_params(block, precondition(block, of_block), of_block)
+                found[index] = _precondition_alone(block, of_block)
         before, self._stacks = self._stacks, {}
         for members in equal.values():
             first = blocks[members[0]]
@@ -121,7 +121,7 @@ class Stacks:
                 state = stack.state
             if state is None:
                 for index in members:
-                    found[index] = to_params(blocks[index], precondition(blocks[index], grads[index]), grads[index])
+                    found[index] = _precondition_alone(blocks[index], grads[index])
             else:
                 together = _precondition_stack(first, state, [grads[index] for index in members])
                 for index, parts in zip(members, together, strict=True):
@@ -198,16 +198,32 @@ def _kind(block: KFACBlock) -> Hashable | None:
     """Return what of a block itself decides on the blocks that it may be stacked with; None if it goes alone."""
     spec = block.spec
     small = spec.in_dim * spec.out_dim <= _SMALL and sum(factor.numel for factor in spec.factors()) <= _SMALL_INVERSE
-    whole = spec.groups == spec.blocks(0) == spec.blocks(1) == 1 and _packs_columns(type(block.adapter))
-    if not (small and whole):
+    if not (small and _is_one_matrix(block)):
         return None
     return block.inverse, spec.structure, block.home, *(param.shape for param in block.params)
+
+
+def _is_one_matrix(block: KFACBlock) -> bool:
+    """Return whether a block's matrix is that of one group, the columns of its parameters side by side."""
+    spec = block.spec
+    return spec.groups == spec.blocks(0) == spec.blocks(1) == 1 and _packs_columns(type(block.adapter))
 
 
 @cache
 def _packs_columns(adapter: type[LayerAdapter[Any]]) -> bool:
     """Return whether the matrix is the columns of the first parameter, then those of the next."""
     return adapter.pack is LayerAdapter.pack and adapter.unpack is LayerAdapter.unpack
+
+
+def _precondition_alone(block: KFACBlock, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Precondition the gradients of one block."""
+    if len(grads) > 1 and _is_one_matrix(block):
+        columns = [grad.reshape(1, block.spec.out_dim, -1) for grad in grads]
+        found = block.inverse.apply_to_columns(block.state, columns, block.damping)
+        if found is not None:
+            dtype = block.wide_dtype
+            return [laid_out(part.view(each.shape), each, dtype) for part, each in zip(found, grads, strict=True)]
+    return to_params(block, precondition(block, grads), grads)
 
 
 def _precondition_stack(

@@ -252,7 +252,7 @@ class ForwardCall:
         self._root = ledger.tally.count_layer(self._root, self._examples, gradient.shape, running_backward())
         with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
-            call = LayerCall(shown, gradient, earlier, self._training, self.context, term=self.term)
+            call = LayerCall(shown, gradient, earlier, self._training, self.context, term=self.term, is_last=not kept)
             keep = watch.emit(whole_call(call, watch.used))
         if (keep or verifies) and kept and not traced:
             # Statistics that did not ask for the input are what they are without the check.

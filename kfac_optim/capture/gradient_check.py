@@ -168,7 +168,9 @@ class GradientCheck:
         if self._spoilt or self._added is None or self._captured is None or self._size is None:
             return None
         sides = self._added - self._captured, self._added, self._captured
-        return torch.stack([*map(torch.linalg.vector_norm, sides), self._size]).double()
+        # In float64 also along the way: of float32 the squares of small gradients are zero.
+        wide = [side.double() for side in (*sides, self._size)]
+        return torch.stack([torch.linalg.vector_norm(side) for side in wide])
 
     def conclude(self, difference: float, added: float, captured: float, size: float) -> None:
         """Judge the step by its `measures`; one whose numbers are zero or not finite shows nothing."""

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.small_calls import SMALL
 from kfac_optim.specs import Structure
-
-# Elements of an average below which a launch takes longer than to copy it.
-_SMALL = 2**14
 
 
 def shared_by(pair: FactorPair) -> Hashable | None:
@@ -30,7 +28,7 @@ def shared_by(pair: FactorPair) -> Hashable | None:
 def _is_small(factor: Factor) -> bool:
     plain = type(factor) is Factor and factor.structure in (Structure.DENSE, Structure.DIAGONAL)
     pending = factor.pending
-    small = factor.groups == 1 and factor.packed.numel() <= _SMALL
+    small = factor.groups == 1 and factor.packed.numel() <= SMALL
     return plain and small and pending is not None and len(pending) == 1
 
 

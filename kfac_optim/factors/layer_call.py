@@ -47,3 +47,5 @@ class LayerCall:
     residual: Tensor | None = None
     """`s` `[examples]` of this term and column, with the loss's gradient `Σ s J` over examples and columns, where `J`
     is the derivative that the rows make up; None where it is unknown."""
+    is_last: bool = False
+    """Whether no other backward comes through the call before the step, as its graph is not retained."""

@@ -5,6 +5,7 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 """
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from torch import Tensor
 from kfac_optim.factors.second_moments import sum_of_squares
 from kfac_optim.factors.subsampling import Draw
 from kfac_optim.specs import Sketched, Structure
+
+
+class FewRows(NamedTuple):
+    """Holds copies of the rows of one call, after weight sharing."""
+
+    a: Tensor
+    """Inputs `[rows, in]`, without the last column where `constant` says what stands there."""
+    g: Tensor
+    """Output gradients `[rows, out]`; rows that are exactly zero do not count."""
+    constant: int | None
 
 
 class LayerStatistics(ABC):
@@ -73,6 +84,13 @@ class LayerStatistics(ABC):
     @abstractmethod
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return `a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
+
+    def few_rows(self) -> FewRows | None:
+        """Copy the rows, where they are so few that their moments had better be computed with those of other layers.
+
+        None has the moments computed now. The copies hold what may change in place until the step.
+        """
+        return None
 
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Give the gradient that the call adds to the block's matrix, along some directions, for the gradient check.

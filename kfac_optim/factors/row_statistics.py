@@ -5,8 +5,13 @@ from torch import Tensor
 
 from kfac_optim.factors.block_diagonal import cut, level_padding
 from kfac_optim.factors.call_rows import CallRows
+from kfac_optim.factors.layer_statistics import FewRows
 from kfac_optim.factors.second_moments import gram, on_host, product_along, total
-from kfac_optim.specs import Sketched, Structure
+from kfac_optim.specs import Sketched, Structure, WeightSharing
+
+# Elements of an input or output gradient below which launches take longer than the products, so that copies are kept
+# until the step: no more memory than a small factor takes.
+_FEW = 2**14
 
 
 class RowStatistics(CallRows):
@@ -31,9 +36,12 @@ class RowStatistics(CallRows):
         dtype: of the moments, and of the products that make them.
     """
 
+    rows_may_wait = False
+    """Whether the rows are no larger than the tensors of the call, so that `few_rows` may copy them."""
+
     @property
     def keeps_input(self) -> bool:
-        return on_host(self._active) and self._number_active < self.positions
+        return not self.call.is_last and on_host(self._active) and self._number_active < self.positions
 
     @property
     def has_input(self) -> bool:
@@ -73,6 +81,17 @@ class RowStatistics(CallRows):
         active = self._shared_mask(self._active).unsqueeze(-1)
         a = torch.where(active, self._block_inputs(self._active), 0)
         return a, self.weighed_gradients()
+
+    def few_rows(self) -> FewRows | None:
+        call, reduces = self.call, self.spec.weight_sharing is WeightSharing.REDUCE
+        if not (self.rows_may_wait and call.is_last) or call.earlier is not None or self._sample is not None:
+            return None
+        if call.input is None or (reduces and call.gradient.dim() > 2):
+            return None
+        if not 0 < max(call.input.numel(), call.gradient.numel()) <= _FEW:
+            return None
+        a, g = (rows[0].flatten(0, 1) for rows in (self.input_rows(call.input), self.gradient_rows(call.gradient)))
+        return FewRows(a.to(self.dtype, copy=True), g.to(self.dtype, copy=True), self._constant)
 
     def weighed_gradients(self) -> Tensor:
         """Return the output gradients alone, as `rows` gives them."""

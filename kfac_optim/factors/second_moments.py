@@ -88,8 +88,9 @@ def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         The sum `[groups, out, k]`; and `√(Σ ‖left‖² Σ ‖right‖² / rows)`, `[]`, by which rounding errors are judged.
     """
     left, right = left.flatten(1, 2), right.flatten(1, 2)
-    size = left.square().sum() * right.square().sum() / max(1, left.shape[1])
-    return left.mT @ right, size.sqrt()
+    # In float64: of small gradients in float32 the squares are zero.
+    sizes = [torch.linalg.vector_norm(side, dtype=torch.float64) for side in (left, right)]
+    return left.mT @ right, sizes[0] * sizes[1] / max(1, left.shape[1]) ** 0.5
 
 
 def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:

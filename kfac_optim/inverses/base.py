@@ -77,6 +77,18 @@ class Inverse(ABC, Generic[S]):
         The result is a new tensor, in at least float32; but in `applied_dtype` where `grad` is.
         """
 
+    def apply_to_columns(self, state: S, columns: Sequence[Tensor], damping: float) -> list[Tensor] | None:
+        """Return what `apply` makes of a matrix that lies in several tensors; None where it has to be one.
+
+        So a wide weight and its bias need not be copied into one matrix, nor the result out of it.
+
+        Args:
+            state: as of `apply`.
+            columns: the matrix, in parts `[groups, out, in_i]` side by side, in any dtype.
+            damping: as of `apply`.
+        """
+        return None
+
     def apply_jointly(self, states: Sequence[S], grads: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
         """Return what `apply` does, of all blocks that share this representation; asked where `takes_rows`."""
         return [self.apply(*each) for each in zip(states, grads, dampings, strict=True)]

@@ -13,6 +13,8 @@ from kfac_optim.specs import LayerSpec
 
 
 class LinearStatistics(RowStatistics):
+    rows_may_wait = True
+
     def input_rows(self, layer_input: Tensor) -> Tensor:
         return linear_rows(layer_input)
 

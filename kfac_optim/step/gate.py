@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_optim.blocks import checkpoint
+from kfac_optim.blocks.folding import sum_rows
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.replaced_params import refuse_replaced
 from kfac_optim.capture import gradient_check
@@ -99,6 +100,7 @@ class Gate:
         if self.objective is not None and gradients and (judged or self.choices.step_size.needs_objective):
             self.objective.check(gradients, before_step=self.choices.step_size.needs_objective)
         self.window.drop_stale()
+        sum_rows(self.binding.coverage.blocks)
         gradient_check.conclude(block.check for block in self.binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
         if scale.in_gradients:

@@ -419,6 +419,21 @@ def test_gradients_of_zero_say_nothing_and_the_check_waits() -> None:
     assert block(optimizer, "0").check.is_done
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gradients_whose_squares_are_zero_are_judged_as_others_are(hidden: bool) -> None:
+    model = mlp(dtype=torch.float32, sizes=(4, 3))
+    optimizer = optimizer_of(model)
+    x = batch(dtype=torch.float32)
+
+    def loss() -> Tensor:
+        unseen = torch.add(x[:, :3], model[0].weight.sum()).square().sum() if hidden else 0
+        return 1e-30 * (square_loss(model(x)) + unseen)
+
+    with pytest.warns(UserWarning, match=PARTLY) if hidden else no_warning():
+        steps(optimizer, loss, 3)
+    assert hidden or block(optimizer, "0").check.is_done
+
+
 def test_the_check_leaves_nothing_on_the_model_and_nothing_alive() -> None:
     model = mlp()
     optimizer = optimizer_of(model)

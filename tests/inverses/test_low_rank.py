@@ -1,3 +1,4 @@
+import copy
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfac_optim import Cholesky, KFACOptimizer, LowRank, Structure
+from kfac_optim.blocks.preconditioning import Stacks, to_params
 from kfac_optim.inverses.damped.deflation import DeflatedState, Deflation
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import SymmetricInverse
@@ -143,6 +145,38 @@ def test_the_gradient_is_left_as_it_is() -> None:
     before = grad.clone()
     LowRank(2).apply(state, grad, 0.1)
     assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(40, 6), (40,)),  # A is deflated alone
+        (nn.Linear(40, 30), (40,)),  # both are
+        (nn.Conv2d(4, 5, 3).to(memory_format=torch.channels_last), (4, 6, 6)),
+    ],
+    ids=["A", "both", "convolution"],
+)
+def test_a_weight_and_its_bias_go_through_apart_as_they_do_in_one_matrix(
+    layer: nn.Linear | nn.Conv2d, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(copy.deepcopy(layer).double())
+    optimizer = KFACOptimizer(model, lr=0.1, inverse=LowRank(4))
+    model(torch.randn(9, *shape, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    (block,) = optimizer._binding.coverage.blocks
+    grads = [torch.randn_like(param) for param in block.params]
+    columns = [grad.reshape(1, block.spec.out_dim, -1) for grad in grads]
+    before = [column.clone() for column in columns]
+    apart = block.inverse.apply_to_columns(block.state, columns, 0.0)
+    assert apart is not None
+    assert all(map(torch.equal, columns, before))
+    together = block.inverse.apply(block.state, torch.cat(columns, -1), 0.0)
+    torch.testing.assert_close(torch.cat(apart, -1), together, rtol=1e-12, atol=1e-12)
+    (in_shape,) = Stacks().precondition([block], [grads])
+    for part, whole, param in zip(in_shape, to_params(block, together, grads), block.params, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-12)
+        assert part.stride() == param.stride()
 
 
 def test_in_float32_a_leading_direction_of_a_million_dampings_keeps_its_small_rest() -> None:

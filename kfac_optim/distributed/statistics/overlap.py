@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.folding import sum_rows
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
@@ -64,6 +65,7 @@ class EarlyReports:
             if (terms := self._terms()) is None:
                 return
             self._reported[block] = terms
+            sum_rows([block])
             reducer = self._exchange.reducer(blocks)
             for name, factor in self._exchange.slots(block, _folded_ahead(block, *terms)):
                 reducer.ready(name, factor.packed, factor.mass)

@@ -1,5 +1,6 @@
 """A power of a damped factor as a few eigenvectors and one number for all the rest: thin products apply it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -138,14 +139,42 @@ def is_deflated(structure: Structure | Sketched, dim: int, from_width: float) ->
     return isinstance(structure, Sketched) or (structure is Structure.DENSE and dim >= from_width)
 
 
-def apply_sides(a: Side | None, g: Side | None, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a gradient matrix `[groups, out, in]` by `g` from the left and by `a` from the right, in this dtype."""
-    scales = [side.scale for side in (a, g) if isinstance(side, Deflation)]
-    direction = grad.to(dtype)
-    if scales:
-        scale = scales[0] if len(scales) == 1 else scales[0] * scales[1]
-        direction = direction * scale.view(-1, 1, 1)
-    return _from_right(a, _from_left(g, direction))
+def apply_sides(a: Side | None, g: Side | None, columns: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Multiply a gradient matrix by `g` from the left and by `a` from the right, in this dtype.
+
+    Whole inverses come first and take the scales along; thin products change the result in place. To make one more
+    matrix as large as the gradient, or to pass over it once more, may take as long as a product.
+
+    Args:
+        a: the inverse over `in`.
+        g: the inverse over `out`.
+        columns: the matrix, in parts `[groups, out, in_i]` side by side; in one part where `a` is whole.
+        dtype: of the computation.
+
+    Returns:
+        The parts of the result, new tensors.
+    """
+    left, right = (side.inverse if isinstance(side, SymmetricInverse) else None for side in (g, a))
+    scales = [side.scale for side in (g, a) if isinstance(side, Deflation)]
+    scale = scales[0] * scales[1] if len(scales) > 1 else scales[0] if scales else None
+    if scale is not None and left is not None:
+        left, scale = left * scale.view(-1, *(1,) * (left.dim() - 1)), None
+    elif scale is not None and right is not None:
+        right, scale = right * scale.view(-1, *(1,) * (right.dim() - 1)), None
+    found = [sandwich(left, part.to(dtype), right) for part in columns]
+    if scale is not None:
+        found = [part * scale.view(-1, 1, 1) for part in found]
+    if isinstance(g, Deflation):
+        for part in found:
+            along = g.weights.unsqueeze(-1) * (g.basis.mT @ part)
+            part.baddbmm_(g.basis.expand(len(part), -1, -1), along, alpha=-1)
+    if isinstance(a, Deflation):
+        bases = torch.split(a.basis, [part.shape[-1] for part in found], 1)
+        along = functools.reduce(torch.add, (part @ basis for part, basis in zip(found, bases, strict=True)))
+        along = along * a.weights.unsqueeze(-2)
+        for part, basis in zip(found, bases, strict=True):
+            part.baddbmm_(along, basis.mT.expand(len(part), -1, -1), alpha=-1)
+    return found
 
 
 def result_numbers(factor: FactorShape, rank: int, from_width: float) -> tuple[int, int]:
@@ -187,19 +216,3 @@ def identity_side(rank: int, from_width: float, factor: Factor, dtype: torch.dty
         return SymmetricInverse(identity_like(factor, dtype))
     basis = random_basis(factor.dim, rank, dtype=dtype, device=factor.device).repeat(factor.groups, 1, 1)
     return Deflation(basis, basis.new_zeros(factor.groups, rank), basis.new_ones(factor.groups))
-
-
-def _from_left(side: Side | None, matrix: Tensor) -> Tensor:
-    """Multiply `[n, d, columns]` from the left by an inverse, in place where that is a `Deflation`, scale aside."""
-    if not isinstance(side, Deflation):
-        return sandwich(None if side is None else side.inverse, matrix, None)
-    parts = side.weights.unsqueeze(-1) * (side.basis.mT @ matrix)
-    return matrix.baddbmm_(side.basis.expand(len(matrix), -1, -1), parts, alpha=-1)
-
-
-def _from_right(side: Side | None, matrix: Tensor) -> Tensor:
-    """Multiply `[n, rows, d]` from the right by an inverse, in place where that is a `Deflation`, scale aside."""
-    if not isinstance(side, Deflation):
-        return sandwich(None, matrix, None if side is None else side.inverse)
-    parts = (matrix @ side.basis) * side.weights.unsqueeze(-2)
-    return matrix.baddbmm_(parts, side.basis.mT.expand(len(matrix), -1, -1), alpha=-1)

@@ -118,7 +118,12 @@ class LowRank(PairInverse[LowRankState]):
                 take_reciprocals(equal)
 
     def apply(self, state: LowRankState, grad: Tensor, damping: float) -> Tensor:
-        return apply_sides(state.a, state.g, grad, state.condition.dtype)
+        return apply_sides(state.a, state.g, [grad], state.condition.dtype)[0]
+
+    def apply_to_columns(self, state: LowRankState, columns: Sequence[Tensor], damping: float) -> list[Tensor] | None:
+        if not isinstance(state.a, Deflation):
+            return None
+        return apply_sides(state.a, state.g, columns, state.condition.dtype)
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         return result_numbers(factor, self.rank, self._from_width)

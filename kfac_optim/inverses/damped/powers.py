@@ -92,11 +92,11 @@ class InverseAndRoot(PairInverse[PowersState]):
 
     def apply(self, state: PowersState, grad: Tensor, damping: float) -> Tensor:
         a, g = (_side(side, root=False) for side in (state.a, state.g))
-        return apply_sides(a, g, grad, state.condition.dtype)
+        return apply_sides(a, g, [grad], state.condition.dtype)[0]
 
     def apply_root(self, state: PowersState, grad: Tensor) -> Tensor:
         """Multiply a gradient matrix `[groups, out, in]` by the inverse root of `A` alone."""
-        return apply_sides(_side(state.a, root=True), None, grad, state.condition.dtype)
+        return apply_sides(_side(state.a, root=True), None, [grad], state.condition.dtype)[0]
 
     def result(self, factor: FactorShape) -> tuple[int, int]:
         if isinstance(factor.structure, Sketched):

@@ -1,0 +1,139 @@
+"""Rows that wait until the step give the factors that moments taken at once give."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.plain import block
+from torch import Tensor, nn
+
+from kfac_optim import KFACOptimizer, LossTerms, WeightSharing
+from kfac_optim.blocks import folding
+from kfac_optim.factors.small_calls import SmallCall
+from kfac_optim.layers.linear import LinearStatistics
+from kfac_optim.layers.product import ProductStatistics
+
+Training = Callable[[nn.Module, Callable[[], None]], None]
+
+
+def chain(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(5, 5, bias=bias), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(5, 3, bias=bias)).double()
+
+
+class Shared(nn.Module):
+    """Uses one layer twice, once through a function, and another on sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = torch.tanh(self.first(x))
+        again = F.linear(once, self.first.weight)
+        return self.last(self.second(torch.stack([once, again], 1)))
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def once(model: nn.Module, step: Callable[[], None]) -> None:
+    model(inputs(0)).square().mean().backward()
+    step()
+
+
+def accumulated(model: nn.Module, step: Callable[[], None]) -> None:
+    for seed in range(2):
+        (model(inputs(seed)).square().mean() / 2).backward()
+    step()
+
+
+def retained(model: nn.Module, step: Callable[[], None]) -> None:
+    output = model(inputs(0))
+    output[..., 0].square().mean().backward(retain_graph=True)
+    output[..., 1].square().mean().backward()
+    step()
+
+
+def in_a_buffer(model: nn.Module, step: Callable[[], None]) -> None:
+    buffer = inputs(0)
+    model(buffer).square().mean().backward()
+    buffer.fill_(torch.nan)
+    step()
+
+
+def masked(model: nn.Module, step: Callable[[], None]) -> None:
+    x = inputs(0)
+    x[2] = torch.nan
+    (model(x)[[0, 1, 3, 4, 5, 6]]).square().mean().backward()
+    step()
+
+
+def thrown_away(model: nn.Module, step: Callable[[], None]) -> None:
+    model(inputs(1)).square().mean().backward()
+    for param in model.parameters():
+        param.grad = None
+    once(model, step)
+
+
+def factors_of(model: nn.Module, training: Training, sharing: WeightSharing) -> tuple[list[Tensor | None], int]:
+    summed = 0
+
+    def count(calls: list[SmallCall]) -> None:
+        nonlocal summed
+        summed += len(calls)
+        add(calls)
+
+    add = folding.add_moments
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folding, "add_moments", count)
+        optimizer = KFACOptimizer(
+            model, lr=0.1, factor_update_period=1, loss_terms=LossTerms.SUM, weight_sharing=sharing
+        )
+        for _ in range(2):
+            training(model, optimizer.step)
+            optimizer.zero_grad()
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [factor for name in names for factor in block(optimizer, name).state.factors()], summed
+
+
+@pytest.mark.parametrize(
+    ("make", "training"),
+    [
+        (chain, once),
+        (lambda: chain(bias=False), accumulated),
+        (chain, retained),
+        (chain, in_a_buffer),
+        (chain, masked),
+        (chain, thrown_away),
+        (Shared, once),
+        (Shared, retained),
+    ],
+)
+@pytest.mark.parametrize("sharing", list(WeightSharing))
+def test_rows_that_wait_give_the_factors_of_moments_taken_at_once(
+    make: Callable[[], nn.Module], training: Training, sharing: WeightSharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, calls = factors_of(make(), training, sharing)
+    assert (calls > 0) is (training is not retained)
+    for statistics in (LinearStatistics, ProductStatistics):
+        monkeypatch.setattr(statistics, "rows_may_wait", False)
+    at_once, calls = factors_of(make(), training, sharing)
+    assert calls == 0
+    torch.testing.assert_close(waited, at_once, rtol=1e-12, atol=1e-14)
+
+
+def test_calls_with_too_many_elements_do_not_wait() -> None:
+    model = nn.Linear(64, 4)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    for rows, waits in ((2**8, True), (2**8 + 1, False)):
+        optimizer.zero_grad()
+        model(torch.randn(rows, 64)).square().mean().backward()
+        assert bool(block(optimizer, "").waiting) is waits
+        assert block(optimizer, "").has_pending()
+        optimizer.step()
