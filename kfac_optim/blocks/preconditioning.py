@@ -131,31 +131,32 @@ class Stacks:
         return found
 
     def alike(
-        self, blocks: Sequence[KFACBlock], matrices: Sequence[Tensor]
+        self, blocks: Sequence[KFACBlock], tensors: Sequence[Sequence[Tensor]]
     ) -> Iterator[tuple[list[int], InverseState, Tensor]]:
         """Put together what goes through an inverse in one batch, for inverses that need no `λ`.
 
         Args:
             blocks: the same at every step, or stacks are made anew.
-            matrices: one for each block, `[groups, out, in]`.
+            tensors: of each block, one for each parameter.
 
         Yields:
-            The numbers of some blocks, a state for all of them, and their matrices, one behind the other.
+            The numbers of some blocks, a state for all of them, and their matrices, `[groups, out, in]` of a single one
+            and `[blocks, out, in]` of several, which `apart` takes apart again.
         """
         equal: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for index, (block, matrix) in enumerate(zip(blocks, matrices, strict=True)):
+        for index, (block, parts) in enumerate(zip(blocks, tensors, strict=True)):
             number = self._number(block)
-            equal[index if number is None else (number, matrix.dtype, matrix.device)].append(index)
+            equal[index if number is None else (number, parts[0].dtype)].append(index)
         for members in equal.values():
-            first = blocks[members[0]]
-            stack = None
+            first, stack = blocks[members[0]], None
             if len(members) > 1:
                 stack = _renewed(self._stacks.get(first), [blocks[index].state for index in members])
                 self._stacks[first] = stack
             if stack is None or stack.state is None:
-                yield from (([index], blocks[index].state, matrices[index]) for index in members)
+                for index in members:
+                    yield [index], blocks[index].state, to_matrix(blocks[index], tensors[index])
             else:
-                yield members, stack.state, torch.cat([matrices[index] for index in members])
+                yield members, stack.state, _together(first, [tensors[index] for index in members], first.wide_dtype)
 
     def _shared(self, block: KFACBlock, grads: Sequence[Tensor]) -> Hashable | None:
         """Return what blocks share whose gradients may be stacked; None for a block that goes alone."""
@@ -237,18 +238,29 @@ def _precondition_stack(
         grads: of each block, one for each parameter.
 
     Returns:
-        The parts of each block, views of one tensor for each parameter.
+        The parts of each block, as `apart` gives them.
     """
-    count, out_dim = len(grads), block.spec.out_dim
-    dtype = block.inverse.applied_dtype(block.state) or block.wide_dtype
-    stacks = [torch.stack(of_param) for of_param in zip(*grads, strict=True)]
-    columns = [stack.to(dtype).view(count, out_dim, -1) for stack in stacks]
-    matrix = columns[0] if len(columns) == 1 else torch.cat(columns, -1)
-    matrix = block.inverse.apply(state, matrix, block.damping).to(block.wide_dtype)
-    parts = torch.split(matrix, [each.shape[-1] for each in columns], -1)
-    return zip(
-        *(part.contiguous().view(stack.shape).unbind() for part, stack in zip(parts, stacks, strict=True)), strict=True
-    )
+    matrix = _together(block, grads, block.inverse.applied_dtype(block.state) or block.wide_dtype)
+    return apart(block.inverse.apply(state, matrix, block.damping).to(block.wide_dtype), grads[0])
+
+
+def _together(block: KFACBlock, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
+    """Return the matrices of equal blocks, of which one is given, `[blocks, out, in]`, in a dtype."""
+    stacks = [torch.stack(of_param) for of_param in zip(*tensors, strict=True)]
+    columns = [stack.to(dtype).reshape(len(tensors), block.spec.out_dim, -1) for stack in stacks]
+    return columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+
+
+def apart(matrix: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Return the parts of each of several blocks whose matrices lie in one tensor, views of one for each parameter.
+
+    Args:
+        matrix: `[blocks, out, in]`.
+        like: the shapes of the parts.
+    """
+    widths = [each.numel() // matrix.shape[1] for each in like]
+    parts = zip(torch.split(matrix, widths, -1), like, strict=True)
+    return zip(*(part.contiguous().view(-1, *each.shape).unbind() for part, each in parts), strict=True)
 
 
 def to_params(block: KFACBlock, matrix: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kfac_optim.linalg.products import WHOLE, symmetric_product
+
 # Of the polynomial a·x + b·x³ + c·x⁵ that singular values go through at each step. The slope at 0 is what lifts small
 # ones; the price is that none comes to rest at 1 (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -43,10 +45,20 @@ def orthogonalised(matrix: Tensor) -> Tensor:
         found = found.bfloat16()
     a, b, c = _COEFFICIENTS
     for _ in range(_STEPS):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+        found = torch.baddbmm(found, _polynomial(found, b, c), found, beta=a)
     found = found.to(matrix.dtype)
     return found.mT if turned else found
+
+
+def _polynomial(rows: Tensor, b: float, c: float) -> Tensor:
+    """Return `b S + c S²` of `S = rows rowsᵀ`, `[n, d, d]`; of a wide one in which products are taken by halves."""
+    if rows.shape[-2] <= WHOLE or not rows.is_cpu:
+        gram = rows @ rows.mT
+        return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    gram, square = (rows.new_empty(*rows.shape[:-1], rows.shape[-2]) for _ in range(2))
+    symmetric_product(rows.mT, out=gram)
+    symmetric_product(gram, out=square)
+    return square.mul_(c).add_(gram, alpha=b)
 
 
 def orthogonal_factors(matrices: Sequence[Tensor]) -> list[Tensor]:

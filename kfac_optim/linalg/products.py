@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# Width up to which a product with itself is taken whole.
-_LEAF = 256
+WHOLE = 256
+"""The width up to which a product of a matrix with itself is taken whole."""
 
 
 def sandwich(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
@@ -34,7 +34,7 @@ def symmetric_product(rows: Tensor, out: Tensor) -> None:
     on a CPU with AVX-512 (float32, two threads), of 512 rows 1000 wide 0.77, 500 wide 0.92. Up to a width of 256 it is
     taken whole.
     """
-    if rows.shape[-1] <= _LEAF or rows.device.type != "cpu":
+    if rows.shape[-1] <= WHOLE or rows.device.type != "cpu":
         torch.matmul(rows.mT, rows, out=out)
         return
     for matrix, into in zip(rows, out, strict=True):
@@ -44,7 +44,7 @@ def symmetric_product(rows: Tensor, out: Tensor) -> None:
 def _fill_symmetric(rows: Tensor, out: Tensor) -> None:
     """Write `rowsᵀ rows` into `out`, `[d, d]`."""
     d = rows.shape[-1]
-    if d <= _LEAF:
+    if d <= WHOLE:
         torch.mm(rows.mT, rows, out=out)
         return
     half = (d // 2 + 15) // 16 * 16  # rows that start at whole vectors

@@ -1,6 +1,7 @@
 """AdamW's update, and means of gradients, kept in the optimizer's state as torch's Adam keeps them."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def adamw_update(proposal: Proposal, param: nn.Parameter, group: Group, *, beta2
 
 
 def mean_before(proposal: Proposal, param: nn.Parameter) -> Tensor | None:
-    """Return the mean that `take_into_mean` has left; None if there is none.
+    """Return the mean that `take_into_means` has left; None if there is none.
 
     Torch's momentum, of another rule, is a sum; the count of steps marks a mean.
     """
@@ -49,22 +50,33 @@ def mean_before(proposal: Proposal, param: nn.Parameter) -> Tensor | None:
     return _kept(held, MOMENTUM, param) if {MOMENTUM, ADAM_STEPS} <= held.keys() else None
 
 
-def take_into_mean(proposal: Proposal, param: nn.Parameter, group: Group) -> Tensor:
-    """Take the gradient of a layer's parameter into its momentum, and return what the update is made of.
+def take_into_means(
+    proposal: Proposal, groups: Mapping[nn.Parameter, Group], means: Mapping[nn.Parameter, Tensor | None]
+) -> dict[nn.Parameter, Tensor]:
+    """Take the gradients of parameters into their momentum, and return what updates are made of.
 
     Args:
         proposal: the step.
-        param: the parameter.
-        group: its param group, with the momentum and whether it is Nesterov's.
+        groups: the param group of each parameter, with the momentum and whether it is Nesterov's.
+        means: what `mean_before` has of each.
     """
-    momentum, held = group["momentum"], proposal.state[param]
-    new = regularised(param, group).to(param.dtype)
-    before = mean_before(proposal, param)
-    if before is None:  # torch's momentum is perhaps of the negative; the count, which stays 0 here, marks a mean
-        held[ADAM_STEPS], before = _no_steps(param), torch.zeros_like(param)
-    mean = before.lerp(new, 1 - momentum)
-    held[MOMENTUM] = if_taken(proposal, mean, before)
-    return mean.lerp(new, 1 - momentum) if group["nesterov"] else mean
+    found: dict[nn.Parameter, Tensor] = {}
+    alike: defaultdict[Hashable, list[nn.Parameter]] = defaultdict(list)
+    for param, group in groups.items():
+        alike[id(group), param.dtype, param.device].append(param)
+    for params in alike.values():
+        group, before = groups[params[0]], []
+        for param in params:
+            if (mean := means[param]) is None:  # torch's momentum is perhaps of the negative; the count marks a mean
+                proposal.state[param][ADAM_STEPS], mean = _no_steps(param), torch.zeros_like(param)
+            before.append(mean)
+        gradients = [regularised(param, group).to(param.dtype) for param in params]
+        after = torch._foreach_lerp(before, gradients, 1 - group["momentum"])
+        used = torch._foreach_lerp(after, gradients, 1 - group["momentum"]) if group["nesterov"] else after
+        for param, old, new, each in zip(params, before, after, used, strict=True):
+            proposal.state[param][MOMENTUM] = if_taken(proposal, new, old)
+            found[param] = each
+    return found
 
 
 def if_taken(proposal: Proposal, new: Tensor, before: Tensor) -> Tensor:

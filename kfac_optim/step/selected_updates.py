@@ -1,6 +1,6 @@
 """Each layer takes Muon's step or that of the natural gradient, whichever goes further downhill on what comes next."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.options import BlockOptions
-from kfac_optim.blocks.preconditioning import regularised, to_matrix, to_params
+from kfac_optim.blocks.preconditioning import apart, regularised, to_matrix, to_params
 from kfac_optim.blocks.state_keys import PREFERENCE
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.base import Inverse, InverseRule
@@ -17,7 +17,7 @@ from kfac_optim.inverses.damped.deflation import DeflatedState
 from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.linalg.orthogonal import orthogonal_factors
 from kfac_optim.specs import BlockDiagonal
-from kfac_optim.step.adamw import adamw_update, if_taken, mean_before, take_into_mean
+from kfac_optim.step.adamw import adamw_update, if_taken, mean_before, take_into_means
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.utils.validation import check_number
@@ -144,89 +144,105 @@ class SelectedUpdates(StepSize):
             blocks: with a matrix.
             trained: the parameters that are updated here, with their param groups.
         """
-        ready, layers = set(proposal.covered), []
-        compared: list[tuple[_Layer, Tensor]] = []
+        ready = set(proposal.covered)
+        groups = {param: trained[param] for block in blocks for param in block.params if param in trained}
+        before = {param: mean_before(proposal, param) for param in groups}
+        compared: list[KFACBlock] = []
         for block in blocks:
             # At once, so that all checkpoints have it: `torch.distributed.checkpoint` reads what both sides have.
             proposal.state[block.params[0]].setdefault(PREFERENCE, _preference(proposal, block))
-            mine = {param: trained[param] for param in block.params if param in trained}
-            before = {param: mean_before(proposal, param) for param in mine}
-            if block in ready and _is_time(block) and all(mean is not None for mean in before.values()):
-                gradients = {param: regularised(param, group) for param, group in mine.items()}
-                compared.append((_Layer(block, _matrix(block, before)), _matrix(block, gradients)))
-            means = {param: take_into_mean(proposal, param, group) for param, group in mine.items()}
-            layers.append(_Layer(block, _matrix(block, means), block in ready))
-        self._compare(proposal, compared)
+            known = all(before[param] is not None for param in block.params if param in groups)
+            if block in ready and _is_time(block) and known:
+                compared.append(block)
+        if compared:
+            self._compare(proposal, compared, before, groups)
+        means = take_into_means(proposal, groups, before)
+        bundles = [_Bundle([each], to_matrix(each, _parts(each, means)), None) for each in blocks if each not in ready]
+        bundles += _bundles(proposal, [block for block in blocks if block in ready], means)
         updates: Direction = {}
-        for layer, update in zip(layers, self._updates(proposal, layers), strict=True):
-            params = layer.block.params
-            for param, part in zip(params, to_params(layer.block, update, params), strict=True):
-                if param in trained:
-                    updates[param] = part.to(param.dtype)
+        for bundle, update in zip(bundles, self._updates(proposal, bundles), strict=True):
+            for block, parts in zip(bundle.blocks, bundle.parts(update), strict=True):
+                for param, part in zip(block.params, parts, strict=True):
+                    if param in trained:
+                        updates[param] = part.to(param.dtype)
         return updates
 
-    def _compare(self, proposal: Proposal, compared: "Sequence[tuple[_Layer, Tensor]]") -> None:
+    def _compare(
+        self,
+        proposal: Proposal,
+        blocks: Sequence[KFACBlock],
+        before: Mapping[nn.Parameter, Tensor | None],
+        groups: Mapping[nn.Parameter, Group],
+    ) -> None:
         """Take into each layer's preference which of both updates the new gradient is steeper along.
 
         Args:
             proposal: the step.
-            compared: layers with the momentum before the new gradient, and the new gradient `[groups, out, in]`.
+            blocks: the layers, which have an inverse.
+            before: the momentum before the new gradient.
+            groups: the parameters that are updated here, with their param groups.
         """
-        both = self._candidates(proposal, [layer for layer, _ in compared], [None] * len(compared))
-        for (layer, gradient), updates in zip(compared, both, strict=True):
-            slopes = torch.stack([(gradient * update).sum() for update in updates if update is not None])
-            size = slopes.abs().sum()
+        params = [param for block in blocks for param in block.params if param in groups]
+        gradients = _bundles(proposal, blocks, {param: regularised(param, groups[param]) for param in params})
+        bundles = _bundles(proposal, blocks, before)
+        both = self._candidates(bundles, [[None] * len(bundle.blocks) for bundle in bundles])
+        for bundle, gradient, updates in zip(bundles, gradients, both, strict=True):
+            shape = len(bundle.blocks), -1
+            slopes = [(gradient.matrix * each).reshape(shape).sum(1) for each in updates if each is not None]
+            size = slopes[0].abs() + slopes[1].abs()
             found = torch.where(size > 0, (slopes[1] - slopes[0]) / size, 0.0).nan_to_num(nan=0.0)
-            held = _preference(proposal, layer.block)
-            new = held.lerp(found.to(held), _WEIGHT)
-            proposal.state[layer.block.params[0]][PREFERENCE] = if_taken(proposal, new, held)
+            held = bundle.preferences(proposal)
+            new = if_taken(proposal, held.lerp(found.to(held), _WEIGHT), held)
+            for block, preference in zip(bundle.blocks, new.unbind(), strict=True):
+                proposal.state[block.params[0]][PREFERENCE] = preference.clone()
 
-    def _updates(self, proposal: Proposal, layers: "Sequence[_Layer]") -> list[Tensor]:
-        """Return of each layer the update that it prefers, `[groups, out, in]`."""
-        preferences = [_preference(proposal, layer.block) > 0 for layer in layers]
+    def _updates(self, proposal: Proposal, bundles: "Sequence[_Bundle]") -> list[Tensor]:
+        """Return the updates that layers prefer, in the shapes of the matrices of their bundles."""
+        prefers = [bundle.preferences(proposal) > 0 for bundle in bundles]
         # The host would wait for what an accelerator holds: there both are made.
-        wanted = [
-            bool(each) if on_host(each) and layer.is_ready else None
-            for each, layer in zip(preferences, layers, strict=True)
-        ]
+        wanted = [each.tolist() if on_host(each) else [None] * len(each) for each in prefers]
         found = []
-        for prefers, (orthogonal, natural) in zip(preferences, self._candidates(proposal, layers, wanted), strict=True):
+        for chosen, (orthogonal, natural) in zip(prefers, self._candidates(bundles, wanted), strict=True):
             if orthogonal is not None and natural is not None:
-                found.append(torch.where(prefers, natural, orthogonal))
+                found.append(torch.where(chosen.view(-1, 1, 1), natural, orthogonal))
             else:
                 found += [update for update in (orthogonal, natural) if update is not None]
         return found
 
     def _candidates(
-        self, proposal: Proposal, layers: "Sequence[_Layer]", natural: Sequence[bool | None]
+        self, bundles: "Sequence[_Bundle]", natural: Sequence[Sequence[bool | None]]
     ) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Return the orthogonal and the natural update of each layer.
+        """Return the orthogonal and the natural updates of each bundle.
 
         Args:
-            proposal: the step.
-            layers: where one has no inverse, its orthogonal update is that of the momentum as it is, and the only one.
-            natural: which of both is wanted of each; None is both. The other is None.
+            bundles: where one has no inverse, its orthogonal update is that of the momentum as it is, and the only one.
+            natural: which of both is wanted of each layer; None is both. The other is None where no layer of the bundle
+                wants it, and else holds anything.
         """
-        roots = {number: layer.matrix for number, layer in enumerate(layers) if not layer.is_ready}
+        roots: dict[int, Tensor] = {}
+        rows: dict[int, list[int]] = {}
         naturals: dict[int, Tensor] = {}
-        ready = [number for number, layer in enumerate(layers) if layer.is_ready]
-        blocks, matrices = [layers[number].block for number in ready], [layers[number].matrix for number in ready]
-        for indices, state, matrix in proposal.executor.gradients.stacks.alike(blocks, matrices):
-            inverse, sizes = blocks[indices[0]].inverse, [len(matrices[index]) for index in indices]
+        for number, (bundle, wanted) in enumerate(zip(bundles, natural, strict=True)):
+            if bundle.state is None:
+                roots[number] = bundle.matrix
+                continue
+            inverse = bundle.blocks[0].inverse
             assert isinstance(inverse, InverseAndRoot), "refused otherwise"
-            assert isinstance(state, DeflatedState)
-            numbers = [ready[index] for index in indices]
-            if not all(natural[number] for number in numbers):
-                parts = torch.split(inverse.apply_root(state, matrix), sizes)
-                roots |= {n: part for n, part in zip(numbers, parts, strict=True) if not natural[n]}
-            if any(natural[number] is not False for number in numbers):
-                parts = torch.split(self._sized(inverse.apply(state, matrix, 0.0)), sizes)
-                naturals |= {n: part for n, part in zip(numbers, parts, strict=True) if natural[n] is not False}
-        factors = orthogonal_factors(list(roots.values()))
-        orthogonal = {
-            n: each * (self.rms * max(each.shape[-2:]) ** 0.5) for n, each in zip(roots, factors, strict=True)
-        }
-        return [(orthogonal.get(number), naturals.get(number)) for number in range(len(layers))]
+            if not all(wanted):
+                root = inverse.apply_root(bundle.state, bundle.matrix)
+                rows[number] = [row for row, each in enumerate(wanted) if not each]
+                roots[number] = root if len(rows[number]) == len(wanted) else root[rows[number]]
+            if any(each is not False for each in wanted):
+                naturals[number] = self._sized(inverse.apply(bundle.state, bundle.matrix, 0.0))
+        orthogonal: dict[int, Tensor] = {}
+        for number, factor in zip(roots, orthogonal_factors(list(roots.values())), strict=True):
+            sized = factor * (self.rms * max(factor.shape[-2:]) ** 0.5)
+            if len(sized) < len(bundles[number].matrix):
+                whole = torch.zeros_like(bundles[number].matrix)
+                whole[rows[number]] = sized
+                sized = whole
+            orthogonal[number] = sized
+        return [(orthogonal.get(number), naturals.get(number)) for number in range(len(bundles))]
 
     def _sized(self, matrix: Tensor) -> Tensor:
         """Scale matrices `[n, out, in]` to the root mean square of all updates; zeros stay zeros."""
@@ -237,12 +253,42 @@ class SelectedUpdates(StepSize):
         return matrix * (self.rms / torch.where(size > 0, size, 1))
 
 
-class _Layer(NamedTuple):
-    block: KFACBlock
+class _Bundle(NamedTuple):
+    """Holds layers whose updates are made in one batch."""
+
+    blocks: Sequence[KFACBlock]
+    """One, or several of equal shape."""
     matrix: Tensor
-    """What the update is made of, `[groups, out, in]`."""
-    is_ready: bool = True
-    """Whether there is an inverse."""
+    """What the updates are made of: `[groups, out, in]` of one layer, `[blocks, out, in]` of several."""
+    state: DeflatedState[Any] | None
+    """The inverses; None of a layer that has none yet."""
+
+    def parts(self, update: Tensor) -> Iterable[Sequence[Tensor]]:
+        """Return the parts of an update, shaped as `matrix`, that belong to each parameter of each layer."""
+        first = self.blocks[0]
+        return apart(update, first.params) if len(self.blocks) > 1 else [to_params(first, update, first.params)]
+
+    def preferences(self, proposal: Proposal) -> Tensor:
+        """Return those of all its layers, `[blocks]`; see `_preference`."""
+        return torch.stack([_preference(proposal, block) for block in self.blocks])
+
+
+def _bundles(
+    proposal: Proposal, blocks: Sequence[KFACBlock], tensors: Mapping[nn.Parameter, Tensor | None]
+) -> list[_Bundle]:
+    """Put layers that have an inverse in bundles, the same ones whatever the tensors hold.
+
+    Args:
+        proposal: the step.
+        blocks: the layers.
+        tensors: what updates are made of, by parameter; where there is none it is zero.
+    """
+    found = []
+    parts = [_parts(block, tensors) for block in blocks]
+    for members, state, matrix in proposal.executor.gradients.stacks.alike(blocks, parts):
+        assert isinstance(state, DeflatedState)
+        found.append(_Bundle([blocks[index] for index in members], matrix, state))
+    return found
 
 
 def _is_time(block: KFACBlock) -> bool:
@@ -251,13 +297,9 @@ def _is_time(block: KFACBlock) -> bool:
     return step < _PERIOD or step % _PERIOD == 0
 
 
-def _matrix(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor | None]) -> Tensor:
-    """Return one matrix of tensors by parameter, zeros where a parameter has none."""
-    found = (tensors.get(param) for param in block.params)
-    return to_matrix(
-        block,
-        [torch.zeros_like(param) if each is None else each for param, each in zip(block.params, found, strict=True)],
-    )
+def _parts(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor | None]) -> list[Tensor]:
+    """Return tensors in the order of a block's parameters, zeros where a parameter has none."""
+    return [torch.zeros_like(param) if (held := tensors.get(param)) is None else held for param in block.params]
 
 
 def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:

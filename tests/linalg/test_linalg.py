@@ -519,7 +519,7 @@ def test_symmetric_product_is_the_product(groups: int, rows: int, dim: int, tran
     matrix = torch.randn(groups, dim, rows).mT if transposed else torch.randn(groups, rows, dim)
     whole = torch.full((groups, dim + 1, dim + 1), torch.nan, dtype=torch.float64)
     product = whole[:, :-1, :-1] if part else whole[:, :-1, :-1].contiguous()
-    with mock.patch("kfac_optim.linalg.products._LEAF", 32):
+    with mock.patch("kfac_optim.linalg.products.WHOLE", 32):
         symmetric_product(matrix, out=product)
     torch.testing.assert_close(product, torch.einsum("gri,grj->gij", matrix, matrix), rtol=1e-12, atol=1e-12)
 

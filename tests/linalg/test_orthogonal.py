@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kfac_optim.linalg import orthogonal, products
 from kfac_optim.linalg.orthogonal import orthogonalised
 
 
@@ -44,3 +45,12 @@ def test_a_matrix_of_zeros_stays_beside_one_that_is_not(dtype: torch.dtype) -> N
     assert torch.equal(found[0], matrices[0])
     assert found[1].isfinite().all()
     assert found[1].norm() > 0.6
+
+
+def test_wide_matrices_whose_products_are_taken_by_halves_come_out_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(2, 70, 50, dtype=torch.float64)
+    whole = orthogonalised(matrices)
+    for module in (orthogonal, products):
+        monkeypatch.setattr(module, "WHOLE", 16)
+    torch.testing.assert_close(orthogonalised(matrices), whole, rtol=1e-12, atol=1e-12)
