@@ -174,6 +174,8 @@ def carry_out(left: Sequence[Job]) -> dict[str, str]:
         if (wrong := job.run()) is not None:
             failed[job.name] = wrong
             print(f"{job.name} failed: {wrong}", flush=True)
+        else:
+            print(f"{job.name}: {', '.join(str(job.out / f'{each}.json') for each in job.stage.results)}", flush=True)
     return failed
 
 
