@@ -14,7 +14,8 @@
     python -m benchmarks distributed        what does it send, hold and cost on several processes?
     python -m benchmarks scaling            how does it scale to 1,024 ranks, as plans predict it?
     python -m benchmarks faults             does a run whose ranks are killed go on as if nothing had happened?
+    python -m benchmarks everything         what are the figures of all of these, made anew?
 
 They need ``pip install -e ".[benchmarks]"``, and cart-pole ``".[benchmarks,reinforcement]"``. A new question is a new
-module with ``run(args)``, its arguments in ``options.py``, and one line in ``__main__.py``.
+module with ``run(args)``, its arguments in ``options.py``, one line in ``__main__.py``, and its stage in ``stages.py``.
 """

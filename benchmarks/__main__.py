@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.options import ADD
+from benchmarks.options import ADD, RESUMING
 
 # The module of a benchmark has its name, with `_` for `-`. Only the one that is asked for is imported, once its
 # arguments are known to be right: torch, and what is compared with it, take seconds.
@@ -34,10 +34,8 @@ _BENCHMARKS = {
     "scaling": "how does K-FAC scale to 1,024 ranks, as plans predict it?",
     "faults": "does a run whose ranks are killed at random go on as if nothing had happened?",
     "mutants": "do the tests notice the mistakes that a colleague could make?",
+    "everything": "what are the figures of all of these, made anew?",
 }
-
-# These keep each run that is done in a file of its own.
-_RESUMING = {"compare", "batch-size", "pinn", "cart-pole", "range-test", "mutants"}
 
 _EXTRAS = dict.fromkeys(
     ("datasets", "matplotlib", "numpy", "PIL", "pytorch_optimizer", "rich", "sklearn", "torch_optimizer"), "benchmarks"
@@ -62,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     ADD[name](command)
     args = command.parse_args(words[1:])
-    if (out := getattr(args, "out", None)) is not None and not getattr(args, "list", False):
+    only_shown = getattr(args, "list", False) or getattr(args, "dry_run", False)
+    if (out := getattr(args, "out", None)) is not None and not only_shown:
         # All of it before anything is trained.
         default = command.get_default("out")
         wants_file = bool(default.suffix)
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UsageError, DataError) as error:
         command.error(str(error))  # exits with 2
     except KeyboardInterrupt:
-        kept = "the same command goes on where it stopped" if name in _RESUMING else "nothing was written"
+        kept = "the same command goes on where it stopped" if name in RESUMING else "nothing was written"
         print(f"{command.prog}: interrupted; {kept}", file=sys.stderr)
         sys.exit(130)  # as a shell reports it; the progress bar has already been closed
 

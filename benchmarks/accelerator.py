@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import arguments
 from benchmarks.arguments import Periods
-from benchmarks.harness import Contender, chosen_device, median_ratio, synchronize, time_interleaved, write_json
+from benchmarks.harness import Contender, chosen_device, ratio_spread, synchronize, time_interleaved, write_json
 from benchmarks.memory import peak_growth
 from benchmarks.models import ResNet50, Transformer
 from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
@@ -134,6 +134,7 @@ class StepCost:
     Attributes:
         seconds: of a step, median over the rounds.
         ratio: to fused SGD, or where the model is compiled to that with a compiled model.
+        ratios: its median, lowest and highest over the rounds.
         peak_bytes: the most that any step of a period takes beyond what is held between steps.
         state_bytes: that the optimizer holds between steps.
         waits: how often the host waits for the device, in the median and the worst step of a period; None where that
@@ -144,6 +145,7 @@ class StepCost:
     periods: str | None
     seconds: float
     ratio: float
+    ratios: dict[str, float]
     peak_bytes: int
     state_bytes: int
     waits: tuple[float, int] | None
@@ -193,7 +195,9 @@ def run(args: argparse.Namespace) -> None:
         training = (QUICK if args.quick else MODELS)[name]
         costs.append(measure(name, training, periods, device, args.repeats, args.quick, console))
         console.print(step_table(costs[-1]), refresh_table(costs[-1]), profile_table(costs[-1]))
-    report = {"benchmark": "accelerator", "quick": args.quick, "models": [asdict(cost) for cost in costs]}
+    rounds = 1 if args.quick else args.repeats
+    models = [asdict(cost) for cost in costs]
+    report = {"benchmark": "accelerator", "quick": args.quick, "repeats": rounds, "models": models}
     write_json(args.out, report, device)
     console.print(f"Figures: {args.out}")
 
@@ -252,7 +256,8 @@ def measure(
                 name=setting.name,
                 periods=None if setting.periods is None else str(setting.periods),
                 seconds=statistics.median(seconds[str(number)]),
-                ratio=median_ratio(seconds[str(number)], seconds[str(base)]),
+                ratio=(ratios := ratio_spread(seconds[str(number)], seconds[str(base)]))["median"],
+                ratios=ratios,
                 peak_bytes=peak,
                 state_bytes=variant.state_bytes(),
                 waits=(statistics.median(waits), max(waits)) if device.type == "cuda" else None,

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from benchmarks import processes
 from benchmarks.arguments import Periods, UsageError
-from benchmarks.harness import Contender, median_ratio, pin_threads, time_interleaved, write_json
+from benchmarks.harness import Contender, pin_threads, ratio_spread, time_interleaved, write_json
 from benchmarks.variants import LR, MOMENTUM, NEVER
 from benchmarks.workloads import WORKLOADS, Workload
 from kfac_optim import KFACOptimizer
@@ -57,6 +57,7 @@ class LayoutCost:
         planned_memory: as the plan predicts it for that rank, with what is under way within a step.
         seconds: of a step, averaged over the periods.
         seconds_ratio: over SGD's.
+        seconds_ratios: its median, lowest and highest over the rounds.
     """
 
     layout: str
@@ -68,6 +69,7 @@ class LayoutCost:
     planned_memory: int
     seconds: float
     seconds_ratio: float
+    seconds_ratios: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,13 @@ def compare(choices: Choices) -> None:
         return
     for cost in costs:
         console.print(cost_table(cost, ranks))
-    report = {"benchmark": "distributed", "quick": choices.quick, "ranks": ranks, "models": [asdict(c) for c in costs]}
+    report = {
+        "benchmark": "distributed",
+        "quick": choices.quick,
+        "repeats": choices.repeats,
+        "ranks": ranks,
+        "models": [asdict(cost) for cost in costs],
+    }
     write_json(choices.out, report, _CPU)
     console.print(f"{ranks} ranks, {torch.get_num_threads()} threads each. Figures: {choices.out}")
 
@@ -184,7 +192,8 @@ def measure(name: str, choices: Choices, console: Console) -> ModelCost:
                 held_bytes=held,
                 planned_memory=memory,
                 seconds=statistics.median(means),
-                seconds_ratio=median_ratio(means, seconds["DDP-SGD", "plain"]),
+                seconds_ratio=(ratios := ratio_spread(means, seconds["DDP-SGD", "plain"]))["median"],
+                seconds_ratios=ratios,
             )
         )
     return ModelCost(

@@ -1,22 +1,26 @@
-"""What every benchmark shares: pinned threads, interleaved timing, a description of the machine, results as JSON."""
+"""What every benchmark shares: pinned threads, interleaved timing, results as JSON, and what made them."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import provenance
 from benchmarks.arguments import UsageError
+from benchmarks.spreads import repeats_of
+
+_BEGUN = time.monotonic()  # every command imports this before it does anything
 
 
 def pin_threads(threads: int | None) -> None:
@@ -38,14 +42,30 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def made_by(report: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Give what every result records of its making.
+
+    Returns:
+        ``command``; ``machine``; ``date``, that of now, UTC; ``commit`` as in `provenance.commit`; ``wall_seconds`` of
+        the command so far, evaluation included; ``spread`` of repeats as in `spreads.Repeats`, None if there are none.
+    """
+    repeats = repeats_of(report)
+    return {
+        "command": provenance.command_line(sys.argv[1:]),
+        "machine": describe_machine(device),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": provenance.commit(),
+        "wall_seconds": round(time.monotonic() - _BEGUN, 1),
+        "spread": None if repeats is None else asdict(repeats),
+    }
+
+
 def write_json(path: Path, report: Mapping[str, Any], device: torch.device) -> None:
-    """Write ``report`` with the command and the machine that made it."""
-    # Paths in the command are the caller's own and mean nothing elsewhere; their last part tells enough.
-    arguments = [Path(word).name if os.path.isabs(word) or word.startswith("..") else word for word in sys.argv[1:]]
-    command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    """Write ``report`` with what made it, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"command": command, "machine": describe_machine(device), **report}
-    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({**made_by(report, device), **report}, indent=2, allow_nan=False) + "\n")
+    part.replace(path)
 
 
 def chosen_device(word: str) -> torch.device:
@@ -105,9 +125,10 @@ def time_interleaved(
     return seconds
 
 
-def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Median over the rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+def ratio_spread(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest over the rounds of the ratio within a round."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def matmul_rate(device: torch.device, repeats: int = 5) -> float:

@@ -34,7 +34,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
+import torch
+
 from benchmarks.arguments import UsageError
+from benchmarks.harness import write_json
 from benchmarks.mutation import ROOT, Mutant, files_about, load
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
@@ -222,7 +225,7 @@ def run(args: argparse.Namespace) -> None:
 def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:
     of_known = {mutant.name: verdicts[mutant.name] for mutant in known if mutant.name in verdicts}
     report = {
-        "command": "python -m benchmarks mutants",
+        "benchmark": "mutants",
         "mutants": len(known),
         "judged": len(of_known),
         "killed": sum(verdict.killed for verdict in of_known.values()),
@@ -230,9 +233,7 @@ def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict]) ->
         "seconds": round(sum(verdict.seconds for verdict in of_known.values())),
         "verdicts": {name: asdict(verdict) for name, verdict in sorted(of_known.items())},
     }
-    whole = path.with_suffix(".part")
-    whole.write_text(json.dumps(report, indent=2) + "\n")
-    whole.replace(path)
+    write_json(path, report, torch.device("cpu"))
 
 
 def _tell(known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:

@@ -10,8 +10,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import arguments
+from benchmarks import arguments, stages
 from benchmarks.arguments import Periods
+from benchmarks.provenance import RESULTS
 
 PROBLEMS = (
     *("digits", "mnist-a", "mnist-a-growing", "mnist-b", "curves", "mnist-mlp"),
@@ -228,7 +229,7 @@ def _range_test(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tuned",
         type=Path,
-        default=Path(__file__).parent / "results" / "compare" / "rate-alone",
+        default=RESULTS / "compare" / "rate-alone",
         metavar="PATH",
         help="folder of what compare has left of tuned runs (default: the results that come with the benchmarks)",
     )
@@ -506,6 +507,20 @@ def _mutants(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("mutants.json"), help="JSON file (default: %(default)s)")
 
 
+def _everything(parser: argparse.ArgumentParser) -> None:
+    named = "a benchmark, a result (compare/digits) or a folder of results (compare/rate-alone)"
+    parser.add_argument(
+        "stages", nargs="*", type=stages.matching, metavar="STAGE", help=f"make these alone: {named} (default: all)"
+    )
+    parser.add_argument(
+        "--skip", nargs="+", type=stages.matching, default=[], metavar="STAGE", help="leave these out, named alike"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of results (default: benchmarks/results)")
+    parser.add_argument("--data-dir", type=Path, metavar="PATH", help="folder as of compare (default: from the hub)")
+    parser.add_argument("--dry-run", action="store_true", help="show order, times, commands and what is up to date")
+    parser.add_argument("--table", action="store_true", help="write the table of benchmarks/README.md, and run nothing")
+
+
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "compare": _compare,
     "scoreboard": _scoreboard,
@@ -526,5 +541,9 @@ ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "scaling": _scaling,
     "faults": _faults,
     "mutants": _mutants,
+    "everything": _everything,
 }
 """What adds the arguments of a benchmark, by its name."""
+
+RESUMING = {"compare", "batch-size", "pinn", "cart-pole", "range-test", "mutants", "everything"}
+"""Those that keep each run that is done in a file of its own, and go on from there."""

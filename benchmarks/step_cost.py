@@ -30,8 +30,8 @@ from benchmarks.harness import (
     Contender,
     chosen_device,
     matmul_rate,
-    median_ratio,
     pin_threads,
+    ratio_spread,
     time_interleaved,
     write_json,
 )
@@ -52,6 +52,7 @@ class PeriodCost:
 
     Attributes:
         ratio: seconds of a step over those of SGD.
+        ratios: its median, lowest and highest over the rounds.
         floor_ratio: the ratio that the floor's arithmetic alone would give.
         gap: measured overhead over the floor's overhead; 1 is the floor.
         peer_ratio: kfac_pytorch's ratio, measured elsewhere.
@@ -60,6 +61,7 @@ class PeriodCost:
     periods: str
     seconds: float
     ratio: float
+    ratios: dict[str, float]
     floor_ratio: float
     gap: float
     peer_ratio: float | None
@@ -102,16 +104,17 @@ def run(args: argparse.Namespace) -> None:
     console = Console()
     pin_threads(args.threads)
     torch.manual_seed(0)
+    rounds, shortest = (1, 0.0) if args.quick else (args.repeats, SHORTEST_BLOCK)
     costs = []
     for name in args.models:
         workload = WORKLOADS[name]
         if args.quick:
             workload = replace(workload, examples=workload.examples // 8)
-        rounds, shortest = (1, 0.0) if args.quick else (args.repeats, SHORTEST_BLOCK)
         for setting in args.settings:
             costs.append(measure(name, setting, workload, args.periods, rounds, shortest, args.device, console))
     console.print(ratio_table(costs), parts_table(costs))
-    report = {"benchmark": "step-cost", "quick": args.quick, "models": [asdict(cost) for cost in costs]}
+    models = [asdict(cost) for cost in costs]
+    report = {"benchmark": "step-cost", "quick": args.quick, "repeats": rounds, "models": models}
     write_json(args.out, report, args.device)
     console.print(f"{torch.get_num_threads()} threads on {args.device}. Figures: {args.out}")
 
@@ -199,13 +202,14 @@ def _period_cost(
     periods: Periods, seconds: Mapping[str, Sequence[float]], floor_overhead: float, workload: Workload
 ) -> PeriodCost:
     """``floor_overhead`` is a multiple of an SGD step."""
-    ratio = median_ratio(seconds[str(periods)], seconds["sgd"])
+    ratios = ratio_spread(seconds[str(periods)], seconds["sgd"])
     return PeriodCost(
         periods=str(periods),
         seconds=statistics.median(seconds[str(periods)]),
-        ratio=ratio,
+        ratio=ratios["median"],
+        ratios=ratios,
         floor_ratio=1 + floor_overhead,
-        gap=(ratio - 1) / floor_overhead,
+        gap=(ratios["median"] - 1) / floor_overhead,
         peer_ratio=workload.peer.get((periods.factor, periods.inverse)),
     )
 

@@ -1,0 +1,76 @@
+"""Writes where each result comes from, as the table of benchmarks/README.md: one row for each file of figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.provenance import DIRTY, RESULTS, ROOT, brought_by, essence
+from benchmarks.spreads import ROUNDS, repeats_of
+from benchmarks.stages import STAGES
+
+PAGE = ROOT / "benchmarks" / "README.md"
+BEGIN = "<!-- made by: python -m benchmarks everything --table -->\n"
+END = "<!-- end of what was made -->\n"
+COMMITTED = "†"
+"""Marks a date and a commit that the result has not recorded: those of the commit that brought the file."""
+
+_UNKNOWN = "not recorded"
+_HEADINGS = ("result", "command", "machine", "repeats: spread", "date", "commit")
+
+
+def table() -> str:
+    """Make the table: results in the order of their stages, then those that have none."""
+    ordered = [RESULTS / f"{result}.json" for stage in STAGES for result in stage.results]
+    others = sorted(set(RESULTS.rglob("*.json")) - set(ordered))
+    there = [file for file in (*ordered, *others) if file.exists() and "unfinished" not in file.parts]
+    rows = [_HEADINGS, ("---",) * len(_HEADINGS), *(_row(file) for file in there)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def update_page() -> None:
+    """Put the table into the page, between its two marks."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")
+
+
+def _row(file: Path) -> tuple[str, ...]:
+    report = json.loads(file.read_text())
+    name = file.relative_to(RESULTS)
+    date, commit = report.get("date"), report.get("commit")
+    if date is None and (brought := brought_by(file)) is not None:
+        date, commit = (f"{word} {COMMITTED}" for word in brought)
+    else:
+        date = date and date[:10]
+    return (
+        f"[{name.with_suffix('')}](results/{name})",
+        f"`{_command(report)}`" if "command" in report else _UNKNOWN,
+        _machine(report.get("machine")),
+        _repeats(report),
+        date or _UNKNOWN,
+        commit.replace(DIRTY, ", changed") if commit else _UNKNOWN,
+    )
+
+
+def _command(report: Mapping[str, Any]) -> str:
+    """Return the command without what names folders; of our benchmarks without the program as well."""
+    command: str = report["command"]
+    return " ".join(essence(command)) if command.startswith("python -m benchmarks") else command
+
+
+def _machine(machine: Mapping[str, Any] | None) -> str:
+    if machine is None:
+        return _UNKNOWN
+    threads = f"{machine['torch_threads']} thread{'s' * (machine['torch_threads'] > 1)}"
+    device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
+    return f"{device}{machine['processor']}, {machine['cores']} cores, {threads}, torch {machine['torch']}"
+
+
+def _repeats(report: Mapping[str, Any]) -> str:
+    """Return how often what was measured, and how far it lies apart."""
+    repeats = repeats_of(report)
+    if repeats is not None:
+        return str(repeats)
+    return _UNKNOWN if report.get("benchmark") in ROUNDS else "none"

@@ -1,0 +1,67 @@
+"""Where figures come from: the command and the commit that made a result, found without torch.
+
+Results that were made before commands recorded their commit have only what git knows of them, see `brought_by`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DIRTY = "-dirty"
+_PROGRAM = ("python", "-m", "benchmarks")
+_CODE = ("kfac_optim/*.py", "benchmarks/*.py", "tests/*.py")  # git's * goes through folders
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Return the command as one may copy it; of paths that mean nothing elsewhere only the last part."""
+    shortened = [Path(word).name if os.path.isabs(word) or word.startswith("..") else word for word in words]
+    return shlex.join([*_PROGRAM, *shortened])
+
+
+def essence(command: str) -> list[str]:
+    """Return the words of a command that decide what it measures: all but the program, --out and --data-dir."""
+    words = iter(shlex.split(command.removeprefix(shlex.join(_PROGRAM))))
+    kept = []
+    for word in words:
+        if word in ("--out", "--data-dir"):
+            next(words)
+        else:
+            kept.append(word)
+    return kept
+
+
+def commit() -> str | None:
+    """Return the commit that is checked out, with `DIRTY` behind it where code differs from it; None without git."""
+    head = _git("rev-parse", "--short=7", "HEAD")
+    if not head:
+        return None
+    return head + (DIRTY if _git("status", "--porcelain", "--untracked-files=all", "--", *_CODE) else "")
+
+
+def brought_by(file: Path) -> tuple[str, str] | None:
+    """Return date and hash of the last commit that changed a file.
+
+    None without git, where the history is cut off, and where the file is not as it was committed.
+    """
+    if _git("rev-parse", "--is-shallow-repository") != "false" or _git("status", "--porcelain", "--", str(file)):
+        return None
+    found = _git("log", "-1", "--abbrev=7", "--format=%cs %h", "--", str(file))
+    if not found:
+        return None
+    date, _, name = found.partition(" ")
+    return date, name
+
+
+def _git(*words: str) -> str | None:
+    """Return what git says, and None where it cannot."""
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
