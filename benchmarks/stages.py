@@ -119,6 +119,12 @@ STAGES = (
     *_compared("compare/rate-alone", _RATE_LARGE, {"transformer": 29}, "--steps 600 "),
     *_compared("compare/rate-alone", _RATE_LARGE, {"unet": 44}, "--steps 468 "),
     *_compared("compare/rate-alone", _RATE_LARGE, {"vit": 67, "cnn": 87, "resnet20-plain": 66}, "--steps 390 "),
+    Stage(
+        ("compare/rate-alone/resnet20",),
+        "compare resnet20 --steps 390 --trials 4 --seeds 2 --optimizers Muon KFAC-selected SOAP KFAC-default "
+        "--data-dir data --threads 1",
+        70,
+    ),
     Stage(("batch-size/mnist-mlp",), "batch-size --trials 5 --seeds 2 --examples 300000 --data-dir data", 50),
     Stage(("pinn/poisson-2d",), "pinn poisson-2d --seeds 3 --threads 1", 12),
     Stage(("pinn/heat",), "pinn heat --seeds 1 --threads 1", 14),
