@@ -174,3 +174,19 @@ def test_a_device_tells_of_any_element_that_is_not_finite(value: float, place: i
 
 def test_no_element_at_all_is_finite() -> None:
     assert finite_on_device([torch.ones(0)]).item()
+
+
+def test_a_direction_whose_square_overflows_is_none() -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    train(model, optimizer, 1)
+    buffers = [optimizer.state[param]["momentum_buffer"].clone() for param in model.parameters()]
+    before = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e30)
+    optimizer.step()
+    for param, old, buffer in zip(model.parameters(), before, buffers, strict=True):
+        now = optimizer.state[param]["momentum_buffer"]
+        assert now.isfinite().all()
+        assert bool((now.abs() <= buffer.abs()).all()), "nothing was added to the momentum"
+        assert torch.equal(param, old - 0.1 * now)
