@@ -38,7 +38,7 @@ from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
 
-E = TypeVar("E", bound="DistributedExecutor")
+E = TypeVar("E", bound=Executor)
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
 _UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(5)
@@ -86,6 +86,11 @@ class DistributedExecutor(Executor):
     def plan(self) -> Plan | None:
         """Return who does what; None before the first step."""
         return self.agreement.plan
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """Return the wrapper of the model whose forward was the last; None where none is known."""
+        return self._wrappers.latest
 
     @property
     def worker(self) -> int:  # type: ignore[override]
@@ -190,11 +195,27 @@ class DistributedExecutor(Executor):
     def clip_grad_norm_(
         self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
+        norm = self.grad_norm(trained, norm_type)
+        self.clip(trained, max_norm, norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return norm
+
+    def grad_norm(self, trained: Trained, norm_type: float) -> Tensor:
+        """Return the norm of all gradients together, `[]`, once they are the mean; a collective."""
         self._describe(trained)
         self._vote()
         self.gradients.reduce()
         owned = self.gradients.owned(trained.params)
-        norm = self.gradients.norm([param.grad for param in owned if param.grad is not None], norm_type)
+        return self.gradients.norm([param.grad for param in owned if param.grad is not None], norm_type)
+
+    def clip(
+        self, trained: Trained, max_norm: float, norm: Tensor, norm_type: float, *, error_if_nonfinite: bool
+    ) -> None:
+        """Scale the gradients that are updated here as `clip_grad_norm_` does, where their norm `[]` is known.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        """
+        owned = self.gradients.owned(trained.params)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
@@ -203,7 +224,6 @@ class DistributedExecutor(Executor):
         for mesh in {mesh_of(param) for param in owned}:  # torch takes those of one mesh at once
             nn.utils.clip_grads_with_norm_([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
         self._edits.note()
-        return norm
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         check_rank(to, dist.get_world_size(self.ranks.group))

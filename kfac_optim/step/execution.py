@@ -50,6 +50,17 @@ class Agreement(NamedTuple):
     """Names of blocks whose statistics a loaded checkpoint has, but no rank; each load names them once."""
 
 
+class LossShare(NamedTuple):
+    """Says of some blocks which loss the gradients behind their statistics are of."""
+
+    blocks: Sequence[KFACBlock]
+    """Blocks that took statistics on some rank."""
+    terms: LossCount
+    """The terms of that loss."""
+    ranks: float = 1
+    """Ranks whose losses were added up to it; the mean of these losses is the one that is minimised."""
+
+
 class Admission(NamedTuple):
     """Admits a step that is to be taken."""
 
@@ -120,7 +131,14 @@ class Statistics:
 
 
 class Gradients:
-    """Brings gradients to those who precondition them, and the result to those who update: both are done here."""
+    """Brings gradients to those who precondition them, and the result to those who update: both are done here.
+
+    Attributes:
+        stacks: preconditions small blocks together.
+        apart: whether ranks have layers that others do not have, so that each takes part in sums whatever it has.
+    """
+
+    apart = False
 
     def __init__(self) -> None:
         self.stacks = Stacks()
@@ -304,6 +322,15 @@ class Executor:
             graded={block for block in blocks if has_gradient(block)},
             unaccounted={block for block in blocks if block.check.differs},
         )
+
+    def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
+        """Tell what loss the statistics of a step are of, and whether any block took some, on any rank.
+
+        Args:
+            sampled: the blocks that did, as this rank knows it.
+            count: terms of the loss of this rank.
+        """
+        return [LossShare(sampled, count)], bool(sampled)
 
     def gradients_dropped(self) -> None:
         """Take notice of `zero_grad`."""

@@ -15,6 +15,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.distributed import executor as executors
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.expert_executor import ExpertExecutor
 from kfac_optim.distributed.planning.strategies import Replicated, Statistics
 from kfac_optim.distributed.serving.trainers import RoundRefresher, TrainingExecutor
 from kfac_optim.distributed.serving.workers import OrderedRefresher, Service, ServingExecutor
@@ -33,7 +34,7 @@ def executor_of(
     arguments: Mapping[str, Any],
     window: CaptureWindow,
     estimate: Estimate,
-) -> DistributedExecutor:
+) -> DistributedExecutor | ExpertExecutor:
     """Return the executor of an optimizer; with statistics workers it depends on what this rank does.
 
     Args:
@@ -48,6 +49,8 @@ def executor_of(
         ValueError: choices do not go together with statistics workers.
     """
     choice, make = config.workers, DistributedExecutor
+    if config.experts is not None:
+        return executors.executor_of(optimizer, config, step_size, arguments, window, estimate, ExpertExecutor)
     if choice is not None:
         _check_choices(config, arguments)
         role = choice.role()
