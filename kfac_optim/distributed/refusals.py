@@ -116,11 +116,19 @@ def refuse_expert_layout(
     if wrapper is None:
         return
     ignored = wrapper.parameters_to_ignore
-    averaged = [name for name, param in wrapper.module.named_parameters() if param in experts and name not in ignored]
+    # The wrapper looks for names that hold a dot, even of what lies in the model itself.
+    reduced = {
+        param
+        for name, module in wrapper.module.named_modules()
+        for last, param in module.named_parameters(recurse=False)
+        if f"{name}.{last}" not in ignored
+    }
+    averaged = [name for param, name in experts.items() if param in reduced]
     if averaged:
         raise RuntimeError(
             f"kfac_optim: DistributedDataParallel averages the experts {listed(averaged)}, which are others on each "
             "rank, and has given all ranks those of the first as it was made. Have it ignore them, before it is made: "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name for name, _ in "
-            "model.named_parameters() if ...])."
+            "model.named_parameters() if ...]), and keep them in a module of their own, for it does not ignore "
+            "parameters of the model itself."
         )

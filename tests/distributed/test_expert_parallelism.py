@@ -59,10 +59,17 @@ def on_mesh(kind: str, copies: int, strategy: Strategy, options: dict[str, Any])
 
 def backward(model: Mixture, ddp: Any, experts: Experts, x: Tensor) -> None:
     loss(ddp(x.chunk(RANKS)[dist.get_rank()])).backward()
-    for param in model.of_experts_here() if experts.copies is not None else ():
+    if experts.copies is not None:
+        for gradient in filled(model):
+            dist.all_reduce(gradient, group=experts.copies)
+
+
+def filled(model: Mixture) -> list[Tensor]:
+    """Return the gradients of experts, zeros where there was none."""
+    for param in model.of_experts_here():
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        dist.all_reduce(param.grad, group=experts.copies)
+    return [param.grad for param in model.of_experts_here() if param.grad is not None]
 
 
 def on_rank(
@@ -81,13 +88,15 @@ def on_rank(
     return [param.detach() for param in model.of_others()], weights_of(model.of_experts_here()), scales
 
 
-def alone(kind: str, options: dict[str, Any], upset: int) -> tuple[list[Tensor], Tensor, list[Any]]:
+def alone(kind: str, copies: int, options: dict[str, Any], upset: int) -> tuple[list[Tensor], Tensor, list[Any]]:
     model = Mixture(kind)
     optimizer = KFACOptimizer(model, **{**OPTIONS, **options})
     scales = []
     for step in range(STEPS):
         optimizer.zero_grad()
         loss(model(batch(step))).backward()
+        if copies > 1:
+            filled(model)
         if step == upset:
             model.first.weight.grad.fill_(float("nan"))
         optimizer.step()
@@ -99,7 +108,7 @@ def alone(kind: str, options: dict[str, Any], upset: int) -> tuple[list[Tensor],
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("kind", ["linear", "einsum"])
 def test_a(four_ranks: Ranks, kind: str, copies: int, strategy: Strategy) -> None:
-    shared, experts, metrics = alone(kind, {}, 4)
+    shared, experts, metrics = alone(kind, copies, {}, 4)
     answers = four_ranks.run(on_rank, kind, copies, strategy, {}, 4)
     for rank, (ours, _, found) in enumerate(answers):
         for step, (m, t) in enumerate(zip(found, metrics)):

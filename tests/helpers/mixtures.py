@@ -10,6 +10,18 @@ from torch.distributed._functional_collectives import all_to_all_single
 EXPERTS, WIDTH = 8, 3
 
 
+class Grouped(nn.Module):
+    """Holds the weights of some experts in one parameter, `[experts, in, out]`."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weights.clone())
+
+    def forward(self, padded: Tensor) -> Tensor:
+        """Return the rows of each expert, `[experts, rows, out]`, of `[experts, rows, in]`."""
+        return torch.einsum("eci,eio->eco", padded, self.weight)
+
+
 class Mixture(nn.Module):
     """Layers that all ranks share around experts; the first column of an input says which expert is the example's.
 
@@ -28,13 +40,13 @@ class Mixture(nn.Module):
         self.first, self.gate, self.last = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 2)
         weights = torch.randn(EXPERTS, WIDTH, WIDTH)[number * self.local : (number + 1) * self.local]
         self.kind = kind
-        self.experts: nn.ModuleList | nn.Parameter
+        self.experts: nn.ModuleList | Grouped
         if kind == "linear":
             self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in weights])
             for expert, weight in zip(self.experts, weights, strict=True):
-                expert.weight.data.copy_(weight)
+                expert.weight.data.copy_(weight.T)
         else:
-            self.experts = nn.Parameter(weights.clone())
+            self.experts = Grouped(weights)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +79,8 @@ class Mixture(nn.Module):
         chosen = nn.functional.one_hot(ids, self.local).to(rows.dtype)
         places = (chosen.cumsum(0) * chosen).sum(1).long() - 1
         padded = rows.new_zeros(self.local, max(len(rows), 1), WIDTH).index_put((ids, places), rows)
-        return torch.einsum("eci,eio->eco", padded, self.experts)[ids, places]
+        out: Tensor = self.experts(padded)[ids, places]
+        return out
 
     def of_others(self) -> list[nn.Parameter]:
         """Return the parameters that are the same on all ranks."""
