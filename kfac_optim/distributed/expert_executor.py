@@ -23,6 +23,7 @@ from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.gradients.flow import ReplicatedGradients, sum_scalars, total_norm
+from kfac_optim.distributed.gradients.undivided import DivisionCheck
 from kfac_optim.distributed.refusals import refuse_expert_layout
 from kfac_optim.distributed.statistics.overlap import Terms
 from kfac_optim.step.execution import Agreement, Executor, Gradients, LossShare, Parts, Statistics, Trained, WholeStates
@@ -33,12 +34,7 @@ class ExpertExecutor(Executor):
     """Carries out steps in which all ranks share some layers, and each has experts of its own.
 
     Args:
-        config: the user's choices, with experts.
-        step_size: as of `DistributedExecutor`, as are the others.
-        terms: of the loss.
-        arguments: of the optimizer.
-        tensors: among the arguments.
-        state: of the optimizer.
+        config: the user's choices, with experts; the other arguments are those of `DistributedExecutor`.
 
     Attributes:
         shared: carries out the part of the layers that are the same on all ranks.
@@ -74,6 +70,7 @@ class ExpertExecutor(Executor):
             self.own = DistributedExecutor(of_copies, step_size, lambda: None, arguments, tensors, state)
         self._params: dict[nn.Parameter, str] = {}
         self._is_known = False
+        self._division = DivisionCheck()
         self.statistics = ExpertStatistics(self)
         self.gradients = ExpertGradients(self)
         self.states = ExpertStates(self)
@@ -100,7 +97,7 @@ class ExpertExecutor(Executor):
         return param in self._params
 
     def divided(self, blocks: Iterable[KFACBlock]) -> tuple[list[KFACBlock], list[KFACBlock]]:
-        """Return the blocks that all ranks share, and those of experts; copies of blocks are divided as they are."""
+        """Return the blocks that all ranks share, and those of experts."""
         parts: tuple[list[KFACBlock], list[KFACBlock]] = [], []
         for block in blocks:
             parts[self.is_own(block.params[0])].append(block)
@@ -121,6 +118,7 @@ class ExpertExecutor(Executor):
         super().attach(model)
         if model is not None:
             self._params, self._is_known = self.experts.params(model), True
+            self._division.follow(self._params)
         self.shared.attach(model)
 
     def begin_forward(self, model: nn.Module) -> int:
@@ -154,12 +152,21 @@ class ExpertExecutor(Executor):
         of_all = self.shared.agree(shared, finite=finite, summed=summed, counted=counted, rescaled=rescaled)
         # On copies too the step is taken if all ranks take it.
         here = self.own.agree(own, finite=of_all.finite, summed=of_all.summed, counted=None, rescaled=rescaled)
+        if of_all.finite:
+            averages = self.shared.wrapper is not None
+            self._division.check(own.params, self.shared.ranks.main, self._sum_over_copies, averages=averages)
         return of_all._replace(
             sampled={*of_all.sampled, *here.sampled},
             graded={*of_all.graded, *here.graded},
             unaccounted={*of_all.unaccounted, *here.unaccounted},
             restarted=[*of_all.restarted, *here.restarted],
         )
+
+    def _sum_over_copies(self, values: Tensor) -> Tensor:
+        if not isinstance(self.own, DistributedExecutor):
+            return values
+        main = self.own.ranks.main
+        return sum_scalars(values.to(main.device), main)
 
     def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
         """Tell what loss the statistics are of; see [Note: the loss of an expert]. A collective."""
@@ -174,6 +181,7 @@ class ExpertExecutor(Executor):
         return [LossShare(of_all, count), LossShare(own, joined, main.world_size / copies)], bool(found > 0)
 
     def gradients_dropped(self) -> None:
+        self._division.forget()
         self.shared.gradients_dropped()
         self.own.gradients_dropped()
 
