@@ -9,6 +9,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import is_precise
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Replicated, Sharded
+from kfac_optim.fisher.estimates import NamedLoss
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import Sketched
 from kfac_optim.step.choices import Choices
@@ -78,6 +79,12 @@ def _check_expert_choices(choices: Choices) -> None:
         raise ValueError(
             f"kfac_optim: {whole[0]!r} evaluates the whole model, and each rank has experts of its own. Use "
             "AdaptiveTrustRegion() and a fixed damping."
+        )
+    if isinstance(choices.estimate, NamedLoss) and choices.estimate.several:
+        raise ValueError(
+            f"kfac_optim: {choices.estimate!r} takes as many passes of backward as the layers of a rank ask for, and "
+            "all ranks take part in each, as tokens go to experts on other ranks. Use MonteCarlo(...) or "
+            "CurvaturePropagation(...)."
         )
     if isinstance(choices.schedule, Staggered):
         raise ValueError(

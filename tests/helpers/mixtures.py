@@ -28,16 +28,17 @@ class Mixture(nn.Module):
     Args:
         kind: "linear", a module each; or "einsum", one parameter for all.
         group: the ranks that the experts are divided among; None is this process alone.
+        outputs: width of the output.
     """
 
-    def __init__(self, kind: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, kind: str, group: dist.ProcessGroup | None = None, outputs: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.group = group
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.local = EXPERTS // self.ranks
         number = 0 if group is None else dist.get_rank(group)
-        self.first, self.gate, self.last = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 2)
+        self.first, self.gate, self.last = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, outputs)
         weights = torch.randn(EXPERTS, WIDTH, WIDTH)[number * self.local : (number + 1) * self.local]
         self.kind = kind
         self.experts: nn.ModuleList | Grouped
