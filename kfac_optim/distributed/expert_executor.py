@@ -105,12 +105,12 @@ class ExpertExecutor(Executor):
 
     def trained(self, trained: Trained) -> tuple[Trained, Trained]:
         """Return what all ranks train together, and what this rank has of its own."""
-        shared, own = self.divided(trained.blocks)
-        params = trained.params
-        return (
-            trained._replace(blocks=shared, params=[param for param in params if not self.is_own(param)]),
-            trained._replace(blocks=own, params=[param for param in params if self.is_own(param)]),
-        )
+        params: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for param in trained.params:
+            params[self.is_own(param)].append(param)
+        both = zip(self.divided(trained.blocks), params, strict=True)
+        shared, own = (trained._replace(blocks=blocks, params=some) for blocks, some in both)
+        return shared, own
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ class ExpertExecutor(Executor):
         self.own.close()
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
-        of_all, own = self.divided(blocks)
         refuse_expert_layout(blocks, self._params, self.shared.wrapper)
+        of_all, own = self.divided(blocks)
         self.shared.check(of_all, [param for param in params if not self.is_own(param)])
         self.own.check(own, [param for param in params if self.is_own(param)])
         ranks, copies = len(ranks_of(self.shared.ranks.group)), self.experts.count
@@ -163,22 +163,18 @@ class ExpertExecutor(Executor):
         )
 
     def _sum_over_copies(self, values: Tensor) -> Tensor:
-        if not isinstance(self.own, DistributedExecutor):
-            return values
-        main = self.own.ranks.main
-        return sum_scalars(values.to(main.device), main)
+        return sum_scalars(values, self.own.ranks.main) if isinstance(self.own, DistributedExecutor) else values
 
     def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
         """Tell what loss the statistics are of; see [Note: the loss of an expert]. A collective."""
-        main, shared_and_own = self.shared.ranks.main, self.divided(sampled)
+        main, (shared, own) = self.shared.ranks.main, self.divided(sampled)
         terms = torch.as_tensor(count.averaged, dtype=torch.float64, device=main.device).reshape(())
         mine = torch.stack([terms, torch.full_like(terms, len(sampled))])
         total, found = main.all_reduce("terms of the loss", mine).wait()
         copies = self.experts.count
         terms = total / copies
         joined = count._replace(averaged=terms if isinstance(count.averaged, Tensor) else float(terms))
-        of_all, own = shared_and_own
-        return [LossShare(of_all, count), LossShare(own, joined, main.world_size / copies)], bool(found > 0)
+        return [LossShare(shared, count), LossShare(own, joined, main.world_size / copies)], bool(found > 0)
 
     def gradients_dropped(self) -> None:
         self._division.forget()
@@ -270,8 +266,8 @@ class ExpertStatistics(Statistics):
     def _divided(self, blocks: Sequence[KFACBlock]) -> list[tuple[Statistics, list[KFACBlock]]]:
         """Return those of the two that have some of the blocks: where none is shared, other ranks may not be here."""
         shared, own = self._executor.divided(blocks)
-        both = (self._executor.shared.statistics, shared), (self._executor.own.statistics, own)
-        return [(statistics, some) for statistics, some in both if some]
+        both = (self._executor.shared, shared), (self._executor.own, own)
+        return [(executor.statistics, some) for executor, some in both if some]
 
 
 class ExpertGradients(Gradients):
@@ -329,8 +325,7 @@ class ExpertGradients(Gradients):
         return self._executor.own.gradients
 
     @property
-    def _is_replicated(self) -> bool:
-        """Return whether all ranks update all shared parameters, and each of them knows their sums."""
+    def _is_replicated(self) -> bool:  # so that every rank knows sums over all shared parameters
         return isinstance(self._shared, ReplicatedGradients)
 
 

@@ -11,6 +11,7 @@ from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out, precondition_jointly
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.inverses.base import Inverse
+from kfac_optim.step.stages import Stages
 from kfac_optim.utils.joined_tensors import Joins
 from kfac_optim.utils.sharded_params import Shards, is_part
 
@@ -222,31 +223,6 @@ class WholeStates:
             factors: whether checkpoints hold statistics and inverses.
         """
         return None
-
-
-class Stages:
-    """Brings together what the stages of a pipeline know of one step, each with an optimizer; here is one stage alone.
-
-    Attributes:
-        several: whether there are other stages.
-    """
-
-    several = False
-
-    def agree(self, *, finite: bool, summed: float, kl_clip: float | None, device: torch.device) -> tuple[bool, float]:
-        """Return whether all gradients of all stages are finite, and the most terms of a summed loss that one has seen.
-
-        Args:
-            finite: whether those of this stage are.
-            summed: `LossCount.summed` of this stage.
-            kl_clip: of its param groups.
-            device: of its parameters.
-        """
-        return finite, summed
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum `values` `[n]` over the stages."""
-        return values
 
 
 class Executor:
