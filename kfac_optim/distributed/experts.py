@@ -22,13 +22,10 @@ class Experts:
 
     The loss is the mean of those of the ranks, `(1/P) Σ_r loss_r`, as `DistributedDataParallel` has it. At `step()` the
     gradient of an expert must be the gradient of that mean too, as `torch.optim.SGD` would want it. Backward brings it
-    as the gradient of the sum of all losses that its tokens come from: divide it by `P`,
-
-        for param in experts.parameters():
-            param.register_hook(lambda gradient: gradient / dist.get_world_size())
-
-    or after backward; and where several ranks hold copies of the same experts, sum it over these before the step. Leave
-    the way of the tokens alone: what divides their gradients on the way back cannot be told from a smaller loss.
+    as the gradient of the sum of all losses that its tokens come from: divide it by `P`, by a hook on each parameter
+    of an expert that returns `gradient / P`, or after backward by `param.grad /= P`. Where several ranks hold copies of
+    the same experts, sum it over these before the step. Leave the way of the tokens alone: what divides their gradients
+    on the way back cannot be told from a smaller loss. `kfac_optim/distributed/README.md` has a whole script.
 
     Args:
         layers: name globs over modules or parameters, or module classes; all that is inside them belongs to experts.

@@ -74,10 +74,10 @@ class DivisionCheck:
         if largest(communicator, [int(found)], "gradients of experts", ())[0]:
             raise RuntimeError(
                 "kfac_optim: the gradients of experts are those of the sum of the losses of ranks, as backward brings "
-                "them, while those of other layers are of the mean. Before the first backward, for each parameter of "
-                f"an expert, param.register_hook(lambda gradient: gradient / {communicator.world_size}); or divide "
-                "them before step(). If your all-to-all divides the gradients of tokens, have it leave them as they "
-                "are."
+                "them, while those of other layers are of the mean. Before step(), for each parameter of an expert, "
+                f"param.grad /= {communicator.world_size}; or, before the first backward, have a hook on it return "
+                f"gradient / {communicator.world_size}. If your all-to-all divides the gradients of tokens, have it "
+                "leave them as they are."
             )
 
     def forget(self) -> None:
