@@ -24,6 +24,7 @@ from kfac_optim.diagnostics import Summary
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.expert_executor import ExpertExecutor
 from kfac_optim.distributed.gradients.joining import Joining
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.refusals import check_choices
@@ -279,8 +280,8 @@ class KFACOptimizer(Optimizer):
             several=self._executor.several,
         )
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
-        if isinstance(self._executor, DistributedExecutor):
-            check_choices(self._executor.config, choices, in_shards=any(map(is_sharded, self._params())))
+        if (ranks := self._ranks) is not None:
+            check_choices(ranks.config, choices, in_shards=any(map(is_sharded, self._params())))
         estimate.arm(self._window)
         if self._window.terms is not None:
             self._window.terms.remembers = step_size.needs_closure
@@ -549,7 +550,15 @@ class KFACOptimizer(Optimizer):
 
         A rank that has none left takes the steps of the others with them. One backward that reduces belongs to each
         step, and what changes at each step, as a scheduled rate, has to be changed on such a rank as well.
+
+        Raises:
+            NotImplementedError: ranks have experts of their own.
         """
+        if isinstance(self._executor, ExpertExecutor):
+            raise NotImplementedError(
+                "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples would not work on the "
+                "tokens that other ranks send to its experts. Leave Join out, and have all ranks take as many steps."
+            )
         joining = self._joining
         return JoinHook() if joining is None else joining.hook(self._params, self.step)
 
@@ -574,7 +583,15 @@ class KFACOptimizer(Optimizer):
 
     @property
     def _joining(self) -> Joining | None:
-        return self._executor.joining if isinstance(self._executor, DistributedExecutor) else None
+        return None if self._ranks is None else self._ranks.joining
+
+    @property
+    def _ranks(self) -> DistributedExecutor | None:
+        """Return what carries out the part of the ranks that train the same layers; None on one process."""
+        executor = self._executor
+        if isinstance(executor, ExpertExecutor):
+            return executor.shared
+        return executor if isinstance(executor, DistributedExecutor) else None
 
     # -- reports -----------------------------------------------------------------------------------------------
 
@@ -586,9 +603,9 @@ class KFACOptimizer(Optimizer):
     def plan(self) -> Plan | None:
         """Return who does what, and what is sent, on several processes: `print(optimizer.plan().summary())`.
 
-        None on one process, and before the first step.
+        None on one process, and before the first step. Experts of `DistributedConfig(experts=...)` are not in it.
         """
-        return self._executor.plan if isinstance(self._executor, DistributedExecutor) else None
+        return None if self._ranks is None else self._ranks.plan
 
     def metrics(self) -> dict[str, float]:
         """Return numbers of the last step, for any logger.

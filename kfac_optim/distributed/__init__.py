@@ -4,7 +4,8 @@ The folder is laid out in rooms like the package, and by the same rule:
 
     communication                       what is sent together, collectives on it, process groups, votes
     launch, planning                    which launcher started the processes; who works on what, and what that costs
-    statistics_workers                  which ranks only measure and refresh: the choice, and what it makes of a rank
+    statistics_workers, experts         which ranks only measure and refresh, and which layers each rank has of its
+                                        own: the choices, and what they make of a rank
     config                              the user's choices, as one value
     choice, training_group, refusals    what ranks compare, which ranks train, which choices do not go together
     gradients, statistics               gradients to owners and back; statistics to owners, and inverses from them
@@ -12,12 +13,14 @@ The folder is laid out in rooms like the package, and by the same rule:
     plan_agreement, state_transfer      one plan on all ranks; states for a new plan and for checkpoints
     stages                              one trust region over the stages of a pipeline
     executor                            all of this together, as the engine asks for it
+    expert_executor                     the same where each rank has experts of its own beside what all ranks share
     serving                             the same where there are statistics workers: orders to them, and answers
 """
 
 from kfac_optim.distributed.communication.launches import Cause, Launch
 from kfac_optim.distributed.communication.message import Collective
 from kfac_optim.distributed.config import DistributedConfig
+from kfac_optim.distributed.experts import Experts
 from kfac_optim.distributed.launch import Launcher, ProcessPlace, find_place, initialize
 from kfac_optim.distributed.planning.calibration import measure_costs
 from kfac_optim.distributed.planning.costs import CostModel
@@ -46,6 +49,7 @@ __all__ = [
     "Covered",
     "DistributedConfig",
     "Exchange",
+    "Experts",
     "FullySharded",
     "Launch",
     "Launcher",

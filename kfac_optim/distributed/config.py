@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from kfac_optim.distributed.communication.launches import Launch
+from kfac_optim.distributed.experts import Experts
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.distributed.planning.strategies import Auto, Exchange, Replicated, Sharded, Strategy, check_strategy
 from kfac_optim.distributed.statistics_workers import StatisticsWorkers
@@ -32,6 +33,8 @@ class DistributedConfig:
             each with an optimizer for its stage: one trust region then bounds the steps of all. Name in `group` the
             ranks that train the same stage on other examples, if it is this rank alone: both are groups of a
             `DeviceMesh`, as `init_device_mesh("cuda", (replicas, stages), mesh_dim_names=("data", "stages"))` has them.
+        experts: the layers of a mixture of experts that each rank has of its own, `Experts(["*.experts"])`, while
+            `strategy` is how the ranks share the others; None is none. One trust region bounds the steps of all.
         timeout: how long a collective may take before it is an error; None is as long as in that group.
         overlap: whether sums of statistics are sent while backward goes on, where it is known to be the last before a
             step: under DDP.
@@ -58,6 +61,7 @@ class DistributedConfig:
     group: dist.ProcessGroup | None = None
     # Of other ranks another group, though they train the same stage.
     pipeline: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    experts: Experts | None = None
     timeout: timedelta | None = None
     overlap: bool = True
     bucket_bytes: int = 25 * 2**20
@@ -97,12 +101,24 @@ class DistributedConfig:
                     "stage on other examples. Take both groups from one DeviceMesh of replicas and stages: "
                     'group=mesh.get_group("data"), pipeline=mesh.get_group("stages").'
                 )
+        if self.experts is not None:
+            self._check_experts(self.experts)
         if self.workers is not None:
             self._check_workers(self.workers)
         if self.observe is not None and not callable(self.observe):
             raise TypeError(
                 f"kfac_optim: observe of DistributedConfig must be a function of a Launch, or None, got "
                 f"{self.observe!r}."
+            )
+
+    def _check_experts(self, experts: Experts) -> None:
+        check_kind("experts of DistributedConfig", experts, Experts)
+        other = "workers" if self.workers is not None else "pipeline" if self.pipeline is not None else None
+        if other is not None:
+            raise ValueError(
+                f"kfac_optim: DistributedConfig has {experts} and {other}, which do not go together. Leave {other} "
+                f"out; or leave experts out, have {list(experts.layers)} skipped by skip_layers, and train their "
+                "parameters by an optimizer of their own."
             )
 
     def _check_workers(self, workers: StatisticsWorkers) -> None:

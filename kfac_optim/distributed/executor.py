@@ -1,18 +1,14 @@
 """K-FAC on the ranks of a process group: the executor, which has its parts work together in one order on all ranks."""
 
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import has_gradient
-from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.distributed import choice
 from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
@@ -33,12 +29,9 @@ from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports, Terms
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
-from kfac_optim.fisher.estimates import Estimate
 from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
 from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
-
-E = TypeVar("E", bound="DistributedExecutor")
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
 _UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(5)
@@ -86,6 +79,11 @@ class DistributedExecutor(Executor):
     def plan(self) -> Plan | None:
         """Return who does what; None before the first step."""
         return self.agreement.plan
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """Return the wrapper of the model whose forward was the last; None where none is known."""
+        return self._wrappers.latest
 
     @property
     def worker(self) -> int:  # type: ignore[override]
@@ -190,11 +188,27 @@ class DistributedExecutor(Executor):
     def clip_grad_norm_(
         self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
+        norm = self.grad_norm(trained, norm_type)
+        self.clip(trained, max_norm, norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return norm
+
+    def grad_norm(self, trained: Trained, norm_type: float) -> Tensor:
+        """Return the norm of all gradients together, `[]`, once they are the mean; a collective."""
         self._describe(trained)
         self._vote()
         self.gradients.reduce()
         owned = self.gradients.owned(trained.params)
-        norm = self.gradients.norm([param.grad for param in owned if param.grad is not None], norm_type)
+        return self.gradients.norm([param.grad for param in owned if param.grad is not None], norm_type)
+
+    def clip(
+        self, trained: Trained, max_norm: float, norm: Tensor, norm_type: float, *, error_if_nonfinite: bool
+    ) -> None:
+        """Scale the gradients that are updated here as `clip_grad_norm_` does, where their norm `[]` is known.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        """
+        owned = self.gradients.owned(trained.params)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"kfac_optim: the total norm of order {norm_type} of the gradients is {float(norm)} and cannot be "
@@ -203,7 +217,6 @@ class DistributedExecutor(Executor):
         for mesh in {mesh_of(param) for param in owned}:  # torch takes those of one mesh at once
             nn.utils.clip_grads_with_norm_([p for p in owned if mesh_of(p) == mesh], max_norm, norm)
         self._edits.note()
-        return norm
 
     def consolidate(self, trained: Trained, to: int | None) -> None:
         check_rank(to, dist.get_world_size(self.ranks.group))
@@ -304,45 +317,3 @@ def _mark(block: KFACBlock) -> int:
 
 def _may_shard(strategy: Strategy | Auto) -> bool:
     return strategy.may_shard if isinstance(strategy, Auto) else isinstance(strategy, Sharded)
-
-
-def executor_of(
-    optimizer: Optimizer,
-    config: DistributedConfig,
-    step_size: StepSize,
-    arguments: Mapping[str, Any],
-    window: CaptureWindow,
-    estimate: Estimate,
-    make: Callable[..., E],
-) -> E:
-    """Return the executor of an optimizer, which it holds weakly.
-
-    Args:
-        optimizer: the optimizer; its groups and state are asked for at each step.
-        config: the user's choices about processes.
-        step_size: the user's choice.
-        arguments: all choices of the user, by name.
-        window: counts the terms of the loss.
-        estimate: says what output gradients are multiplied by.
-        make: makes it; takes the arguments of `DistributedExecutor`.
-    """
-    described, known = choice.described(arguments), weakref.ref(optimizer)
-
-    def groups() -> Sequence[Mapping[str, Any]]:
-        return () if (found := known()) is None else found.param_groups
-
-    def terms() -> Terms | None:
-        count = None if window.scaled else window.so_far()
-        return None if count is None else (count, estimate.scale(count, 1.0))
-
-    def state() -> MutableMapping[Any, Any]:
-        return {} if (found := known()) is None else found.state
-
-    return make(
-        config,
-        step_size,
-        terms,
-        arguments=lambda: described | choice.numbers(groups()),
-        tensors=lambda: choice.tensors(groups()),
-        state=state,
-    )

@@ -2,14 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import is_precise
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Replicated, Sharded
+from kfac_optim.fisher.estimates import NamedLoss
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import Sketched
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.refresh_schedules import Background
+from kfac_optim.step.refresh_schedules import Background, Staggered
+from kfac_optim.utils.sharded_params import is_part
+from kfac_optim.utils.text import listed
 
 
 def refuse_coarse_sketches(blocks: Sequence[KFACBlock], config: DistributedConfig) -> None:
@@ -47,6 +53,8 @@ def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: boo
                 f"kfac_optim: {each!r} solves for the residuals of one process, and there are several. Pass "
                 "distributed=False to train on each rank by itself, or another inverse."
             )
+    if config.experts is not None:
+        _check_expert_choices(choices)
     strategy = config.strategy
     candidates = (strategy.candidates or (Auto(),)) if isinstance(strategy, Auto) else (strategy,)
     fractions = [each.inverse_worker_fraction for each in candidates if isinstance(each, Replicated)]
@@ -61,4 +69,73 @@ def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: boo
             f"kfac_optim: {choices.judges[0]} needs all gradients and momentum on every process, which has only a part "
             f"of them under {'FSDP2' if in_shards else strategy}. Use DistributedConfig(strategy=Replicated()), or "
             "TrustRegion() and a fixed damping."
+        )
+
+
+def _check_expert_choices(choices: Choices) -> None:
+    """Raise ValueError for choices that look at the whole model, of which each rank has a part."""
+    whole: list[object] = [*choices.judges, *([choices.step_size] if choices.step_size.needs_closure else [])]
+    if whole:
+        raise ValueError(
+            f"kfac_optim: {whole[0]!r} evaluates the whole model, and each rank has experts of its own. Use "
+            "AdaptiveTrustRegion() and a fixed damping."
+        )
+    if isinstance(choices.estimate, NamedLoss) and choices.estimate.several:
+        raise ValueError(
+            f"kfac_optim: {choices.estimate!r} takes as many passes of backward as the layers of a rank ask for, and "
+            "all ranks take part in each, as tokens go to experts on other ranks. Use MonteCarlo(...) or "
+            "CurvaturePropagation(...)."
+        )
+    if isinstance(choices.schedule, Staggered):
+        raise ValueError(
+            f"kfac_optim: {choices.refresh} spreads refreshes over all layers of the model, and each rank has experts "
+            "of its own. Use Together()."
+        )
+
+
+def refuse_expert_layout(
+    blocks: Sequence[KFACBlock], experts: Mapping[nn.Parameter, str], wrapper: DistributedDataParallel | None
+) -> None:
+    """Refuse parameters of experts that lie, or are averaged, otherwise than each rank's own.
+
+    Args:
+        blocks: all there are.
+        experts: the parameters of experts, and their names.
+        wrapper: of the model; None is none.
+
+    Raises:
+        NotImplementedError: another layout would be needed.
+        RuntimeError: the wrapper averages parameters of experts.
+    """
+    if parts := [name for param, name in experts.items() if is_part(param)]:
+        raise NotImplementedError(
+            f"kfac_optim: the experts {listed(parts)} are DTensors, or pieces of them. Experts are to be parameters "
+            "that hold what lies on this rank: replace each by nn.Parameter(param.to_local()) before the optimizer is "
+            "built, and use it as it is where the forward calls to_local(); or leave them to SGD, by skip_layers and "
+            "without experts in DistributedConfig."
+        )
+    for block in blocks:
+        if len({param in experts for param in block.params}) > 1:
+            raise NotImplementedError(
+                f"kfac_optim: of the parameters {listed(block.param_names)} of layer {block.name!r} some are of "
+                "experts and some are shared by all ranks. Name all of them in Experts, or none."
+            )
+    if wrapper is None:
+        return
+    ignored = wrapper.parameters_to_ignore
+    # The wrapper looks for names that hold a dot, even of what lies in the model itself.
+    reduced = {
+        param
+        for name, module in wrapper.module.named_modules()
+        for last, param in module.named_parameters(recurse=False)
+        if f"{name}.{last}" not in ignored
+    }
+    averaged = [name for param, name in experts.items() if param in reduced]
+    if averaged:
+        raise RuntimeError(
+            f"kfac_optim: DistributedDataParallel averages the experts {listed(averaged)}, which are others on each "
+            "rank, and has given all ranks those of the first as it was made. Have it ignore them, before it is made: "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name for name, _ in "
+            "model.named_parameters() if ...]), and keep them in a module of their own, for it does not ignore "
+            "parameters of the model itself."
         )

@@ -11,7 +11,7 @@ from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.step.choices import Choices
-from kfac_optim.step.execution import Stages
+from kfac_optim.step.stages import Stages
 
 
 class PipelineStages(Stages):

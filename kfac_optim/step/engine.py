@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,16 @@ class Engine:
         trained = [param for group in groups for param in group["params"] if param.grad is not None]
         _follow_model(state, blocks)
         count = self.window.close()._replace(summed=agreement.summed)
-        scale = self.choices.estimate.scale(count, admission.loss_scale)
         if objective is not None:
             objective.loss_scale = admission.loss_scale
         with profiled("kfac.fold"):
             sampled = [block for block in blocks if block in agreement.sampled]
-            fold_all(sampled, count, scale, executor.statistics.tell_counts)
+            shares, is_sampled = executor.loss_shares(sampled, count)
+            for share in shares:
+                scale = self.choices.estimate.scale(share.terms, admission.loss_scale * share.ranks)
+                fold_all(share.blocks, share.terms, scale, executor.statistics.tell_counts)
             executor.statistics.settle()
-            if agreement.sampled and kl_clip is not None and self.choices.adapt_damping is None:
+            if is_sampled and kl_clip is not None and self.choices.adapt_damping is None:
                 unit = step_size.loss_unit(memory)
                 for block in blocks:
                     block.clock.use_unit(unit)
@@ -132,8 +134,14 @@ class Engine:
                     vars(clock).update(vars(as_it_was))
                 raise
         joins = admission.joins
-        measured = covered and step_size.preconditions
-        products, measures = _measure(covered, active, grads, parts, executor, joins) if measured else ([], {})
+        is_summed = bool(covered) or executor.gradients.apart
+        # Of every group that has covered blocks, also where these are preconditioned by other workers.
+        summed = groups if executor.gradients.apart else [group for block in covered for group in block.groups]
+        products: list[tuple[Group, Scalar]] = []
+        measures: dict[str, Scalar] = {}
+        if is_summed and step_size.preconditions:
+            device = (covered[0].params[0] if covered else memory).device
+            products, measures = _measure(summed, device, active, grads, parts, executor, joins)
         products = _held_back(products, measures, parts)
         proposal = Proposal(
             *(groups, state, graded, covered, active, parts, products, kl_clip, count),
@@ -141,7 +149,7 @@ class Engine:
         )
         sized = _AS_IT_IS
         if (
-            covered
+            is_summed
             or executor.stages.several
             or (trained and (step_size.needs_objective or step_size.needs_closure or step_size.directs_all))
         ):
@@ -300,17 +308,26 @@ def _held_back(
 
 
 def _measure(
-    covered: Blocks,
+    summed: Iterable[Group],
+    device: torch.device,
     blocks: Blocks,
     grads: Sequence[Parts],
     parts: Sequence[Parts],
     executor: Executor,
     joins: Joins,
 ) -> tuple[list[tuple[Group, Scalar]], dict[str, Scalar]]:
-    """Return `Δᵀ∇` of each param group, as weight and bias may be of several, and the measures of a `StepRecord`."""
-    device = covered[0].params[0].device
-    # Of every group that has covered blocks, also where these are preconditioned by other workers.
-    groups: dict[int, Group] = {id(group): group for block in covered for group in block.groups}
+    """Return `Δᵀ∇` of each param group, as weight and bias may be of several, and the measures of a `StepRecord`.
+
+    Args:
+        summed: the param groups, the same on all ranks that sum; some may come more than once.
+        device: where sums are made.
+        blocks: whose direction is known here.
+        grads: the gradients of these.
+        parts: their directions.
+        executor: sums over ranks.
+        joins: joins gradients.
+    """
+    groups: dict[int, Group] = {id(group): group for group in summed}
     pairs = [
         pair
         for block, left, right in zip(blocks, parts, grads, strict=True)

@@ -11,6 +11,7 @@ from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out, precondition_jointly
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.inverses.base import Inverse
+from kfac_optim.step.stages import Stages
 from kfac_optim.utils.joined_tensors import Joins
 from kfac_optim.utils.sharded_params import Shards, is_part
 
@@ -48,6 +49,17 @@ class Agreement(NamedTuple):
     """Whether gradients were changed in place on some rank, where each rank has the mean of some of them alone."""
     restarted: Sequence[str] = ()
     """Names of blocks whose statistics a loaded checkpoint has, but no rank; each load names them once."""
+
+
+class LossShare(NamedTuple):
+    """Says of some blocks which loss the gradients behind their statistics are of."""
+
+    blocks: Sequence[KFACBlock]
+    """Blocks that took statistics on some rank."""
+    terms: LossCount
+    """The terms of that loss."""
+    ranks: float = 1
+    """Ranks whose losses were added up to it; the mean of these losses is the one that is minimised."""
 
 
 class Admission(NamedTuple):
@@ -120,7 +132,14 @@ class Statistics:
 
 
 class Gradients:
-    """Brings gradients to those who precondition them, and the result to those who update: both are done here."""
+    """Brings gradients to those who precondition them, and the result to those who update: both are done here.
+
+    Attributes:
+        stacks: preconditions small blocks together.
+        apart: whether ranks have layers that others do not have, so that each takes part in sums whatever it has.
+    """
+
+    apart = False
 
     def __init__(self) -> None:
         self.stacks = Stacks()
@@ -206,31 +225,6 @@ class WholeStates:
         return None
 
 
-class Stages:
-    """Brings together what the stages of a pipeline know of one step, each with an optimizer; here is one stage alone.
-
-    Attributes:
-        several: whether there are other stages.
-    """
-
-    several = False
-
-    def agree(self, *, finite: bool, summed: float, kl_clip: float | None, device: torch.device) -> tuple[bool, float]:
-        """Return whether all gradients of all stages are finite, and the most terms of a summed loss that one has seen.
-
-        Args:
-            finite: whether those of this stage are.
-            summed: `LossCount.summed` of this stage.
-            kl_clip: of its param groups.
-            device: of its parameters.
-        """
-        return finite, summed
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum `values` `[n]` over the stages."""
-        return values
-
-
 class Executor:
     """Has all ranks agree on a step, and knows who carries out its parts; here is one rank alone.
 
@@ -304,6 +298,15 @@ class Executor:
             graded={block for block in blocks if has_gradient(block)},
             unaccounted={block for block in blocks if block.check.differs},
         )
+
+    def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
+        """Tell what loss the statistics of a step are of, and whether any block took some, on any rank.
+
+        Args:
+            sampled: the blocks that did, as this rank knows it.
+            count: terms of the loss of this rank.
+        """
+        return [LossShare(sampled, count)], bool(sampled)
 
     def gradients_dropped(self) -> None:
         """Take notice of `zero_grad`."""

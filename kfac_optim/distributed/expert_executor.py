@@ -1,0 +1,348 @@
+"""Experts beside shared layers: one step of both, where each rank has experts that others do not have.
+
+What all ranks share is carried out by a `DistributedExecutor`, as without experts. What a rank has of its own is
+carried out by this rank alone, or with those that hold copies of it. Both take part in one step: a vote of all ranks
+says whether it is taken, and sums over the step take each shared layer and each expert once.
+
+[Note: the loss of an expert] Let each of `P` ranks have the mean loss of `m` terms, and each expert `C` copies. Those
+ranks whose tokens come to one copy are then `P/C`, and their joined loss is the mean of theirs, over `m P/C` terms. The
+gradients that backward brings to an expert's output are of the sum of their losses, `P/C` times those of the joined
+one. With that number of terms and that scale a copy folds what a rank of `P/C` times the examples would, and copies
+share as ranks do that train a layer together.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_optim.blocks.block import KFACBlock, Missing
+from kfac_optim.capture.loss_terms import LossCount
+from kfac_optim.distributed.communication.process_groups import ranks_of
+from kfac_optim.distributed.config import DistributedConfig
+from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.gradients.flow import ReplicatedGradients, sum_scalars, total_norm
+from kfac_optim.distributed.gradients.undivided import DivisionCheck
+from kfac_optim.distributed.refusals import refuse_expert_layout
+from kfac_optim.distributed.statistics.overlap import Terms
+from kfac_optim.step.execution import Agreement, Executor, Gradients, LossShare, Parts, Statistics, Trained, WholeStates
+from kfac_optim.step.step_size import StepSize
+
+
+class ExpertExecutor(Executor):
+    """Carries out steps in which all ranks share some layers, and each has experts of its own.
+
+    Args:
+        config: the user's choices, with experts; the other arguments are those of `DistributedExecutor`.
+
+    Attributes:
+        shared: carries out the part of the layers that are the same on all ranks.
+        own: carries out the part of the experts of this rank.
+    """
+
+    several = True
+    sees_all_gradients = False
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        step_size: StepSize,
+        terms: Callable[[], Terms | None],
+        arguments: Callable[[], Mapping[str, str]],
+        tensors: Callable[[], Mapping[str, str]],
+        state: Callable[[], MutableMapping[Any, Any]],
+    ) -> None:
+        super().__init__()
+        assert config.experts is not None, "there are experts"
+        self.experts = config.experts
+        self.shared = DistributedExecutor(config, step_size, terms, arguments, tensors, state)
+        self.own: Executor = Executor()
+        if self.experts.count > 1:
+            # Which bytes go where was said of the layers that all ranks share.
+            of_copies = DistributedConfig(
+                group=self.experts.copies,
+                timeout=config.timeout,
+                sums_dtype=config.sums_dtype,
+                cost=config.cost,
+                observe=config.observe,
+            )
+            self.own = DistributedExecutor(of_copies, step_size, lambda: None, arguments, tensors, state)
+        self._params: dict[nn.Parameter, str] = {}
+        self._is_known = False
+        self._division = DivisionCheck()
+        self.statistics = ExpertStatistics(self)
+        self.gradients = ExpertGradients(self)
+        self.states = ExpertStates(self)
+
+    @property
+    def worker(self) -> int:  # type: ignore[override]
+        return self.shared.worker
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Return whether sums over ranks take the experts of this rank: of copies they take the first."""
+        return self.own.worker == 0
+
+    @property
+    def owners(self) -> list[int]:
+        """Return the ranks that hold the experts of this rank, by their numbers among those that train together."""
+        if not isinstance(self.own, DistributedExecutor):
+            return [self.worker]
+        everyone = ranks_of(self.shared.ranks.group)
+        return [everyone.index(rank) for rank in ranks_of(self.own.ranks.group)]
+
+    def is_own(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter is of an expert."""
+        return param in self._params
+
+    def divided(self, blocks: Iterable[KFACBlock]) -> tuple[list[KFACBlock], list[KFACBlock]]:
+        """Return the blocks that all ranks share, and those of experts."""
+        parts: tuple[list[KFACBlock], list[KFACBlock]] = [], []
+        for block in blocks:
+            parts[self.is_own(block.params[0])].append(block)
+        return parts
+
+    def trained(self, trained: Trained) -> tuple[Trained, Trained]:
+        """Return what all ranks train together, and what this rank has of its own."""
+        params: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for param in trained.params:
+            params[self.is_own(param)].append(param)
+        both = zip(self.divided(trained.blocks), params, strict=True)
+        shared, own = (trained._replace(blocks=blocks, params=some) for blocks, some in both)
+        return shared, own
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module | None) -> None:
+        super().attach(model)
+        if model is not None:
+            self._params, self._is_known = self.experts.params(model), True
+            self._division.follow(self._params)
+        self.shared.attach(model)
+
+    def begin_forward(self, model: nn.Module) -> int:
+        return self.shared.begin_forward(model)
+
+    def close(self) -> None:
+        self.shared.close()
+        self.own.close()
+
+    def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        refuse_expert_layout(blocks, self._params, self.shared.wrapper)
+        of_all, own = self.divided(blocks)
+        self.shared.check(of_all, [param for param in params if not self.is_own(param)])
+        self.own.check(own, [param for param in params if self.is_own(param)])
+        ranks, copies = len(ranks_of(self.shared.ranks.group)), self.experts.count
+        if ranks % copies:
+            raise ValueError(
+                f"kfac_optim: {ranks} ranks train together, which {copies} copies of each expert do not divide. Pass "
+                "Experts(copies=...) the group of one dimension of a mesh of all of them."
+            )
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def agree(self, trained: Trained, *, finite: bool, summed: float, counted: int | None, rescaled: bool) -> Agreement:
+        if not self._is_known:
+            raise RuntimeError(
+                f"kfac_optim: {self.experts} names layers of a model that is not known. Build the optimizer from the "
+                "model, KFACOptimizer(model, ...), or pass model=."
+            )
+        shared, own = self.trained(trained)
+        of_all = self.shared.agree(shared, finite=finite, summed=summed, counted=counted, rescaled=rescaled)
+        # On copies too the step is taken if all ranks take it.
+        here = self.own.agree(own, finite=of_all.finite, summed=of_all.summed, counted=None, rescaled=rescaled)
+        if of_all.finite:
+            averages = self.shared.wrapper is not None
+            self._division.check(own.params, self.shared.ranks.main, self._sum_over_copies, averages=averages)
+        return of_all._replace(
+            sampled={*of_all.sampled, *here.sampled},
+            graded={*of_all.graded, *here.graded},
+            unaccounted={*of_all.unaccounted, *here.unaccounted},
+            restarted=[*of_all.restarted, *here.restarted],
+        )
+
+    def _sum_over_copies(self, values: Tensor) -> Tensor:
+        return sum_scalars(values, self.own.ranks.main) if isinstance(self.own, DistributedExecutor) else values
+
+    def loss_shares(self, sampled: Sequence[KFACBlock], count: LossCount) -> tuple[list[LossShare], bool]:
+        """Tell what loss the statistics are of; see [Note: the loss of an expert]. A collective."""
+        main, (shared, own) = self.shared.ranks.main, self.divided(sampled)
+        terms = torch.as_tensor(count.averaged, dtype=torch.float64, device=main.device).reshape(())
+        mine = torch.stack([terms, torch.full_like(terms, len(sampled))])
+        total, found = main.all_reduce("terms of the loss", mine).wait()
+        copies = self.experts.count
+        terms = total / copies
+        joined = count._replace(averaged=terms if isinstance(count.averaged, Tensor) else float(terms))
+        return [LossShare(shared, count), LossShare(own, joined, main.world_size / copies)], bool(found > 0)
+
+    def gradients_dropped(self) -> None:
+        self._division.forget()
+        self.shared.gradients_dropped()
+        self.own.gradients_dropped()
+
+    def publish(self) -> None:
+        self.shared.publish()
+        self.own.publish()
+
+    def clip_grad_norm_(
+        self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        shared, own = self.trained(trained)
+        norm = self.shared.grad_norm(shared, norm_type)
+        grads = [param.grad for param in own.params if param.grad is not None]
+        main = self.shared.ranks.main
+        of_experts = total_norm(grads if self.is_first_copy else [], norm_type, main, norm.dtype)
+        norm = nn.utils.get_total_norm([norm.to(of_experts.device), of_experts], norm_type)
+        self.shared.clip(shared, max_norm, norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_(own.params, max_norm, norm)
+        return norm
+
+    def consolidate(self, trained: Trained, to: int | None) -> None:
+        if to is not None:
+            raise ValueError(
+                f"kfac_optim: to={to} would leave out the experts of other ranks, whose parameters and states only "
+                "they have. Call consolidate_state_dict(to=None) on all ranks, and save the state_dict() of each rank."
+            )
+        shared, own = self.trained(trained)
+        self.shared.consolidate(shared, None)
+        self.own.consolidate(own, None)
+
+    def mean_over_examples(self, values: Tensor) -> Tensor:
+        return self.shared.mean_over_examples(values)
+
+
+class ExpertStatistics(Statistics):
+    """Has the statistics of shared layers brought where they belong, and those of experts stay with these."""
+
+    def __init__(self, executor: ExpertExecutor) -> None:
+        self._executor = executor
+
+    def emitted(self, block: KFACBlock) -> None:
+        self._of(block).emitted(block)
+
+    def tell_counts(self, blocks: Sequence[KFACBlock], count: LossCount, gradient_scale: float | Tensor) -> None:
+        for statistics, some in self._divided(blocks):
+            statistics.tell_counts(some, count, gradient_scale)
+
+    def settle(self) -> None:
+        self._executor.shared.statistics.settle()
+        self._executor.own.statistics.settle()
+
+    def merge(self, blocks: Sequence[KFACBlock]) -> None:
+        for statistics, some in self._divided(blocks):
+            statistics.merge(some)
+
+    def solve(self, blocks: Sequence[KFACBlock]) -> None:
+        for statistics, some in self._divided(blocks):
+            statistics.solve(some)
+
+    def share(self, blocks: Sequence[KFACBlock]) -> None:
+        for statistics, some in self._divided(blocks):
+            statistics.share(some)
+
+    def has_statistics(self, block: KFACBlock) -> bool:
+        return self._of(block).has_statistics(block)
+
+    def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
+        return self._of(block).counters(block)
+
+    def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
+        found: dict[KFACBlock, tuple[int, int]] = {}
+        for statistics, some in self._divided(blocks):
+            found |= zip(some, statistics.setbacks(some), strict=True)
+        return [found[block] for block in blocks]
+
+    def owners(self, block: KFACBlock) -> Sequence[int]:
+        executor = self._executor
+        if not executor.is_own(block.params[0]):
+            return executor.shared.statistics.owners(block)
+        return [executor.owners[number] for number in executor.own.statistics.owners(block)]
+
+    def _of(self, block: KFACBlock) -> Statistics:
+        executor = self._executor
+        return (executor.own if executor.is_own(block.params[0]) else executor.shared).statistics
+
+    def _divided(self, blocks: Sequence[KFACBlock]) -> list[tuple[Statistics, list[KFACBlock]]]:
+        """Return those of the two that have some of the blocks: where none is shared, other ranks may not be here."""
+        shared, own = self._executor.divided(blocks)
+        both = (self._executor.shared, shared), (self._executor.own, own)
+        return [(executor.statistics, some) for executor, some in both if some]
+
+
+class ExpertGradients(Gradients):
+    """Leaves the gradients of experts where they are, and has those of shared layers go the way of their strategy."""
+
+    apart = True
+
+    def __init__(self, executor: ExpertExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def gradients(self, blocks: Sequence[KFACBlock]) -> list[tuple[KFACBlock, Parts]]:
+        shared, own = self._executor.divided(blocks)
+        return [*self._shared.gradients(shared), *self._own.gradients(own)]
+
+    def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Parts]) -> list[Parts]:
+        grad_of = dict(zip(blocks, grads, strict=True))
+        found: dict[KFACBlock, Parts] = {}
+        for flow, some in zip((self._shared, self._own), self._executor.divided(blocks), strict=True):
+            found |= zip(some, flow.precondition(some, [grad_of[block] for block in some]), strict=True)
+        return [found[block] for block in blocks]
+
+    def direction(self, blocks: Mapping[KFACBlock, Parts], covered: Sequence[KFACBlock]) -> dict[nn.Parameter, Tensor]:
+        found: dict[nn.Parameter, Tensor] = {}
+        here, all_ = self._executor.divided(blocks), self._executor.divided(covered)
+        for flow, some, known in zip((self._shared, self._own), here, all_, strict=True):
+            found |= flow.direction({block: blocks[block] for block in some}, known)
+        return found
+
+    def owned(self, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        shared = [param for param in params if not self._executor.is_own(param)]
+        here = set(self._shared.owned(shared))
+        return [param for param in params if self._executor.is_own(param) or param in here]
+
+    def counts(self, param: nn.Parameter) -> bool:
+        if self._executor.is_own(param):
+            return self._executor.is_first_copy
+        return self._executor.worker == 0 if self._is_replicated else self._shared.counts(param)
+
+    def makes_for_sums(self, block: KFACBlock) -> bool:
+        if self._executor.is_own(block.params[0]):
+            return self._executor.is_first_copy
+        return self._executor.worker == 0 if self._is_replicated else self._shared.makes_for_sums(block)
+
+    def sum_over_updaters(self, values: Tensor) -> Tensor:
+        main = self._executor.shared.ranks.main
+        return sum_scalars(values.to(main.device), main).to(values.device)
+
+    @property
+    def _shared(self) -> Gradients:
+        return self._executor.shared.gradients
+
+    @property
+    def _own(self) -> Gradients:
+        return self._executor.own.gradients
+
+    @property
+    def _is_replicated(self) -> bool:  # so that every rank knows sums over all shared parameters
+        return isinstance(self._shared, ReplicatedGradients)
+
+
+class ExpertStates(WholeStates):
+    """Knows for checkpoints what this rank holds: its experts, and some of the shared layers."""
+
+    def __init__(self, executor: ExpertExecutor) -> None:
+        self._executor = executor
+
+    def loading(self, missing: Mapping[KFACBlock, Missing]) -> None:
+        shared, own = self._executor.divided(missing)
+        self._executor.shared.states.loading({block: missing[block] for block in shared})
+        self._executor.own.states.loading({block: missing[block] for block in own})
+
+    def tensors(self, block: KFACBlock) -> Any | None:
+        executor = self._executor
+        return (executor.own if executor.is_own(block.params[0]) else executor.shared).states.tensors(block)
+
+    def lacks(self, *, factors: bool) -> str | None:
+        return self._executor.shared.states.lacks(factors=factors) or self._executor.own.states.lacks(factors=factors)
