@@ -64,11 +64,15 @@ class Ranks:
             worker.connection.send_bytes(pickle.dumps((function, args)))
         return self._collect(function.__name__, timeout)
 
-    def stop(self) -> None:
-        """Let idle processes return, so that a measurement of what they ran is written; kill all others."""
+    def stop(self, leaving: float = LEAVING) -> None:
+        """Let idle processes return, so that a measurement of what they ran is written; kill all others.
+
+        Args:
+            leaving: seconds until they are killed.
+        """
         for worker in self._workers:
             worker.connection.close()
-        deadline = time.monotonic() + LEAVING
+        deadline = time.monotonic() + leaving
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
