@@ -50,7 +50,7 @@ def test_an_inverse_in_the_space_of_residuals_is_for_one_process(inverse: Any) -
     ("options", "error", "words"),
     [
         ({"timeout": timedelta(0)}, ValueError, "timeout of DistributedConfig must be above 0, got 0:00:00"),
-        ({"observe": 3}, TypeError, "must be a function of a Launch, or None, got int"),
+        ({"observe": 3}, TypeError, "must be a function of a Launch, or None, got 3"),
     ],
     ids=["timeout", "observe"],
 )
