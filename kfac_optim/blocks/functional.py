@@ -207,7 +207,7 @@ class FunctionalUses(ForwardListener):
             return True
         if not torch.compiler.is_compiling():
             self.count_out(weight)
-        elif (index := self._index(weight)) >= 0:
+        elif (index := self._index(weight)) >= 0:  # pragma: traced
             count_out_in_graph(self.number, index)
         return False
 
@@ -229,14 +229,14 @@ class FunctionalUses(ForwardListener):
         if not torch.compiler.is_compiling():
             window = self._window()
             self.count_in(param if window is None else window.shards.known(param), function)
-        elif (index := self._index(param)) >= 0:
+        elif (index := self._index(param)) >= 0:  # pragma: traced
             count_in_in_graph(self.number, index, function)
 
     def count_in(self, param: nn.Parameter, function: str) -> None:
         """Note that a function has used `param`."""
         self._others.setdefault(param, []).append(function)
 
-    def _index(self, param: Tensor | None) -> int:
+    def _index(self, param: Tensor | None) -> int:  # pragma: traced
         """Give the number by which graphs know a parameter, -1 where they do not; `torch.compile` traces no keys."""
         if param is None:
             return -1
@@ -306,7 +306,7 @@ class FunctionalUses(ForwardListener):
                 self.derivatives.know(self._listening)
         return self._blocks.get(weight)
 
-    def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> Tensor:
+    def _seen_in_graph(self, window: CaptureWindow, product: Product, output: Tensor) -> Tensor:  # pragma: traced
         """Do what `saw_product` does as `torch.compile` can trace it: decisions are made once, outside the graph."""
         index, bias = self._index(product.weight), self._index(product.bias)
         if index < 0:

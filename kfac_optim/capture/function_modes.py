@@ -257,7 +257,7 @@ class _Around:
         if window is not None and entered:
             window.modes.leave(self._mode)
 
-    def _enters_in_graph(self, window: CaptureWindow) -> bool:
+    def _enters_in_graph(self, window: CaptureWindow) -> bool:  # pragma: traced
         return window.captures() and window.listener.mode is not self._mode
 
 

@@ -67,25 +67,25 @@ class Tape:
         self.anchor: Tensor | None = None
         _LISTENERS[self.number] = listener
 
-    def begin(self, model: int, nested: bool) -> None:
+    def begin(self, model: int, nested: bool) -> None:  # pragma: traced
         torch.ops.kfac_optim.begin(self.token, self.number, model, nested)
 
-    def end(self, terms: int) -> None:
+    def end(self, terms: int) -> None:  # pragma: traced
         torch.ops.kfac_optim.end(self.token, self.number, terms)
 
-    def run(self, model: int, terms: int) -> Tensor:
+    def run(self, model: int, terms: int) -> Tensor:  # pragma: traced
         """Write a forward that is not captured into the graph; return its number, `[]`."""
         call: Tensor = torch.ops.kfac_optim.run(self.token, self.number, model, terms)
         return call
 
-    def note(self, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:
+    def note(self, watch: int, training: bool, examples: int, context: Sequence[int]) -> Tensor:  # pragma: traced
         """Write a layer's call into the graph; return its number, `[]`."""
         if self.anchor is not None:
             leave_what_is_saved()
         call: Tensor = torch.ops.kfac_optim.note(self.token, self.number, watch, training, examples, list(context))
         return call
 
-    def watch(self, call: Tensor, layer_input: Tensor, output: Tensor) -> Tensor:
+    def watch(self, call: Tensor, layer_input: Tensor, output: Tensor) -> Tensor:  # pragma: traced
         """Give `output` again, for the graph to go on with: a backward that comes to it commits the call.
 
         A hook that torch.compile (2.13) sees being set will not do. It then forgets what the model writes into an
@@ -95,28 +95,30 @@ class Tape:
         watched: Tensor = _watched(output, self.number, self.anchor, call, layer_input)
         return watched
 
-    def watch_used(self, call: Tensor, layer_input: Tensor, output: Tensor) -> None:
+    def watch_used(self, call: Tensor, layer_input: Tensor, output: Tensor) -> None:  # pragma: traced
         """Do what `watch` does for an `output` that something was made of already.
 
         The recurrent map of a sequence is such an output: its input is known once all steps have been taken.
         """
         _watched_by_hook(output, self.number, call, layer_input)
 
-    def trace(self, watch: int) -> None:
+    def trace(self, watch: int) -> None:  # pragma: traced
         """Note that a call is being traced; it leaves nothing in the graph."""
         _traced(self.number, watch)
 
 
 # torch.compile does not look into it: tracing an autograd function, it makes an instance, which torch itself warns of.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _watched(output: Tensor, listener: int, anchor: Tensor | None, call: Tensor, layer_input: Tensor) -> Tensor:
+def _watched(  # pragma: traced
+    output: Tensor, listener: int, anchor: Tensor | None, call: Tensor, layer_input: Tensor
+) -> Tensor:
     return with_hook(output, partial(torch.ops.kfac_optim.commit, listener), anchor, call, layer_input)
 
 
 # Backends that remove dead code would drop it, as nothing is made of what it gives back.
 @torch.fx.has_side_effect
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _watched_by_hook(output: Tensor, listener: int, call: Tensor, layer_input: Tensor) -> Tensor:
+def _watched_by_hook(output: Tensor, listener: int, call: Tensor, layer_input: Tensor) -> Tensor:  # pragma: traced
     on_gradient(output, partial(torch.ops.kfac_optim.commit, listener, call, layer_input))
     return output
 

@@ -195,7 +195,7 @@ class _RootHooks:
         if root.recomputes and torch.is_grad_enabled():
             window.roots.await_backward(root, output)
 
-    def _leave_in_graph(self, window: CaptureWindow, inputs: Any, output: Any) -> None:
+    def _leave_in_graph(self, window: CaptureWindow, inputs: Any, output: Any) -> None:  # pragma: traced
         if window.captures():
             _NO_MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # whichever it is
             terms = _terms_in_graph(window, inputs, output)
@@ -204,5 +204,5 @@ class _RootHooks:
             window.await_sum_in_graph(self._number, _terms_in_graph(window, inputs, output), output)
 
 
-def _terms_in_graph(window: CaptureWindow, inputs: Any, output: Any) -> int | None:
+def _terms_in_graph(window: CaptureWindow, inputs: Any, output: Any) -> int | None:  # pragma: traced
     return read_terms(window.rule, inputs, output) if window.terms_of is None else window.terms_of(output)

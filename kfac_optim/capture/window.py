@@ -199,16 +199,16 @@ class CaptureWindow(Ledger):
             What stands for `output` from now on.
         """
         output = no_view(output)
-        if not torch.compiler.is_compiling():
-            self.note(watch, layer_input, output, examples=examples, training=training, context=context)
-            return output
-        if not watch.weight.requires_grad or not self.takes(output) or layer_input.is_nested:
-            return output
-        if watch.sharded is not None:
-            self.graphs.tape.trace(watch.number)
-        return self.note_in_graph(watch.number, layer_input, output, training, examples, context)
+        if torch.compiler.is_compiling():
+            if not watch.weight.requires_grad or not self.takes(output) or layer_input.is_nested:
+                return output
+            if watch.sharded is not None:
+                self.graphs.tape.trace(watch.number)
+            return self.note_in_graph(watch.number, layer_input, output, training, examples, context)
+        self.note(watch, layer_input, output, examples=examples, training=training, context=context)
+        return output
 
-    def note_in_graph(
+    def note_in_graph(  # pragma: traced
         self,
         watch: int,
         layer_input: Tensor,
@@ -227,7 +227,7 @@ class CaptureWindow(Ledger):
             return self.captures() and output.requires_grad
         return torch.is_grad_enabled() and output.requires_grad and not in_function_transform()
 
-    def captures(self) -> bool:
+    def captures(self) -> bool:  # pragma: traced
         """Return whether the graph that is being traced is one that captures."""
         return self.capturing and torch.is_grad_enabled()
 
@@ -296,7 +296,7 @@ class CaptureWindow(Ledger):
         if self.tally.is_sum and root.terms is not None and torch.is_grad_enabled():
             on_output_gradients(output, OutputPass(self, root))
 
-    def await_sum_in_graph(self, model: int, terms: int | None, output: Any) -> None:
+    def await_sum_in_graph(self, model: int, terms: int | None, output: Any) -> None:  # pragma: traced
         """Do what `await_sum` does for a forward that is being traced."""
         if terms is not None:
             call = self.graphs.tape.run(model, terms)

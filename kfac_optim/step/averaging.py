@@ -81,7 +81,7 @@ def follow(choice: IterateAverage, params: Iterable[nn.Parameter], state: State,
     for weight, (averages, iterates) in by_weight.items():
         if finite is None:
             torch._foreach_lerp_(averages, iterates, weight)
-        else:
+        else:  # pragma: cuda
             for average, iterate in zip(averages, iterates, strict=True):
                 average.lerp_(iterate, torch.where(finite, weight, 0.0).to(average))
 

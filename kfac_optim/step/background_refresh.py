@@ -85,9 +85,8 @@ class BackgroundRefresher(Refresher):
     def _lanes(self, shadows: Sequence[KFACBlock]) -> list[_Lane]:
         """Give for each accelerator with a shadow its stream, and the copies just queued in the present one."""
         lanes = []
-        for device in {shadow.params[0].device for shadow in shadows}:
-            if device.type in ("cpu", "meta"):
-                continue
+        devices = {shadow.params[0].device for shadow in shadows}
+        for device in (each for each in devices if each.type not in ("cpu", "meta")):  # pragma: cuda
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device)
             copied = torch.Event(device)
@@ -103,11 +102,11 @@ def _refresh(
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)  # as in the step: results depend on it bitwise
     with torch.no_grad(), ExitStack() as stack:
-        for stream, copied in lanes:
+        for stream, copied in lanes:  # pragma: cuda
             stack.enter_context(stream)
             stream.wait_event(copied)
         solve(shadows)
     # Done is done on the device too: the step that takes the results over need not wait for this stream, and memory of
     # a shadow that is let go may be used again.
-    for stream, _ in lanes:
+    for stream, _ in lanes:  # pragma: cuda
         stream.synchronize()

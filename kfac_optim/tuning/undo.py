@@ -83,7 +83,7 @@ def _random_states() -> list[Callable[[], object]]:
         partial(torch.set_rng_state, torch.get_rng_state()),
         partial(random.setstate, random.getstate()),
     ]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # pragma: cuda
         put_back.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     if (numpy := sys.modules.get("numpy")) is not None:
         put_back.append(partial(numpy.random.set_state, numpy.random.get_state()))

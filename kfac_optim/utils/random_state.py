@@ -20,7 +20,7 @@ class RandomState:
         stack = ExitStack()
         stack.enter_context(torch.random.fork_rng(self._devices))
         torch.set_rng_state(self._host)
-        for device, state in zip(self._devices, self._on_devices, strict=True):
+        for device, state in zip(self._devices, self._on_devices, strict=True):  # pragma: cuda
             torch.cuda.set_rng_state(state, device)
         return stack
 

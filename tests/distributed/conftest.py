@@ -10,18 +10,18 @@ from helpers.ranks import Ranks
 def one_rank() -> Iterator[Ranks]:
     ranks = Ranks(1)
     yield ranks
-    ranks.stop()
+    ranks.stop(leaving=60.0)
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
-    ranks.stop()
+    ranks.stop(leaving=60.0)
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
-    ranks.stop()
+    ranks.stop(leaving=60.0)

@@ -38,5 +38,15 @@ def test_ranks_agree_on_what_they_measure(two_ranks: Ranks) -> None:
     assert first.bandwidth > 1e4
 
 
+def refused(_: int) -> str:
+    with pytest.raises(ValueError, match="several ranks") as error:
+        measure_costs()
+    return str(error.value)
+
+
+def test_a_single_rank_has_nothing_to_measure(one_rank: Ranks) -> None:
+    assert "got one of a single rank" in one_rank.run(refused)[0]
+
+
 def test_the_seconds_are_those_of_one_call() -> None:
     assert 0.01 <= calibration._seconds(lambda: time.sleep(0.01), torch.device("cpu")) < 0.1

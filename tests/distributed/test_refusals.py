@@ -1,10 +1,13 @@
 """Choices that do not go together on several processes: what `distributed/refusals.py` raises, without a process."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from kfac_optim import Cholesky, KFACOptimizer, SelectedUpdates
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, SampleSpace, SelectedUpdates
 from kfac_optim.distributed import Auto, DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.distributed.refusals import check_choices, refuse_coarse_sketches
@@ -34,3 +37,23 @@ def test_updates_of_the_momentum_need_the_inverses_wherever_a_layer_is_updated(
             check_choices(config, choices, in_shards=False)
     else:
         check_choices(config, choices, in_shards=False)
+
+
+@pytest.mark.parametrize("inverse", [SampleSpace(), {"*": SampleSpace()}], ids=["all layers", "by name"])
+def test_an_inverse_in_the_space_of_residuals_is_for_one_process(inverse: Any) -> None:
+    choices = KFACOptimizer(nn.Linear(3, 4), inverse=inverse, estimate=ExactGGN(nn.MSELoss()))._choices
+    with pytest.raises(ValueError, match=r"SampleSpace\(.*solves for the residuals of one process"):
+        check_choices(DistributedConfig(), choices, in_shards=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"timeout": timedelta(0)}, ValueError, "timeout of DistributedConfig must be above 0, got 0:00:00"),
+        ({"observe": 3}, TypeError, "must be a function of a Launch, or None, got 3"),
+    ],
+    ids=["timeout", "observe"],
+)
+def test_a_config_of_no_use_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DistributedConfig(**options)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 # Processes that wait for one that failed are given this long to fail on their own, for the sake of their messages.
 GRACE = 10.0
 STARTING = 120.0
+LEAVING = 2.0
 
 
 class RankError(AssertionError):
@@ -63,13 +64,21 @@ class Ranks:
             worker.connection.send_bytes(pickle.dumps((function, args)))
         return self._collect(function.__name__, timeout)
 
-    def stop(self) -> None:
-        """Kill all processes, and see them gone."""
+    def stop(self, leaving: float = LEAVING) -> None:
+        """Let idle processes return, so that a measurement of what they ran is written; kill all others.
+
+        Args:
+            leaving: seconds until they are killed.
+        """
+        for worker in self._workers:
+            worker.connection.close()
+        deadline = time.monotonic() + leaving
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
             worker.process.join()
-            worker.connection.close()
         if self._workers:
             self._folder.cleanup()
         self._workers = []

@@ -51,3 +51,24 @@ def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any]
     assert len(ours) == len(loop)
     for one, other in zip(ours, loop, strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_the_fused_kernel_takes_parameters_with_and_without_momentum_as_sgd_does() -> None:
+    """The second layer has its first gradient when the first one has momentum."""
+    models = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        numbers = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+        optimizer: Any = (
+            KFACOptimizer(model, fused=True, skip_layers=["*"], **numbers)
+            if fused
+            else torch.optim.SGD(model.parameters(), foreach=False, **numbers)
+        )
+        for number in range(3):
+            optimizer.zero_grad()
+            (model[0](torch.ones(1, 3)) if number == 0 else model(torch.ones(1, 3))).square().sum().backward()
+            optimizer.step()
+        models.append([*model.parameters()])
+    for ours, theirs in zip(*models, strict=True):
+        torch.testing.assert_close(ours, theirs)

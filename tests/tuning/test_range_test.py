@@ -2,9 +2,11 @@
 
 import copy
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,15 +122,17 @@ def test_random_numbers_go_on_as_they_would() -> None:
 
 
 class Noisy(TensorDataset):
-    """Adds noise of a generator of its own."""
+    """Adds noise of generators of its own."""
 
     def __init__(self) -> None:
         super().__init__(torch.randn(32, 4), torch.randn(32, 3))
         self.generator = torch.Generator().manual_seed(3)
+        self.of_python, self.of_numpy = random.Random(3), np.random.default_rng(3)
 
     def __getitem__(self, index: Any) -> Any:
         x, y = super().__getitem__(index)  # type: ignore[no-untyped-call]
-        return x + 0.1 * torch.randn(x.shape, generator=self.generator), y
+        scale = self.of_python.random() + self.of_numpy.random()
+        return x + 0.1 * scale * torch.randn(x.shape, generator=self.generator), y
 
 
 def test_a_loader_goes_on_with_the_batches_that_it_would_have_given() -> None:
@@ -355,12 +359,29 @@ def test_the_text_says_what_was_tried_and_how_sure_it_is() -> None:
     assert text.endswith("Damping 0.001 did worse.")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"finds_rate": False}, "Recommended: damping 0.01.\nNo rate was looked for, as the step size finds its own."),
+        ({"rates": (0.1, 0.1)}, "Of the rates tried, 0.1 did better than those beside it."),
+        ({"damping": 0.001}, "Damping 0.01 did not do much better."),
+        ({"records": RESULT.records[:3]}, "Damping was left as it is."),
+    ],
+    ids=["no rate", "one rate", "other damping", "one damping"],
+)
+def test_the_text_gives_the_reason_of_each_choice(changes: dict[str, Any], words: str) -> None:
+    assert words in str(replace(RESULT, **changes))
+
+
 def test_the_picture_shows_all_trials_and_the_recommendation(tmp_path: Path) -> None:
     figure = RESULT.plot(tmp_path / "range.png")
     assert (tmp_path / "range.png").read_bytes().startswith(b"\x89PNG")
     losses, gains = figure.axes
     assert len(losses.lines) == len(RESULT.records)
-    assert "recommended: lr 0.1, damping 0.01" in [text.get_text() for text in gains.get_legend().get_texts()]
+    words = "recommended: lr 0.1, damping 0.01"
+    assert words in [text.get_text() for text in gains.get_legend().get_texts()]
+    _, gains = replace(RESULT, finds_rate=False).plot(tmp_path / "damping.png").axes
+    assert words not in [text.get_text() for text in gains.get_legend().get_texts()]
 
 
 def test_a_recommendation_is_not_applied_behind_the_back_of_a_scheduler() -> None:
@@ -379,6 +400,10 @@ def stepless(model: nn.Module, optimizer: KFACOptimizer) -> None:
     loss_with(model)(batches()[0]).backward()  # type: ignore[no-untyped-call]
 
 
+def released(_: nn.Module, optimizer: KFACOptimizer) -> None:
+    optimizer.remove_hooks()
+
+
 def averaged(model: nn.Module, optimizer: KFACOptimizer) -> None:
     train(model, optimizer, 1)
     optimizer.eval()
@@ -392,12 +417,14 @@ def averaged(model: nn.Module, optimizer: KFACOptimizer) -> None:
         ({}, {"steps": 20}, None, "at least 56 steps, got 20"),
         ({}, {"loss_of": lambda _: 3.0}, None, "got float"),
         ({}, {"loss_of": lambda _: torch.tensor(3.0)}, None, "requires_grad=False"),
+        ({}, {"loss_of": lambda _: torch.tensor(math.inf, requires_grad=True)}, None, "not finite before any step"),
         ({"lr": 0.0}, {}, None, "lr of param group 0 is 0.0"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, {}, None, "grad_scaler"),
         ({"average": IterateAverage()}, {}, averaged, "optimizer.train()"),
+        ({}, {}, released, "remove_hooks() has ended them"),
         ({"factor_update_period": 1}, {}, stepless, "between backward() and step()"),
     ],
-    ids=["iterator", "empty", "few steps", "no tensor", "no graph", "rate", "scaler", "averages", "gradients"],
+    ids=["iterator", "empty", "steps", "number", "graph", "loss", "rate", "scaler", "averages", "hooks", "gradients"],
 )
 def test_refusals_leave_no_trace(
     options: dict[str, Any], arguments: dict[str, Any], prepare: Callable[..., None] | None, words: str
@@ -425,6 +452,18 @@ def test_a_model_that_is_not_known_yet_is_asked_for() -> None:
     model = network()
     with pytest.raises(RuntimeError, match=r"KFACOptimizer\(model, \.\.\.\)"):
         range_test(KFACOptimizer(model.parameters()), batches(), loss_with(model), steps=FEW)
+
+
+def test_a_parameter_without_a_shape_is_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(RuntimeError, match=r"cannot restore '0\.weight', which gets its shape at the first forward"):
+        range_test(KFACOptimizer(model), batches(), loss_with(model))
+
+
+def test_another_optimizer_is_refused() -> None:
+    model = network()
+    with pytest.raises(TypeError, match="got SGD"):
+        range_test(torch.optim.SGD(model.parameters()), batches(), loss_with(model))  # type: ignore[arg-type]
 
 
 # -- the guide ---------------------------------------------------------------------------------------------------

@@ -242,8 +242,7 @@ class OwnersHook:
 
     def _scatter(self, row: OwnedRow, buffer: Tensor, segment: Segment) -> torch.futures.Future[Any]:
         """Launch the reduce-scatter; what it gives is the mean of this rank's segment."""
-        rank, ranks, segments = dist.get_rank(self._group), row.world_size, row.segments
-        message, length = row.messages(rank)[0], segments.lengths[rank]
+        message, ranks = row.messages(dist.get_rank(self._group))[0], row.world_size
         if not has_reduce_scatter(buffer.device) or row.payload != buffer.dtype:  # which would sum in that dtype
             sent = buffer.to(row.payload)
             parts = [sent.new_empty(sum(message.from_))]
@@ -255,6 +254,14 @@ class OwnersHook:
 
             summed: torch.futures.Future[Any] = work.get_future().then(add_up)
             return summed
+        return self._reduce_scatter(row, buffer, segment)  # pragma: cuda
+
+    def _reduce_scatter(  # pragma: cuda
+        self, row: OwnedRow, buffer: Tensor, segment: Segment
+    ) -> torch.futures.Future[Any]:
+        """Launch the reduce-scatter as one collective, which gloo has not."""
+        rank, ranks, segments = dist.get_rank(self._group), row.world_size, row.segments
+        message, length = row.messages(rank)[0], segments.lengths[rank]
         whole = filled_up(buffer, segments.length * ranks)
         total = whole.new_empty(segments.length)
         scattering = dist.reduce_scatter_single(total, whole, group=self._group, async_op=True)

@@ -1,0 +1,21 @@
+"""Least squares with a ridge, where the usual way to solve them does not go."""
+
+import torch
+
+from kfac_optim.linalg.regularised_systems import gram_solver, tall_solver
+
+
+def test_a_gram_matrix_that_rounding_made_indefinite_is_solved_on_the_eigenvectors_that_are_left() -> None:
+    """An eigenvalue below zero, of the size of rounding errors, counts as zero, and so gets no part of the solution."""
+    values = torch.tensor([2.0, 1.0, -4 * torch.finfo(torch.float64).eps], dtype=torch.float64)
+    vectors = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
+    gram = vectors @ torch.diag(values) @ vectors.mT
+    right = vectors @ torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64)
+    found = vectors.mT @ gram_solver(gram, ridge=0.0)(right)
+    torch.testing.assert_close(found, torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+def test_without_a_ridge_the_shortest_of_many_solutions_is_found() -> None:
+    rows = torch.randn(6, 2, dtype=torch.float64) @ torch.randn(2, 4, dtype=torch.float64)
+    right = torch.randn(6, dtype=torch.float64)
+    torch.testing.assert_close(tall_solver(rows, 0.0)(right), torch.linalg.pinv(rows) @ right)
