@@ -24,6 +24,7 @@ from kfac_optim import (
     SumOfTerms,
 )
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.folding import sum_rows
 from kfac_optim.blocks.shadow import adopt, make_shadow
 from kfac_optim.step.execution import Statistics
 
@@ -93,6 +94,7 @@ class Run:
         torch.manual_seed(number)
         square_loss(self.model(torch.randn(6, 4, 3))).backward()
         count = self.optimizer._window.close()
+        sum_rows(self.blocks)
         for block in self.blocks:
             block.fold(count, 1.0)
             block.clock.step += 1
@@ -205,6 +207,7 @@ def test_samples_refused_while_the_copy_was_refreshed_stay_counted() -> None:
         shadows = run.refresh_shadows()
         square_loss(run.model(torch.full((6, 4, 3), torch.nan))).backward()
         count = run.optimizer._window.close()
+        sum_rows(run.blocks)
         for block in run.blocks:
             block.fold(count, 1.0)
         run.adopt(shadows)

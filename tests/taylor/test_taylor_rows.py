@@ -14,6 +14,7 @@ from torch.func import functional_call, jacrev, vmap
 from kfac_optim import KFACOptimizer, LayerSpec, LayerStatistics, LossTerms, Structure, Subsample, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall, adds_bias_to_first
 from kfac_optim.inverses.pair_inverse import PairState
+from kfac_optim.layers.linear import LinearStatistics
 from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.taylor import laplacian
 
