@@ -14,7 +14,6 @@ from torch.func import functional_call, jacrev, vmap
 from kfac_optim import KFACOptimizer, LayerSpec, LayerStatistics, LossTerms, Structure, Subsample, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall, adds_bias_to_first
 from kfac_optim.inverses.pair_inverse import PairState
-from kfac_optim.layers.linear import LinearStatistics
 from kfac_optim.layers.product import ProductStatistics
 from kfac_optim.taylor import laplacian
 
@@ -58,6 +57,7 @@ def test_rows_of_a_residual_add_up_to_its_jacobian_for_each_example(
     seen: dict[str, LayerStatistics] = {}
     optimizer = KFACOptimizer(model, lr=0.0, loss_terms=LossTerms.SUM)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProductStatistics, "rows_may_wait", False)
         patch.setattr(PairState, "accumulate", lambda _state, stats: seen.__setitem__(stats.spec.name, stats))
         found = laplacian(model, x)
         (found.laplacian + 0.5 * found.value.square() + found.value).sum().backward()
