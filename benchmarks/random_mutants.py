@@ -16,7 +16,8 @@ import hashlib
 import io
 import random
 import tokenize
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -71,21 +72,26 @@ class _Edits(ast.NodeVisitor):
             for token in tokenize.generate_tokens(io.StringIO(text).readline)
             if token.type not in _NO_CODE
         ]
+        self._starts = [start for start, _, _ in self._tokens]
         self.visit(ast.parse(text))
 
     def _span(self, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
         """Return where a node begins and ends; the tree counts bytes."""
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        ends = ((node.lineno - 1, node.col_offset), (node.end_lineno - 1, node.end_col_offset))
-        begin, end = (self._begins[row] + len(self._lines[row].encode()[:column].decode()) for row, column in ends)
-        return begin, end
+        return self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
+
+    def _at(self, row: int | None, byte: int | None) -> int:
+        assert row is not None
+        return self._begins[row - 1] + len(self._lines[row - 1].encode()[:byte].decode())
+
+    def _tokens_of(self, begin: int, end: int) -> list[tuple[int, int, tokenize.TokenInfo]]:
+        return self._tokens[bisect_left(self._starts, begin) : bisect_left(self._starts, end)]
 
     def _add(self, kind: str, span: tuple[int, int], new: str) -> None:
         self.found.append(Edit(kind, *span, new))
 
     def _operator(self, kind: str, begin: int, end: int) -> None:
         """Replace the operator between two places, beside which there are only parentheses."""
-        between = [each for each in self._tokens if begin <= each[0] < end and each[2].string not in ("(", ")")]
+        between = [each for each in self._tokens_of(begin, end) if each[2].string not in ("(", ")")]
         new = NEIGHBOURS.get(" ".join(token.string for _, _, token in between))
         if new is not None:
             self._add(kind, (between[0][0], between[-1][1]), new)
@@ -93,6 +99,11 @@ class _Edits(ast.NodeVisitor):
     def _between(self, kind: str, nodes: Sequence[ast.expr]) -> None:
         for left, right in pairwise(nodes):
             self._operator(kind, self._span(left)[1], self._span(right)[0])
+
+    def visit(self, node: ast.AST) -> None:
+        """Collect the changes of a node and of what it holds."""
+        if not isinstance(node, ast.arg | ast.Assert | ast.Raise | ast.JoinedStr):
+            super().visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         self._between("comparison", [node.left, *node.comparators])
@@ -110,7 +121,7 @@ class _Edits(ast.NodeVisitor):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         begin, end = self._span(node)[0], self._span(node.operand)[0]
         if isinstance(node.op, ast.Not):
-            after = min(at for at, _, _ in self._tokens if at > begin)  # a parenthesis, or the operand
+            after = self._tokens_of(begin + 1, end + 1)[0][0]  # a parenthesis, or the operand
             self._add("not", (begin, after), "")
         elif isinstance(node.op, ast.USub):
             self._operator("arithmetic", begin, end)
@@ -119,9 +130,8 @@ class _Edits(ast.NodeVisitor):
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self._add("statement", self._span(node), "pass")
         begin, end = self._span(node.target)[1], self._span(node.value)[0]
-        for at, until, token in self._tokens:
-            new = NEIGHBOURS.get(token.string.removesuffix("="))
-            if begin <= at < end and new is not None:
+        for at, until, token in self._tokens_of(begin, end):
+            if (new := NEIGHBOURS.get(token.string.removesuffix("="))) is not None:
                 self._add("arithmetic", (at, until), f"{new}=")
         self.generic_visit(node)
 
@@ -148,7 +158,8 @@ class _Edits(ast.NodeVisitor):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called in ("warn", "cast", "TypeVar") or called.endswith(("Error", "Warning")):
             return  # words, or for type checkers
-        spans = sorted(self._span(each) for each in (*node.args, *node.keywords))
+        given: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
+        spans = sorted(map(self._span, given))
         for (begin, _), (following, _) in pairwise(spans):
             self._add("argument", (begin, following), "")
         if spans:
@@ -176,11 +187,6 @@ class _Edits(ast.NodeVisitor):
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
-
-    def _nothing(self, node: ast.AST) -> None:
-        """Leave a node alone."""
-
-    visit_arg = visit_Assert = visit_Raise = visit_JoinedStr = _nothing
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -232,9 +238,9 @@ def draw(number: int, seed: int, files: dict[str, str]) -> list[Mutant]:
     names = list(left)
     weights = [lines_of_code(files[file]) for file in names]
     found: dict[str, Mutant] = {}
-    for chance in _chances(seed):
-        if len(found) == number or not any(map(any, map(dict.values, left.values()))):
-            return list(found.values())
+    turn = 0
+    while len(found) < number and any(left.values()):
+        chance, turn = random.Random(f"{seed} {turn}"), turn + 1
         (file,) = chance.choices(names, weights)
         kinds = left[file]
         if kinds:
@@ -245,11 +251,4 @@ def draw(number: int, seed: int, files: dict[str, str]) -> list[Mutant]:
             if edit.compiles(files[file]):
                 mutant = as_mutant(file, files[file], edit)
                 found[mutant.name] = mutant
-    raise AssertionError("chances never end")
-
-
-def _chances(seed: int) -> Iterator[random.Random]:
-    turn = 0
-    while True:
-        yield random.Random(f"{seed} {turn}")
-        turn += 1
+    return list(found.values())
