@@ -8,6 +8,9 @@ everything else, then the slow ones of its room. A run that takes longer than --
 whose tests cannot even be imported. In the end every test that has killed a mutant runs once without any: what fails
 there is no proof, and is judged again the next time.
 
+With --random, mutants are drawn from the code instead (`random_mutants.py`). Where one changes nothing that a user
+could see, tests/mutants/random/explained.toml says why, and it is not judged again.
+
 Each verdict is written at once. A kill holds until the mutated file or the mutant changes; survivors are judged again
 whenever the command runs, as there may be new tests.
 """
@@ -25,9 +28,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +42,11 @@ import torch
 
 from benchmarks.arguments import UsageError
 from benchmarks.harness import write_json
-from benchmarks.mutation import ROOT, Mutant, files_about, load
+from benchmarks.mutation import MUTANTS, ROOT, Mutant, files_about, load
+from benchmarks.random_mutants import draw, texts
+
+EXPLAINED = MUTANTS / "random" / "explained.toml"
+"""Why mutants that were drawn, and survived, hurt nobody: a sentence for each name."""
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 Tests = Literal["given", "near", "near, slow", "room", "others", "slow"]
@@ -185,30 +193,34 @@ def runs_of(mutant: Mutant, given: Sequence[str], *, room_alone: bool) -> Iterat
         yield "near, slow", ["-m", "slow", *near]  # the quick run keeps a few cases of each test
         yield "others", others
         rooms = [name for name in (f"tests/{mutant.room}", f"tests/test_{mutant.room}.py") if (ROOT / name).exists()]
-        yield "slow", ["-m", "slow", *rooms]
+        if rooms:
+            yield "slow", ["-m", "slow", *rooms]
 
 
 def run(args: argparse.Namespace) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     for heavy in ("torch", "torch.distributed.fsdp", "pytest", "hypothesis"):  # once, and not for each run of tests
         importlib.import_module(heavy)
-    known = load()
+    known = draw(args.random, args.seed, texts()) if args.random else load()
+    explained: dict[str, str] = tomllib.loads(EXPLAINED.read_text()) if args.random else {}
     chosen = [mutant for mutant in known if not args.names or {mutant.room, mutant.name} & set(args.names)]
     if unknown := set(args.names) - {word for mutant in known for word in (mutant.room, mutant.name)}:
-        raise UsageError(f"argument MUTANT: rooms or names of tests/mutants, got {', '.join(sorted(unknown))}")
-    before: dict[str, Any] = json.loads(args.out.read_text())["verdicts"] if args.out.exists() else {}
+        raise UsageError(f"argument MUTANT: rooms or names of mutants, got {', '.join(sorted(unknown))}")
+    out = Path("random.json") if args.random and args.out == Path("mutants.json") else args.out
+    before: dict[str, Any] = json.loads(out.read_text())["verdicts"] if out.exists() else {}
     verdicts = {mutant.name: Verdict(**before[mutant.name]) for mutant in known if mutant.name in before}
     stale = [mutant.name for mutant in known if mutant.name in verdicts
              and verdicts[mutant.name].file_print != mutant.print_of()]  # fmt: skip
     for name in stale:
         del verdicts[name]
-    left = [mutant for mutant in chosen if mutant.name not in verdicts or not verdicts[mutant.name].killed]
+    left = [mutant for mutant in chosen if mutant.name not in verdicts
+            or not (verdicts[mutant.name].killed or mutant.name in explained)]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(Path(folder), args.timeout)
         for number, mutant in enumerate(left, 1):
             verdict = copy.judge(mutant, runs_of(mutant, args.tests, room_alone=args.room_alone))
             verdicts[mutant.name] = verdict
-            _write(args.out, known, verdicts)
+            _write(out, known, verdicts, explained)
             said = f"killed by {verdict.by}" if verdict.killed else "SURVIVED"
             print(f"[{number}/{len(left)}] {mutant.name}: {said} ({verdict.seconds:.0f} s)", flush=True)
         killers = sorted({v.by for v in verdicts.values() if v.by is not None and "::" in v.by})
@@ -217,26 +229,28 @@ def run(args: argparse.Namespace) -> None:
         if verdict.by in no_proof:
             print(f"{name}: {verdict.by} fails without a mutant too; run the command again")
             del verdicts[name]
-    _write(args.out, known, verdicts)
-    _tell(known, verdicts)
-    print(f"Figures: {args.out}")
+    _write(out, known, verdicts, explained)
+    _tell(known, verdicts, explained)
+    print(f"Figures: {out}")
 
 
-def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:
+def _write(path: Path, known: Sequence[Mutant], verdicts: dict[str, Verdict], explained: Container[str]) -> None:
     of_known = {mutant.name: verdicts[mutant.name] for mutant in known if mutant.name in verdicts}
+    survivors = [name for name, verdict in of_known.items() if not verdict.killed]
     report = {
         "benchmark": "mutants",
         "mutants": len(known),
         "judged": len(of_known),
         "killed": sum(verdict.killed for verdict in of_known.values()),
-        "survivors": [name for name, verdict in of_known.items() if not verdict.killed],
+        "survivors": survivors,
+        "explained": [name for name in survivors if name in explained],
         "seconds": round(sum(verdict.seconds for verdict in of_known.values())),
         "verdicts": {name: asdict(verdict) for name, verdict in sorted(of_known.items())},
     }
     write_json(path, report, torch.device("cpu"))
 
 
-def _tell(known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:
+def _tell(known: Sequence[Mutant], verdicts: dict[str, Verdict], explained: dict[str, str]) -> None:
     """Show the score of each room, and every survivor."""
     rooms = Counter(mutant.room for mutant in known if mutant.name in verdicts)
     killed = Counter(mutant.room for mutant in known if mutant.name in verdicts and verdicts[mutant.name].killed)
@@ -245,6 +259,9 @@ def _tell(known: Sequence[Mutant], verdicts: dict[str, Verdict]) -> None:
     total, dead = rooms.total(), killed.total()
     print(f"{dead} of {total} killed" + (f" ({100 * dead / total:.1f}%)" if total else "")
           + (f"; {len(known) - total} not judged yet" if total < len(known) else ""))  # fmt: skip
-    for mutant in known:
-        if mutant.name in verdicts and not verdicts[mutant.name].killed:
-            print(f"survived: {mutant.name} (kfac_optim/{mutant.file}): {mutant.mistake}")
+    survivors = [mutant for mutant in known if mutant.name in verdicts and not verdicts[mutant.name].killed]
+    if harmless := sum(mutant.name in explained for mutant in survivors):
+        print(f"{dead} of {total - harmless} without those that are explained ({100 * dead / (total - harmless):.1f}%)")
+    for mutant in survivors:
+        why = f" Explained: {explained[mutant.name]}" if mutant.name in explained else ""
+        print(f"survived: {mutant.name} (kfac_optim/{mutant.file}): {mutant.mistake}{why}")

@@ -489,8 +489,15 @@ def _faults(parser: argparse.ArgumentParser) -> None:
 
 def _mutants(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "names", nargs="*", metavar="MUTANT", help="some of tests/mutants, by room or by room/name (default: all)"
+        "names", nargs="*", metavar="MUTANT", help="some of them, by room or by room/name (default: all)"
     )
+    parser.add_argument(
+        "--random",
+        type=arguments.positive_int,
+        metavar="N",
+        help="draw so many from the code (default: those of tests/mutants)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of --random (default: %(default)s)")
     parser.add_argument(
         "--room-alone", action="store_true", help="run the tests of the mutant's room alone, which takes minutes"
     )
@@ -504,7 +511,9 @@ def _mutants(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="for one run of tests (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=Path("mutants.json"), help="JSON file (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("mutants.json"), help="JSON file (default: %(default)s; --random: random.json)"
+    )
 
 
 def _everything(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ class Run(NamedTuple):
     """None without a process group."""
     inverse: Inverse[Any] = Cholesky()
     period: int = 4
+    period_of_statistics: int = 1
     momentum: float = 0.9
     wrapped: bool = True
     include_factors: bool = True
@@ -72,7 +73,7 @@ class Training:
             inverse_update_period=run.period,
             include_factors=run.include_factors,
             distributed=DistributedConfig(strategy=run.strategy) if run.strategy is not None else False,
-            factor_update_period=1,
+            factor_update_period=run.period_of_statistics,
         )
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
 
@@ -297,6 +298,15 @@ def test_what_one_rank_has_loaded_goes_to_those_that_own_it_now(
     run = Run(SHARDED)
     expected = two_ranks.run(uninterrupted, run, None)[0]
     for found in two_ranks.run(of_each_its_own, run, other, str(tmp_path)):
+        assert_close(found, expected)
+
+
+def test_what_was_taken_before_others_told_what_they_had_loaded_does_not_count(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    run = Run(SHARDED, period_of_statistics=2)  # none are due in the step after the load
+    expected = two_ranks.run(uninterrupted, run, None)[0]
+    for found in two_ranks.run(of_each_its_own, run, SHARDED_FACTORS, str(tmp_path)):
         assert_close(found, expected)
 
 
