@@ -1,8 +1,7 @@
 """Mutants drawn at random from the code of the package, to stand beside those that are written by hand.
 
-Each changes one place of one file: an operator, a number, an argument, a small statement. What only words depend on is
-left alone: docstrings, annotations, errors, `__repr__`, `__all__`, what only type checkers read, and assertions. So are
-decorators, f-strings and the bodies of protocols.
+Each changes one place of one file: an operator, a number, an argument, a small statement. Left alone are docstrings,
+annotations, errors, `__repr__`, `__all__`, what type checkers read, assertions, decorators, f-strings and protocols.
 
 A file is drawn in proportion to its lines of code, then a kind of change that it has a place for, then the place. Each
 draw has a generator of its own, so that a change to the code moves few of them, and the first 100 of 300 are those of
@@ -80,8 +79,8 @@ class _Edits(ast.NodeVisitor):
         return self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
 
     def _at(self, row: int | None, byte: int | None) -> int:
-        assert row is not None
-        return self._begins[row - 1] + len(self._lines[row - 1].encode()[:byte].decode())
+        at = (row or 1) - 1
+        return self._begins[at] + len(self._lines[at].encode()[:byte].decode())
 
     def _tokens_of(self, begin: int, end: int) -> list[tuple[int, int, tokenize.TokenInfo]]:
         return self._tokens[bisect_left(self._starts, begin) : bisect_left(self._starts, end)]
@@ -120,9 +119,8 @@ class _Edits(ast.NodeVisitor):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         begin, end = self._span(node)[0], self._span(node.operand)[0]
-        if isinstance(node.op, ast.Not):
-            after = self._tokens_of(begin + 1, end + 1)[0][0]  # a parenthesis, or the operand
-            self._add("not", (begin, after), "")
+        if isinstance(node.op, ast.Not):  # up to a parenthesis, or the operand
+            self._add("not", (begin, self._tokens_of(begin + 1, end + 1)[0][0]), "")
         elif isinstance(node.op, ast.USub):
             self._operator("arithmetic", begin, end)
         self.generic_visit(node)
@@ -218,9 +216,8 @@ def as_mutant(file: str, text: str, edit: Edit) -> Mutant:
     path = Path(file).with_suffix("")
     stem = path.parent.name if path.name == "__init__" else path.name
     digest = hashlib.sha256(f"{file}\0{old}\0{new}".encode()).hexdigest()[:6]
-    line = text.count("\n", 0, edit.start) + 1
     was = " ".join(text[edit.start : edit.end].split())
-    mistake = f"line {line}: {edit.kind}: {was!r} became {edit.new!r}"
+    mistake = f"line {text.count(chr(10), 0, edit.start) + 1}: {edit.kind}: {was!r} became {edit.new!r}"
     return Mutant(f"{path.parts[0]}/{stem.replace('_', '-')}-{edit.kind}-{digest}", file, old, new, mistake)
 
 
@@ -237,8 +234,7 @@ def draw(number: int, seed: int, files: dict[str, str]) -> list[Mutant]:
             left.setdefault(file, {}).setdefault(edit.kind, []).append(edit)
     names = list(left)
     weights = [lines_of_code(files[file]) for file in names]
-    found: dict[str, Mutant] = {}
-    turn = 0
+    found, turn = dict[str, Mutant](), 0
     while len(found) < number and any(left.values()):
         chance, turn = random.Random(f"{seed} {turn}"), turn + 1
         (file,) = chance.choices(names, weights)
