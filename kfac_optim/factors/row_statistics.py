@@ -86,7 +86,7 @@ class RowStatistics(CallRows):
         call, reduces = self.call, self.spec.weight_sharing is WeightSharing.REDUCE
         if not (self.rows_may_wait and call.is_last) or call.earlier is not None or self._sample is not None:
             return None
-        if call.input is None or (reduces and call.gradient.dim() > 2):
+        if call.input is None or (reduces and call.gradient.dim() > 2) or not on_host(call.gradient):
             return None
         if not 0 < max(call.input.numel(), call.gradient.numel()) <= _FEW:
             return None
