@@ -9,6 +9,7 @@ The folder is laid out in rooms like the package, and by the same rule:
     config                              the user's choices, as one value
     choice, training_group, refusals    what ranks compare, which ranks train, which choices do not go together
     gradients, statistics               gradients to owners and back; statistics to owners, and inverses from them
+    optimizer_view                      what those below are shown of the optimizer
     state_redistribution                who holds what of blocks and momentum, and bringing it to another rank
     plan_agreement, state_transfer      one plan on all ranks; states for a new plan and for checkpoints
     stages                              one trust region over the stages of a pipeline

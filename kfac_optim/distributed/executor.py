@@ -1,6 +1,6 @@
 """K-FAC on the ranks of a process group: the executor, which has its parts work together in one order on all ranks."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from kfac_optim.distributed.gradients.grid import mesh_of
 from kfac_optim.distributed.gradients.joining import Joining
 from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
 from kfac_optim.distributed.gradients.wrappers import Wrappers
+from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.plan_agreement import PlanAgreement
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.plan import Plan
@@ -26,11 +27,10 @@ from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullyShar
 from kfac_optim.distributed.refusals import refuse_coarse_sketches
 from kfac_optim.distributed.state_transfer import StateTransfer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
-from kfac_optim.distributed.statistics.overlap import EarlyReports, Terms
+from kfac_optim.distributed.statistics.overlap import EarlyReports
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
-from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
@@ -42,32 +42,20 @@ class DistributedExecutor(Executor):
 
     Args:
         config: the user's choices, the same on all ranks.
-        step_size: the user's choice.
-        terms: returns the terms of the loss as they would be if the step came now; None where they are not known.
-        arguments: as of `PlanAgreement`.
-        tensors: as of `PlanAgreement`.
-        state: returns the optimizer's state, for momentum buffers.
+        optimizer: what is to be known of the optimizer.
     """
 
     several = True
 
-    def __init__(
-        self,
-        config: DistributedConfig,
-        step_size: StepSize,
-        terms: Callable[[], Terms | None],
-        arguments: Callable[[], Mapping[str, str]],
-        tensors: Callable[[], Mapping[str, str]],
-        state: Callable[[], MutableMapping[Any, Any]],
-    ) -> None:
+    def __init__(self, config: DistributedConfig, optimizer: OptimizerView) -> None:
         super().__init__()
         self.config = config
-        self._terms = terms
+        self._terms = optimizer.terms
         self.ranks = TrainingGroup(config)
-        self.agreement = PlanAgreement(config, self.ranks, step_size, arguments, tensors)
+        self.agreement = PlanAgreement(config, self.ranks, optimizer)
         self.shared: SharedStatistics | None = None  # `statistics`, as soon as there is a plan
         self.gradients: GradientFlow = GradientFlow()
-        self.states: StateTransfer = StateTransfer(self.ranks, state)
+        self.states: StateTransfer = StateTransfer(self.ranks, optimizer.state)
         self._wrappers = Wrappers(to_owners=_may_shard(config.strategy), observe=config.observe)
         directly = config.exchange is Exchange.DIRECT
         self.joining = Joining(self._wrappers, to_owners=_may_shard(config.strategy), directly=directly)

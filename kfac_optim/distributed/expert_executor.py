@@ -11,7 +11,7 @@ one. With that number of terms and that scale a copy folds what a rank of `P/C` 
 share as ranks do that train a layer together.
 """
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,17 +24,17 @@ from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.gradients.flow import ReplicatedGradients, sum_scalars, total_norm
 from kfac_optim.distributed.gradients.undivided import DivisionCheck
+from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.refusals import refuse_expert_layout
-from kfac_optim.distributed.statistics.overlap import Terms
 from kfac_optim.step.execution import Agreement, Executor, Gradients, LossShare, Parts, Statistics, Trained, WholeStates
-from kfac_optim.step.step_size import StepSize
 
 
 class ExpertExecutor(Executor):
     """Carries out steps in which all ranks share some layers, and each has experts of its own.
 
     Args:
-        config: the user's choices, with experts; the other arguments are those of `DistributedExecutor`.
+        config: the user's choices, with experts.
+        optimizer: what is to be known of the optimizer.
 
     Attributes:
         shared: carries out the part of the layers that are the same on all ranks.
@@ -44,19 +44,11 @@ class ExpertExecutor(Executor):
     several = True
     sees_all_gradients = False
 
-    def __init__(
-        self,
-        config: DistributedConfig,
-        step_size: StepSize,
-        terms: Callable[[], Terms | None],
-        arguments: Callable[[], Mapping[str, str]],
-        tensors: Callable[[], Mapping[str, str]],
-        state: Callable[[], MutableMapping[Any, Any]],
-    ) -> None:
+    def __init__(self, config: DistributedConfig, optimizer: OptimizerView) -> None:
         super().__init__()
         assert config.experts is not None, "there are experts"
         self.experts = config.experts
-        self.shared = DistributedExecutor(config, step_size, terms, arguments, tensors, state)
+        self.shared = DistributedExecutor(config, optimizer)
         self.own: Executor = Executor()
         if self.experts.count > 1:
             # Which bytes go where was said of the layers that all ranks share.
@@ -67,7 +59,7 @@ class ExpertExecutor(Executor):
                 cost=config.cost,
                 observe=config.observe,
             )
-            self.own = DistributedExecutor(of_copies, step_size, lambda: None, arguments, tensors, state)
+            self.own = DistributedExecutor(of_copies, optimizer.without_terms())
         self._params: dict[nn.Parameter, str] = {}
         self._is_known = False
         self._division = DivisionCheck()

@@ -21,6 +21,7 @@ from kfac_optim.distributed.communication.consensus import Ballot, vote
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.grid import Grid, grid_of
+from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.plan import Plan, differences, remedy
 from kfac_optim.distributed.planning.plan_options import PlanOptions, vote_marks
@@ -29,7 +30,6 @@ from kfac_optim.distributed.planning.planner import make_plan
 from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Sharded, Strategy
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import Trained
-from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
 from kfac_optim.utils.text import without_addresses
 
@@ -40,9 +40,7 @@ class PlanAgreement:
     Args:
         config: the user's choices, the same on all ranks.
         ranks: the ranks that train.
-        step_size: the user's choice; it says which sums a step takes.
-        arguments: returns the optimizer's arguments by name, as they are now; they must be the same on all ranks.
-        tensors: returns those arguments that are tensors, which synchronises with the device.
+        optimizer: tells the arguments that must be the same on all ranks, and the step size, which says what is summed.
 
     Attributes:
         plan: the plan that all ranks go by; None before the first step.
@@ -55,14 +53,11 @@ class PlanAgreement:
         self,
         config: DistributedConfig,
         ranks: TrainingGroup,
-        step_size: StepSize,
-        arguments: Callable[[], Mapping[str, str]],
-        tensors: Callable[[], Mapping[str, str]],
+        optimizer: OptimizerView,
     ) -> None:
         self._config = config
         self._ranks = ranks
-        self._step_size = step_size
-        self._arguments, self._tensors = arguments, tensors
+        self._optimizer = optimizer
         self.plan: Plan | None = None
         self.blocks: Sequence[KFACBlock] = ()
         self.params: dict[str, Sequence[nn.Parameter]] = {}
@@ -125,11 +120,11 @@ class PlanAgreement:
             finite,
             summed,
             model=self._number,
-            numbers=_hash_of(self._arguments()),
+            numbers=_hash_of(self._optimizer.arguments()),
             norm=norm,
             edited=edited,
             terms=None if counted is None else (counted, counted),
-            tensors=_hash_of(self._tensors()) if looks else None,
+            tensors=_hash_of(self._optimizer.tensors()) if looks else None,
             # As many as the others give, who may know of another plan.
             marks=(*own, *[0] * (size - len(own) - 1), progress),
         )
@@ -143,7 +138,9 @@ class PlanAgreement:
         """
         settled = verdict.model == self._agreed
         if verdict.numbers < 0 or (settled and verdict.tensors == -1):
-            self._ranks.main.check_agreement({**self._arguments(), **self._tensors()}, differences, remedy)
+            self._ranks.main.check_agreement(
+                {**self._optimizer.arguments(), **self._optimizer.tensors()}, differences, remedy
+            )
         if not settled and verdict.model < 0:
             told = self._new_plan().agreement() | {"checkpoints loaded": self._loaded}
             self._ranks.main.check_agreement(told, differences, remedy)
@@ -180,7 +177,7 @@ class PlanAgreement:
         covered = list({id(group): group for block in self.blocks for group in block.groups}.values())
         dtypes = [param.dtype for held in self.params.values() for param in held]
         factor_dtypes = [block.dtype for block in self.blocks]
-        size, strategy = self._step_size, self.strategy()
+        size, strategy = self._optimizer.step_size, self.strategy()
         options = PlanOptions(
             factor_update_period=groups[0]["factor_update_period"] if groups else 1,
             inverse_update_period=groups[0]["inverse_update_period"] if groups else 1,

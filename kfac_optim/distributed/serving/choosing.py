@@ -1,10 +1,9 @@
 """Which executor an optimizer has, and who carries out its refreshes; what it does for statistics workers."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,18 +16,16 @@ from kfac_optim.distributed import choice as choices
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
 from kfac_optim.distributed.expert_executor import ExpertExecutor
+from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.planning.strategies import Replicated, Statistics
 from kfac_optim.distributed.serving.trainers import RoundRefresher, TrainingExecutor
 from kfac_optim.distributed.serving.workers import OrderedRefresher, Service, ServingExecutor
-from kfac_optim.distributed.statistics.overlap import Terms
 from kfac_optim.fisher.estimates import Estimate
 from kfac_optim.step.background_refresh import BackgroundRefresher
 from kfac_optim.step.execution import Executor
 from kfac_optim.step.refresh_schedules import Background, Refresh
 from kfac_optim.step.refresher import Refresher
 from kfac_optim.step.step_size import StepSize
-
-E = TypeVar("E", bound=Executor)
 
 
 def executor_of(
@@ -52,61 +49,19 @@ def executor_of(
     Raises:
         ValueError: choices do not go together with statistics workers.
     """
-    choice, make = config.workers, DistributedExecutor
+    described = choices.described(arguments)
+    view = OptimizerView(weakref.ref(optimizer), step_size, described, window, estimate)
     if config.experts is not None:
-        return _made(optimizer, config, step_size, arguments, window, estimate, ExpertExecutor)
-    if choice is not None:
-        _check_choices(config, arguments)
-        role = choice.role()
-        kind = ServingExecutor if role.serves else TrainingExecutor
-        make = partial(kind, choice=choice, role=role)  # type: ignore[assignment]
-        # Among ranks that train none sends statistics; among workers all do.
-        statistics = Statistics.ALL if role.serves else Statistics.OWN
-        strategy = Replicated(statistics=statistics)
-        config = replace(config, strategy=strategy, group=role.group, overlap=False, workers=None)
-    return _made(optimizer, config, step_size, arguments, window, estimate, make)
-
-
-def _made(
-    optimizer: Optimizer,
-    config: DistributedConfig,
-    step_size: StepSize,
-    arguments: Mapping[str, Any],
-    window: CaptureWindow,
-    estimate: Estimate,
-    make: Callable[..., E],
-) -> E:
-    """Make the executor of an optimizer, which it holds weakly.
-
-    Args:
-        optimizer: the optimizer; its groups and state are asked for at each step.
-        config: the user's choices about processes.
-        step_size: the user's choices.
-        arguments: all choices of the user, by name.
-        window: counts the terms of the loss.
-        estimate: says what output gradients are multiplied by.
-        make: makes it; takes the arguments of `DistributedExecutor`.
-    """
-    described, known = choices.described(arguments), weakref.ref(optimizer)
-
-    def groups() -> Sequence[Mapping[str, Any]]:
-        return () if (found := known()) is None else found.param_groups
-
-    def terms() -> Terms | None:
-        count = None if window.scaled else window.so_far()
-        return None if count is None else (count, estimate.scale(count, 1.0))
-
-    def state() -> MutableMapping[Any, Any]:
-        return {} if (found := known()) is None else found.state
-
-    return make(
-        config,
-        step_size,
-        terms,
-        arguments=lambda: described | choices.numbers(groups()),
-        tensors=lambda: choices.tensors(groups()),
-        state=state,
-    )
+        return ExpertExecutor(config, view)
+    if (choice := config.workers) is None:
+        return DistributedExecutor(config, view)
+    _check_choices(config, arguments)
+    role = choice.role()
+    # Among ranks that train none sends statistics; among workers all do.
+    strategy = Replicated(statistics=Statistics.ALL if role.serves else Statistics.OWN)
+    config = replace(config, strategy=strategy, group=role.group, overlap=False, workers=None)
+    kind = ServingExecutor if role.serves else TrainingExecutor
+    return kind(config, view, choice=choice, role=role)
 
 
 def refresher_of(executor: Executor, refresh: Refresh) -> Refresher:

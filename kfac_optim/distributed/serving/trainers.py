@@ -14,18 +14,18 @@ from kfac_optim.distributed.communication.process_groups import timeout_of
 from kfac_optim.distributed.communication.transfer import leaves, nested
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
 from kfac_optim.distributed.serving.messages import BlockAnswer, Kind, results_of, unpacked, with_shown
 from kfac_optim.distributed.serving.rounds import Progress, Rounds
 from kfac_optim.distributed.state_transfer import StateTransfer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange, Status
-from kfac_optim.distributed.statistics.overlap import EarlyReports, Terms
+from kfac_optim.distributed.statistics.overlap import EarlyReports
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.statistics_workers import Role, StatisticsWorkers
 from kfac_optim.distributed.training_group import TrainingGroup, device_of
 from kfac_optim.step.execution import Agreement, Trained, check_rank
 from kfac_optim.step.refresher import Refresher
-from kfac_optim.step.step_size import StepSize
 from kfac_optim.utils.sharded_params import is_sharded
 
 
@@ -96,27 +96,18 @@ class TrainingExecutor(DistributedExecutor):
 
     Args:
         config: with the group of the ranks that train; `timeout` is that of messages too.
-        step_size: as of `DistributedExecutor`, as are the next four.
+        optimizer: what is to be known of the optimizer.
         choice: the user's.
         role: of this rank.
     """
 
     def __init__(
-        self,
-        config: DistributedConfig,
-        step_size: StepSize,
-        terms: Callable[[], Terms | None],
-        arguments: Callable[[], Mapping[str, str]],
-        tensors: Callable[[], Mapping[str, str]],
-        state: Callable[[], MutableMapping[Any, Any]],
-        *,
-        choice: StatisticsWorkers,
-        role: Role,
+        self, config: DistributedConfig, optimizer: OptimizerView, *, choice: StatisticsWorkers, role: Role
     ) -> None:
-        super().__init__(config, step_size, terms, arguments, tensors, state)
+        super().__init__(config, optimizer)
         self._choice, self._role = choice, role
         self.rounds = Rounds(role, timeout_of_lines(config, role))
-        self.states = ServedStates(self.ranks, state, self.rounds)
+        self.states = ServedStates(self.ranks, optimizer.state, self.rounds)
         self._model: nn.Module | None = None
         self._progress = Progress.ARRIVED  # of the rank that is least far
         self._begins = False

@@ -1,6 +1,6 @@
 """The statistics workers: they measure, refresh and answer, and leave gradients and parameters alone."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.distributed.communication.launches import CollectiveError
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
+from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.planning.plan_options import TOLD_COUNTERS
 from kfac_optim.distributed.serving.layout import Layout
 from kfac_optim.distributed.serving.line import Lines, lines_of
@@ -33,11 +34,9 @@ from kfac_optim.distributed.serving.messages import (
 )
 from kfac_optim.distributed.serving.rounds import FAILURE
 from kfac_optim.distributed.serving.trainers import timeout_of_lines
-from kfac_optim.distributed.statistics.overlap import Terms
 from kfac_optim.distributed.statistics_workers import Role, StatisticsWorkers
 from kfac_optim.step.execution import Agreement, Trained
 from kfac_optim.step.refresher import Refresher
-from kfac_optim.step.step_size import StepSize
 
 
 class Optimizer(Protocol):
@@ -55,7 +54,7 @@ class ServingExecutor(DistributedExecutor):
 
     Args:
         config: with the group of the workers.
-        step_size: as of `DistributedExecutor`, as are the next four.
+        optimizer: what is to be known of the optimizer.
         choice: the user's.
         role: of this rank.
 
@@ -66,18 +65,9 @@ class ServingExecutor(DistributedExecutor):
     """
 
     def __init__(
-        self,
-        config: DistributedConfig,
-        step_size: StepSize,
-        terms: Callable[[], Terms | None],
-        arguments: Callable[[], Mapping[str, str]],
-        tensors: Callable[[], Mapping[str, str]],
-        state: Callable[[], MutableMapping[Any, Any]],
-        *,
-        choice: StatisticsWorkers,
-        role: Role,
+        self, config: DistributedConfig, optimizer: OptimizerView, *, choice: StatisticsWorkers, role: Role
     ) -> None:
-        super().__init__(config, step_size, terms, arguments, tensors, state)
+        super().__init__(config, optimizer)
         self.choice, self.role = choice, role
         self.due: dict[str, float] | None = None
         self.finite = True

@@ -1,0 +1,58 @@
+"""What an executor sees of its optimizer: choices, numbers of the param groups, terms of the loss, and the state."""
+
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.distributed import choice
+from kfac_optim.distributed.statistics.overlap import Terms
+from kfac_optim.fisher.estimates import Estimate
+from kfac_optim.step.step_size import StepSize
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerView:
+    """Shows an executor what it needs of its optimizer, which it holds weakly, as the optimizer holds the executor.
+
+    Args:
+        optimizer: its groups and state are asked for at each step.
+        step_size: the user's choice.
+        choices: all choices of the user by name, in words.
+        window: counts the terms of the loss; None where they are not to be known.
+        estimate: says what output gradients are multiplied by.
+    """
+
+    optimizer: weakref.ref[Optimizer]
+    step_size: StepSize
+    choices: Mapping[str, str]
+    window: CaptureWindow | None
+    estimate: Estimate
+
+    def without_terms(self) -> "OptimizerView":
+        """Return the view of an executor that shall not know the terms of the loss."""
+        return replace(self, window=None)
+
+    def terms(self) -> Terms | None:
+        """Return the terms of the loss as they would be if the step came now; None where they are not known."""
+        if self.window is None or self.window.scaled or (count := self.window.so_far()) is None:
+            return None
+        return count, self.estimate.scale(count, 1.0)
+
+    def arguments(self) -> Mapping[str, str]:
+        """Return the optimizer's arguments by name, as they are now; they must be the same on all ranks."""
+        return {**self.choices, **choice.numbers(self._groups())}
+
+    def tensors(self) -> Mapping[str, str]:
+        """Return those arguments that are tensors, which synchronises with the device."""
+        return choice.tensors(self._groups())
+
+    def state(self) -> MutableMapping[Any, Any]:
+        """Return the optimizer's state, for momentum buffers."""
+        return {} if (optimizer := self.optimizer()) is None else optimizer.state
+
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        return () if (optimizer := self.optimizer()) is None else optimizer.param_groups
