@@ -134,6 +134,7 @@ class Metrics(dict[str, float]):
 
 
 _UNREAD: Any = object()
+_FLAT = 2.0  # an inverse whose condition number is at most so much turns the gradient hardly at all
 _DERIVED = {"inner": "cosine", "direction_square": "direction_norm", "gradient_square": "gradient_norm"}
 
 
@@ -188,9 +189,16 @@ def metrics(
             ("damping", max(float(block.group["damping"]) * block.clock.loss_unit for block in known)),
             ("factor_age", max(clock.step - 1 - clock.folded_at for clock in clocks)),
             ("inverse_age", max(clock.step - 1 - clock.refreshed_at for clock in clocks)),
-            *(counted for block in known for counted in counters(block).items()),
+            *(counted for block in known for counted in _of_block(counters(block))),
         ]
     return Metrics.later(numbers)
+
+
+def _of_block(counters: Mapping[str, float | Tensor]) -> Iterator[tuple[str, Scalar]]:
+    """Give the numbers of a block, and whether damping hides its curvature."""
+    yield from counters.items()
+    if "condition_A" in counters:
+        yield "flat_blocks", counters["condition_A"] * counters["condition_G"] <= _FLAT
 
 
 def factors(blocks: Sequence[KFACBlock]) -> dict[str, tuple[Tensor | None, Tensor | None]]:

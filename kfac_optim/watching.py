@@ -21,6 +21,7 @@ _SHORT = 1e-3  # steps are ordinarily held at 1e-2 or more of what the rate make
 _HARDLY_TURNED = 0.95  # cosine
 _LOST = 10.0  # cutoff
 _HALF = 0.5
+_LITTLE = 0.1  # of the first loss
 _PANELS = (
     (("damping",), "log"),
     (("trust_region_scale", "kl_clip"), "log"),
@@ -172,6 +173,20 @@ def _hardly_turned(run: _Window) -> str | None:
     )
 
 
+def _flat(run: _Window) -> str | None:
+    flat, blocks = run.of("flat_blocks"), run.last.get("blocks", 0.0)
+    if not flat or median(flat) <= _HALF * blocks or "reduction_ratio" in run.last or _hardly_turned(run) is not None:
+        return None
+    if (losses := run.of("loss")) and median(losses) < _LITTLE * run.first.get("loss", math.inf):
+        return None  # it has come down, and the empirical Fisher with it
+    return (
+        f"Damping hides the curvature of {median(flat):.0f} of {blocks:.0f} layers (median flat_blocks of "
+        f"{run.where}), with damping {run.last.get('damping', math.nan):.1g}: they take the plain gradient, as in deep "
+        "networks whose signals vanish. Lower damping a hundredfold, or pass step_size=SelectedUpdates(), whose "
+        "damping is relative to the curvature of each layer."
+    )
+
+
 def _rising_loss(run: _Window) -> str | None:
     losses = run.of("loss")
     quarter = len(losses) // 4
@@ -255,6 +270,7 @@ def _cut_off(run: _Window) -> str | None:
 _HINTS: tuple[Callable[[_Window], str | None], ...] = (
     _short_steps,
     _hardly_turned,
+    _flat,
     _rising_loss,
     _skipped,
     _refused,

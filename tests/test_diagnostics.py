@@ -276,6 +276,23 @@ def test_the_condition_numbers_are_the_worst_of_the_damped_factors() -> None:
     assert {key: metrics[key] for key in worst} == pytest.approx(worst, rel=1e-9)
 
 
+def test_blocks_are_flat_whose_damped_factors_are_nearly_multiples_of_the_identity() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[-1].weight.mul_(1e-6)  # the gradients of the layers before it vanish
+    optimizer = KFACOptimizer(model, lr=0.1, damping=0.02)
+    train(model, optimizer, 1)
+    conditions = []
+    for a, g in optimizer.factors().values():
+        pi = math.sqrt(float(a[0].trace() / len(a[0]) / (g[0].trace() / len(g[0]))))
+        sides = [
+            factor + share * math.sqrt(0.02) * torch.eye(len(factor)) for factor, share in ((a[0], pi), (g[0], 1 / pi))
+        ]
+        conditions.append(math.prod(float(torch.linalg.cond(side, p=1)) for side in sides))
+    assert [condition <= 2 for condition in conditions] == [True, False]
+    assert optimizer.metrics()["flat_blocks"] == 1
+
+
 @pytest.mark.parametrize(("factor_period", "inverse_period"), [(1, 1), (2, 3), (3, 2), (4, 100)])
 def test_the_ages_are_steps_since_the_last_fold_and_refresh(factor_period: int, inverse_period: int) -> None:
     model = mlp()
@@ -312,7 +329,7 @@ def test_the_metrics_are_plain_floats_after_a_step() -> None:
         *("blocks", "blocks_without_statistics", "dropped_calls", "skipped_steps", "rejected_steps"),
         *("covered_parameters", "measured_parameters", "left_out_parameters", "unpreconditioned_blocks"),
         *("trust_region_scale", "momentum_scale", "kl_clip", "cosine", "gradient_norm", "direction_norm"),
-        *("damping", "factor_age", "inverse_age", "condition_A", "condition_G"),
+        *("damping", "factor_age", "inverse_age", "condition_A", "condition_G", "flat_blocks"),
         *("refused_statistics", "retried_refreshes", "failed_refreshes"),
     }
 

@@ -212,6 +212,12 @@ def network(width: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def vanishing() -> nn.Sequential:
+    """Return a network whose layers each make signals and gradients a few times smaller."""
+    hidden = [part for _ in range(10) for part in (nn.Linear(8, 8), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(8, 3))
+
+
 def watched(model: nn.Module, data: Data, steps: int = 40, **options: Any) -> list[Mapping[str, float]]:
     """The history of a run that learns a fixed network, losses among it."""
     torch.manual_seed(1)
@@ -289,6 +295,10 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
     "far too much damping": (
         lambda: watched(network(), inputs(), damping=1e4),
         r"median cosine of the last 40 steps is (0\.99\d|1\.000), with damping 1e\+04\. Lower damping tenfold;",
+    ),
+    "signals that vanish": (
+        lambda: watched(vanishing(), inputs()),
+        r"hides the curvature of [78] of 11 layers \(.* of the last 40 steps\), with damping 0\.001: .* a hundredfold",
     ),
     "a loss that rises": (
         lambda: watched(network(), inputs(), maximize=True),
