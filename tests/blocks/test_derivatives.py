@@ -306,3 +306,36 @@ def test_of_one_example_of_rank_one_the_factors_are_exact_in_each_group() -> Non
     for group in range(2):
         block = 2 * torch.outer(jacobian[group], jacobian[group])
         torch.testing.assert_close(torch.kron(g[group], a[group]), block, rtol=1e-10, atol=1e-12)
+
+
+class Stopped(torch.autograd.Function):
+    """Gives the output of a function again, whose backward has nothing to say."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: Tensor) -> None:
+        return None
+
+
+def test_uses_that_no_gradient_comes_to_add_nothing() -> None:
+    def gradients(stops: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = linear().double(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=1)
+        slope(model, x.detach()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        output = model(x)
+        (derivative,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss = output.square().mean() + derivative.square().mean()
+        if stops:
+            loss = loss + sum(Stopped.apply(each).sum() for each in (model(x), derivative))
+        loss.backward()
+        optimizer.step()
+        assert optimizer.metrics()["measured_parameters"] == 1
+        return [param.grad for param in model.parameters()]
+
+    assert_same(gradients(True), gradients(False), rtol=1e-14)
