@@ -172,11 +172,7 @@ class TrainingExecutor(DistributedExecutor):
         if not self._begins:
             return
         self._begins = False
-        if self._model is None:
-            raise RuntimeError(
-                f"kfac_optim: {self._choice!r} sends the parameters of the model, which is not known. Build the "
-                "optimizer from the model, KFACOptimizer(model, ...), or pass model=."
-            )
+        assert self._model is not None, "blocks are of a model"
         step = step_of(blocks)
         due = [block for block in blocks if block.refresh_due() or _has_passed(block, self._last_round, step)]
         self.rounds.begin(Kind.MEASURE, step, blocks, due, self._model)
