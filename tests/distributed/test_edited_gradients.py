@@ -86,7 +86,7 @@ def test_where_all_ranks_have_all_gradients_torchs_own_is_right(two_ranks: Ranks
 
 
 def frozen(rank: int) -> list[int]:
-    """How often it was told at each step where the first layer is frozen after the first step."""
+    """How often it was told at each step where the first parameter is frozen after the first step."""
     model = build(Mixed)
     optimizer, told = KFACOptimizer(model, lr=0.05, distributed=DistributedConfig(strategy=Sharded())), []
     for step in range(4):
@@ -99,11 +99,11 @@ def frozen(rank: int) -> list[int]:
                 torchs(model, optimizer)
             optimizer.step()
         told.append(sum("optimizer.clip_grad_norm_" in str(each.message) for each in caught))
-        model.first.requires_grad_(False)
+        model.gain.requires_grad_(False)
     return told
 
 
-def test_another_gradient_is_watched_where_the_first_layer_is_frozen(two_ranks: Ranks) -> None:
+def test_another_gradient_is_watched_where_the_first_parameter_is_frozen(two_ranks: Ranks) -> None:
     assert two_ranks.run(frozen) == [[0, 0, 1, 0]] * 2
 
 

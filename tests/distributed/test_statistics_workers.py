@@ -137,6 +137,26 @@ def test_a_step_without_finite_gradients_is_skipped_beside_workers(two_ranks: Ra
     assert found == (True, False, [])
 
 
+def with_a_frozen_layer(rank: int, case: Served) -> list[bool]:
+    """Which parameters are trained in the end, where the ranks that train freeze a layer on the way."""
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    if role.serves:
+        optimizer.serve(measured(0), loss_by(model))
+    else:
+        for step in range(case.steps):
+            train(optimizer, model, trained_on(step, rank))
+            model.last.requires_grad_(step < 5)
+        optimizer.dismiss_workers()
+    return [param.requires_grad for param in model.parameters()]
+
+
+def test_a_layer_that_is_frozen_is_so_on_workers(two_ranks: Ranks) -> None:
+    trainer, worker = two_ranks.run(with_a_frozen_layer, Served(FIXED))
+    assert trainer == worker
+    assert trainer.count(False) == 2
+
+
 # -- who waits for whom ------------------------------------------------------------------------------------------
 
 
@@ -318,6 +338,42 @@ def test_what_a_worker_cannot_do_is_told_on_all_ranks_and_ends_the_service(how: 
     assert f"rank 1 raised {ENDINGS[how]}" in trainer
     for each in (again, served_again):
         assert "have lost each other, as an earlier error said. Start all ranks again from the last checkpoint" in each
+
+
+def second_failing(rank: int, case: Served) -> str:
+    """Returns the error of each rank, where the second of two workers ends at its second mini-batch."""
+    role, model = case.workers.role(), case.model()
+
+    def mini_batches() -> Iterator[Batch]:
+        yield batch(0)
+        if rank == role.workers[1]:
+            raise OSError("no more data")
+        yield batch(1)
+
+    try:
+        if role.serves:
+            case.optimizer(model, distributed=case.distributed()).serve(mini_batches(), loss_by(model))
+        wrapped = DistributedDataParallel(model, process_group=role.group)
+        optimizer = case.optimizer(wrapped, distributed=case.distributed())
+        for step in range(case.steps):
+            train(optimizer, wrapped, trained_on(step, rank))
+    except (CollectiveError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_beside_another_ends_all_of_them(four_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(2, max_staleness=2), steps=100, options=EVERY_STEP, timeout=20.0)
+    try:
+        *trainers, leading, second = four_ranks.run(second_failing, case, timeout=40.0)
+    finally:
+        four_ranks.stop()  # their lines are of no more use
+    assert second == "OSError: no more data"
+    assert leading.startswith("CollectiveError")
+    for told in trainers:
+        assert "gave up at the order of" in told
+        assert "rank 2 raised CollectiveError" in told
 
 
 def unserved(rank: int, case: Served) -> str | None:
