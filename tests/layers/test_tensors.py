@@ -328,9 +328,16 @@ def test_a_call_by_keyword_is_one_by_position(name: str) -> None:
         assert_same(pair, factors[1][known], rtol=0.0)
 
 
+def silent(x: Tensor, weight: nn.Parameter) -> Tensor:
+    with torch.no_grad():
+        return x @ weight[0]
+
+
 # Name → shape of the weight, how it is used: each multiplies in a way that makes it no matrix of a layer
 NO_MATRIX: dict[str, tuple[tuple[int, ...], Use]] = {
     "two parameters": ((2, IN, OUT), lambda x, w: x @ (w[0] @ w[1].T)),
+    "a product without gradients": (SHAPE, lambda x, w: x[:, :OUT] + silent(x, w) + w.sum()),
+    "a product within torch.func": (SHAPE, lambda x, w: torch.func.vmap(lambda one: one @ w[0])(x)),
     "some of each output": ((IN, 3, OUT), lambda x, w: x @ w[:, 0]),
     "some columns of those gathered": (SHAPE, lambda x, w: torch.bmm(x[:, None], w[SOME][..., :2])),
     "slices, one below the other": ((EXPERTS, 4, OUT), lambda x, w: x @ w[1:3].flatten(0, 1)),
