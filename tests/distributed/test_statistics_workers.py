@@ -207,7 +207,8 @@ def losses_beside(rank: int, case: Served) -> list[float] | int:
     optimizer = case.optimizer(wrapped, distributed=case.distributed())
     losses = [train(optimizer, wrapped, trained_on(0, rank)) for _ in range(case.steps)]
     # No statistics are taken here.
-    assert not any(block.state.has_statistics() for block in optimizer._binding.coverage.blocks)
+    states = [block.state for block in optimizer._binding.coverage.blocks]
+    assert not any(state.has_statistics() or state.has_pending() for state in states)
     assert not optimizer.factors()
     optimizer.dismiss_workers()
     losses += [train(optimizer, wrapped, trained_on(0, rank)) for _ in range(2)]  # goes on with what there is
@@ -220,6 +221,11 @@ def test_training_goes_on_beside_a_worker_as_fast_as_it_is(four_ranks: Ranks) ->
     assert 2 <= served <= 40
     for losses in trainers:
         assert losses[-1] < 0.7 * losses[0]
+
+
+def test_of_a_layer_that_a_forward_shows_no_statistics_are_kept_where_it_is_trained(two_ranks: Ranks) -> None:
+    _, served = two_ranks.run(losses_beside, Served(FIXED, net=Bare, steps=6))
+    assert served == 2
 
 
 # -- ends --------------------------------------------------------------------------------------------------------

@@ -337,7 +337,10 @@ def silent(x: Tensor, weight: nn.Parameter) -> Tensor:
 NO_MATRIX: dict[str, tuple[tuple[int, ...], Use]] = {
     "two parameters": ((2, IN, OUT), lambda x, w: x @ (w[0] @ w[1].T)),
     "a product without gradients": (SHAPE, lambda x, w: x[:, :OUT] + silent(x, w) + w.sum()),
-    "a product within torch.func": (SHAPE, lambda x, w: torch.func.vmap(lambda one: one @ w[0])(x)),
+    "a product within torch.func": (
+        SHAPE,
+        lambda x, w: torch.func.vmap(lambda part: part @ w[0])(x.unflatten(0, (2, 3))).flatten(0, 1),
+    ),
     "some of each output": ((IN, 3, OUT), lambda x, w: x @ w[:, 0]),
     "some columns of those gathered": (SHAPE, lambda x, w: torch.bmm(x[:, None], w[SOME][..., :2])),
     "slices, one below the other": ((EXPERTS, 4, OUT), lambda x, w: x @ w[1:3].flatten(0, 1)),

@@ -136,7 +136,9 @@ class TrainingExecutor(DistributedExecutor):
             )
         super().check(blocks, params)
         for block in blocks:
-            block.measured_here = False
+            if block.measured_here:  # it is new, and the forward that has shown it may have measured it
+                block.measured_here = False
+                block.discard()
 
     def close(self) -> None:
         self.rounds.close()
@@ -145,10 +147,6 @@ class TrainingExecutor(DistributedExecutor):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def agree(self, trained: Trained, *, finite: bool, summed: float, counted: int | None, rescaled: bool) -> Agreement:
-        for block in trained.blocks:
-            if block.measured_here:  # a forward has shown it
-                block.measured_here = False
-                block.discard()
         agreement = super().agree(trained, finite=finite, summed=summed, counted=counted, rescaled=rescaled)
         if not agreement.finite:
             return agreement
