@@ -1,11 +1,12 @@
 """Finding the model when the optimizer was given parameters alone: it is what is called and holds them."""
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from kfac_optim.utils.hooks import weakly
 
 
 class ModelFinder:
@@ -27,18 +28,13 @@ class ModelFinder:
         under_way: Callable[[], bool],
     ) -> None:
         self.params = set(params)
-        self._found = weakref.WeakMethod(found)
+        self._found = weakly(found)
         self._under_way = under_way
         self._handle = register_module_forward_pre_hook(self._look)
 
     def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._under_way() or not any(param in self.params for param in module.parameters()):
-            return
-        found = self._found()
-        if found is None:
-            self.remove()
-        else:
-            found(module, args)
+        if not self._under_way() and any(param in self.params for param in module.parameters()):
+            self._found(module, args)
 
     def remove(self) -> None:
         self._handle.remove()

@@ -103,7 +103,7 @@ def source_of(matrix: Any) -> Source | None:
         return Source(base, sizes, tuple(map(places.get, range(matrix.dim()))))
     each = base.numel() // len(base)  # numbers of one group
     groups, rest = divmod(matrix.numel(), each)
-    if base.dim() < 2 or rest or offset % each or groups == 0:
+    if rest or offset % each or groups == 0:
         return None
     first = offset // each
     if groups == 1:

@@ -145,12 +145,12 @@ def _of_addmm(
     input: Tensor,  # noqa: A002 (torch's name)
     mat1: Tensor,
     mat2: Tensor,
-    *,
+    *deprecated: Any,  # torch still takes a number before a tensor
     beta: float = 1,
     alpha: float = 1,
     **_: Any,
 ) -> Product | None:
-    if alpha != 1:
+    if alpha != 1 or deprecated:
         return None
     return _product(mat1, mat2, input if beta == 1 else None, transposed=True)
 

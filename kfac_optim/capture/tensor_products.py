@@ -12,10 +12,15 @@ from kfac_optim.capture.contractions import Label, TensorProduct, added, contrac
 Products = Iterator[TensorProduct | None]
 
 
-def _of_matmul(left: Any, right: Any = None, *, other: Any = None, mat2: Any = None, **_: Any) -> Products:
-    right = next((each for each in (right, other, mat2) if each is not None), None)
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-        return
+# Readers have torch's own names for what may be given by keyword. Where a number stands before a tensor, which torch
+# still allows though it is deprecated, there are more positional arguments than those.
+
+
+def _of_matmul(input: Tensor, other: Any = None, *, mat2: Any = None, **_: Any) -> Products:  # noqa: A002
+    yield from _of_product(input, mat2 if other is None else other)
+
+
+def _of_product(left: Tensor, right: Tensor) -> Products:
     of_right = source_of(right)
     source = of_right or source_of(left)
     if source is None:
@@ -43,7 +48,7 @@ def _of_matmul(left: Any, right: Any = None, *, other: Any = None, mat2: Any = N
     yield contract(rows, row_labels, source, labels, out, groups)
 
 
-def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Products:  # noqa: A002 (torch's name)
+def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Products:  # noqa: A002
     source = source_of(weight)
     if source is None or weight.dim() != 2:
         return
@@ -53,38 +58,44 @@ def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Pro
         yield added(bias, (*input.shape[:-1], len(weight)))
 
 
-def _of_sum_and_matmul(
-    input: Tensor,  # noqa: A002 (torch's name)
-    left: Tensor,
-    right: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-    **_: Any,
+def _of_addmm(input: Any, mat1: Any, mat2: Any, *deprecated: Any, **factors: Any) -> Products:  # noqa: A002
+    return iter(()) if deprecated else _of_sum_and_product(input, mat1, mat2, **factors)
+
+
+def _of_baddbmm(input: Any, batch1: Any, batch2: Any, *deprecated: Any, **factors: Any) -> Products:  # noqa: A002
+    return iter(()) if deprecated else _of_sum_and_product(input, batch1, batch2, **factors)
+
+
+def _of_sum_and_product(
+    summand: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, **_: Any
 ) -> Products:
     if alpha == 1:
-        yield from _of_matmul(left, right)
+        yield from _of_product(left, right)
     if beta == 1:
-        yield added(input, (*left.shape[:-1], right.shape[-1]))
+        yield added(summand, (*left.shape[:-1], right.shape[-1]))
 
 
 def _of_grouped(
-    rows: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any
+    input: Tensor,  # noqa: A002
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    **_: Any,
 ) -> Products:
-    source = source_of(weight)
-    if source is None or offs is None or bias is not None or rows.dim() != 2 or weight.dim() != 3:
+    source = source_of(mat2)
+    if source is None or source.partial or source.dims[0] != 0 or mat2.dim() != 3:
         return
-    if source.partial or source.dims[0] != 0:
+    if input.dim() != 2 or offs is None or bias is not None:
         return
-    ids = torch.searchsorted(offs, torch.arange(len(rows), device=offs.device, dtype=offs.dtype), right=True)
+    ids = torch.searchsorted(offs, torch.arange(len(input), device=offs.device, dtype=offs.dtype), right=True)
     gathered = source._replace(partial=True, ids=ids)
-    yield contract(rows, ["row", "in"], gathered, ["row", "in", "out"], ["row", "out"])
+    yield contract(input, ["row", "in"], gathered, ["row", "in", "out"], ["row", "out"])
 
 
-def _of_einsum(equation: Any, *operands: Any) -> Products:
+def _of_einsum(equation: str, *operands: Any) -> Products:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2:
+    if len(operands) != 2:
         return
     sources = [source_of(operand) for operand in operands]
     if (sources[0] is None) == (sources[1] is None):
@@ -111,13 +122,12 @@ def _of_einsum(equation: Any, *operands: Any) -> Products:
     yield contract(rows, labelled(terms[1 - at], rows.dim()), source, labels, labelled(output, None))
 
 
-def _of_add(left: Any, right: Any = None, *, other: Any = None, alpha: float = 1, **_: Any) -> Products:
-    right = other if right is None else right
-    if alpha == 1 and isinstance(left, Tensor) and isinstance(right, Tensor):
-        bias = right if source_of(right) is not None else left
-        rows = left if bias is right else right
+def _of_add(input: Any, other: Any, *deprecated: Any, alpha: float = 1, **_: Any) -> Products:  # noqa: A002
+    if alpha == 1 and not deprecated and isinstance(input, Tensor) and isinstance(other, Tensor):
+        bias = other if source_of(other) is not None else input
+        rows = input if bias is other else other
         if source_of(rows) is None:
-            yield added(bias, _broadcast(left.shape, right.shape))
+            yield added(bias, _broadcast(input.shape, other.shape))
 
 
 def _broadcast(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
@@ -130,7 +140,8 @@ _READERS: Mapping[Callable[..., Any], Callable[..., Products]] = {
     F.linear: _of_linear,
     torch.einsum: _of_einsum,
     torch._grouped_mm: _of_grouped,
-    **dict.fromkeys((torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm), _of_sum_and_matmul),
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _of_addmm),
+    **dict.fromkeys((torch.baddbmm, torch.Tensor.baddbmm), _of_baddbmm),
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _of_matmul),
     **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.__matmul__), _of_matmul),
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), _of_add),

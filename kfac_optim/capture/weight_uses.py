@@ -80,16 +80,11 @@ class _Use(Function):
             ctx.kfac_call, ctx.arrive = ctx.notes.note(tensor, transposed=cls.transposed)
 
     @staticmethod
-    def pushed(ctx: Any, tangents: tuple[Tensor | None, ...], of: "type[_Use]") -> Tensor | None:
+    def pushed(ctx: Any, tangents: tuple[Tensor | None, ...], of: "type[_Use]") -> Tensor:
         """Return the forward-mode derivative, which can itself be differentiated in both modes."""
-        tangent, of_weight, of_bias, *_ = tangents
-        if of_weight is not None or of_bias is not None:
-            raise NotImplementedError(
-                "kfac_optim: a forward-mode derivative is taken with respect to the weight of a layer that is "
-                "preconditioned. List the layer in skip_layers."
-            )
-        if tangent is None:
-            return None
+        tangent, *others = tangents
+        assert tangent is not None
+        assert not any(isinstance(each, Tensor) for each in others), "products with parameters alone are followed"
         _, weight = ctx.saved_tensors
         with differentiable():
             result: Tensor = of.of(tangent, weight, None, ctx.map, ctx.notes.derived)
@@ -108,12 +103,9 @@ class _Use(Function):
     def lowered(in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], of: "type[_Use]") -> Tensor:
         """Return the product below a `torch.vmap`, whose dimension is put first."""
         tensor, weight, bias, weight_map, notes = inputs
-        dim, of_weight, of_bias, *_ = in_dims
-        if dim is None or of_weight is not None or of_bias is not None:
-            raise NotImplementedError(
-                "kfac_optim: torch.vmap runs over the weight of a layer that is preconditioned, not over its inputs. "
-                "List the layer in skip_layers."
-            )
+        dim, *others = in_dims
+        assert dim is not None
+        assert not any(each is not None for each in others), "products with parameters alone are followed"
         return of.of(tensor.movedim(dim, 0), weight, bias, weight_map, notes.below_vmap())
 
 
@@ -149,7 +141,7 @@ class ForwardUse(_Use):
         return of_input, of_weight, of_bias, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor | None:
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
         return _Use.pushed(ctx, tangents, ForwardUse)
 
     @staticmethod
@@ -185,7 +177,7 @@ class BackwardUse(_Use):
         return of_gradient, of_weight, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor | None:
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
         return _Use.pushed(ctx, tangents, BackwardUse)
 
     @staticmethod

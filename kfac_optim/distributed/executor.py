@@ -102,6 +102,8 @@ class DistributedExecutor(Executor):
         self.joining.check()
         if not self.ranks.is_known and (group := group_of_rows(params, self._shards)) is not None:
             self.ranks.train_on(group, "fully_shard")
+        if _may_shard(self.config.strategy):
+            self._edits.follow(params)  # the one that was watched may be frozen now
         covered = [name for block in blocks for name in block.param_names]
         looked_at: tuple[int | str, ...] = (*map(id, params), *covered)
         if looked_at == self._checked:
@@ -120,8 +122,6 @@ class DistributedExecutor(Executor):
                 "ranks, though none that K-FAC preconditions. Use Replicated()."
             )
         self._checked = looked_at
-        if _may_shard(self.config.strategy):
-            self._edits.follow(params)
 
     def _listen_to(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
         """Train as a wrapper of the model does that is not known yet; see `Wrappers.add`."""

@@ -61,15 +61,11 @@ class UseStatistics(LayerStatistics):
     def keeps_input(self) -> bool:
         return True
 
-    @property
-    def count(self) -> int:
-        self._refuse()
+    def _refuse(self, structure: Structure | Sketched | None = None) -> NoReturn:
+        raise AssertionError("moments are made of the rows of all uses together")
 
-    def input_moment(self, structure: Structure | Sketched) -> Tensor:
-        self._refuse()
-
-    def output_moment(self, structure: Structure | Sketched) -> Tensor:
-        self._refuse()
+    count = property(_refuse)
+    input_moment = output_moment = _refuse
 
     def rows(self) -> tuple[Tensor, Tensor]:
         z, g = self._statistics.rows()
@@ -98,6 +94,3 @@ class UseStatistics(LayerStatistics):
     @property
     def _adds_bias(self) -> int:
         return self.call.context[1]
-
-    def _refuse(self) -> NoReturn:
-        raise AssertionError("moments are made of the rows of all uses together")

@@ -11,7 +11,7 @@ from helpers.plain import block, clones
 from torch import Tensor, nn
 from torch.func import functional_call, jacfwd, jacrev, jvp, vmap
 
-from kfac_optim import EKFAC, Cholesky, ExactGGN, KFACOptimizer, SampleSpace
+from kfac_optim import EKFAC, Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, SampleSpace
 from kfac_optim.factors.example_rows import ExampleRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -250,6 +250,51 @@ def test_the_empirical_factors_and_the_second_moments_of_ekfac_are_of_the_jacobi
     assert_same((a[0], g[0]), (right / right.trace(), 5 * left))
 
 
+def test_two_backwards_through_one_forward_are_one_of_their_sum() -> None:
+    def factors(split: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, x = linear().double(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            output = model(x)
+            (derivative,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            losses = [derivative.square().mean(), output.square().mean()]
+            for loss in losses if split else [sum(losses)]:
+                loss.backward(retain_graph=True)
+            optimizer.step()
+        return optimizer.factors()
+
+    together = factors(False)
+    for name, pair in factors(True).items():
+        assert_same(pair, together[name])
+
+
+def test_uses_whose_rows_cannot_be_told_apart_by_examples_are_refused() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.layer(x).sin(), self.layer(x[:3]).tanh()])
+
+    model = Again().double()
+    optimizer, before = KFACOptimizer(model, lr=0.1, inverse=Cholesky()), clones(model.parameters())
+    slope(model, torch.randn(5, 6, dtype=torch.float64)).mean().backward()
+    with pytest.raises(ValueError, match=r"loss has 3 examples, and calls of layer 'layer' have 3, 5 rows"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_an_inverse_that_needs_one_row_for_each_position_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    optimizer = KFACOptimizer(model, lr=0.1, inverse={"0": DoublyFactored(2)})
+    slope(model, torch.randn(5, 6, dtype=torch.float64)).mean().backward()
+    with pytest.raises(NotImplementedError, match=r"layer '0' is used several times.*inverse=\{layer name: …\}"):
+        optimizer.step()
+
+
 def test_ordinary_training_with_inputs_that_require_gradients_is_as_without() -> None:
     def train(leaf: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -306,3 +351,36 @@ def test_of_one_example_of_rank_one_the_factors_are_exact_in_each_group() -> Non
     for group in range(2):
         block = 2 * torch.outer(jacobian[group], jacobian[group])
         torch.testing.assert_close(torch.kron(g[group], a[group]), block, rtol=1e-10, atol=1e-12)
+
+
+class Stopped(torch.autograd.Function):
+    """Gives the output of a function again, whose backward has nothing to say."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: Tensor) -> None:
+        return None
+
+
+def test_uses_that_no_gradient_comes_to_add_nothing() -> None:
+    def gradients(stops: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = linear().double(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=1)
+        slope(model, x.detach()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        output = model(x)
+        (derivative,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss = output.square().mean() + derivative.square().mean()
+        if stops:
+            loss = loss + sum(Stopped.apply(each).sum() for each in (model(x), derivative))
+        loss.backward()
+        optimizer.step()
+        assert optimizer.metrics()["measured_parameters"] == 1
+        return [param.grad for param in model.parameters()]
+
+    assert_same(gradients(True), gradients(False), rtol=1e-14)

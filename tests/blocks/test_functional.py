@@ -176,10 +176,12 @@ NOT_A_PRODUCT: dict[str, Use] = {
     "a product with something computed": lambda m, x: F.linear(x, m.weight * 2),
     "a product with a slice": lambda m, x: F.linear(x[:, :3], m.weight[:, :3]),
     "a scaled addmm": lambda m, x: torch.addmm(torch.ones(5), x, m.weight.t(), alpha=2),
+    "a deprecated scaled addmm": lambda m, x: torch.addmm(2, torch.ones(5), 3, x, m.weight.t()),
     "a detached weight": lambda m, x: F.linear(x, m.weight.detach()) + m.weight.sum(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*overload of .*is deprecated")
 @pytest.mark.parametrize("name", NOT_A_PRODUCT)
 def test_what_is_no_product_with_the_parameter_is_left_to_sgd(name: str) -> None:
     model = nn.Sequential(nn.Linear(5, 5), Matrix(NOT_A_PRODUCT[name], (5, 5), bias=False))

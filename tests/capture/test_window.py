@@ -25,9 +25,15 @@ from helpers.plain import (
 )
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, MonteCarlo, WeightSharing
+from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.listeners import ForwardListener
+from kfac_optim.capture.model_hooks import watch_layer, watch_root
+from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.layers import LinearAdapter
 from kfac_optim.utils.autograd import reaches
 
@@ -1263,3 +1269,37 @@ def test_a_layer_that_the_loss_does_not_use_is_looked_at_by_period_alone_until_i
         optimizer.step()
     assert [step for step, each in enumerate(wanted) if each] == [0, 1, 2, 10, 20, 25]
     assert "late.0" in optimizer.factors()
+
+
+# -- a listener ------------------------------------------------------------------------------------------------
+
+
+class Listener(ForwardListener):
+    """Has forwards run in a mode, or not, and notes nothing."""
+
+    def __init__(self, begins: bool) -> None:
+        self.mode, self._begins = BaseTorchFunctionMode(), begins
+
+    def begin_forward(self) -> bool:
+        return self._begins or super().begin_forward()
+
+
+@pytest.mark.parametrize(("begins", "is_product", "calls"), [(True, True, 1), (True, False, 1), (False, True, 0)])
+def test_calls_that_a_listener_does_not_note_are_noted_at_the_layer_unless_it_wants_to_hear_nothing(
+    begins: bool, is_product: bool, calls: int
+) -> None:
+    window, model, seen = CaptureWindow(LossTerms.EXAMPLES), mlp(), []
+
+    def emit(call: LayerCall) -> bool:
+        seen.append(call)
+        return False
+
+    watch = LayerWatch(model[0].weight, lambda: True, emit, lambda: None)
+    window.listener, window.listening = Listener(begins), True
+    watch_root(window, model)
+    watch_layer(window, model[0], watch, is_product=is_product)
+    x = batch()
+    model(x).sum().backward()
+    assert len(seen) == calls
+    for call in seen:
+        assert_identical(call.input, x)

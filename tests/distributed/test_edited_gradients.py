@@ -85,6 +85,28 @@ def test_where_all_ranks_have_all_gradients_torchs_own_is_right(two_ranks: Ranks
         assert told == [0, 0, 0, 0]
 
 
+def frozen(rank: int) -> list[int]:
+    """How often it was told at each step where the first parameter is frozen after the first step."""
+    model = build(Mixed)
+    optimizer, told = KFACOptimizer(model, lr=0.05, distributed=DistributedConfig(strategy=Sharded())), []
+    for step in range(4):
+        x, y = share(examples(step), [6, 6], rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            squares(model(x), y).mean().backward()
+            if step == 2:
+                torchs(model, optimizer)
+            optimizer.step()
+        told.append(sum("optimizer.clip_grad_norm_" in str(each.message) for each in caught))
+        model.gain.requires_grad_(False)
+    return told
+
+
+def test_another_gradient_is_watched_where_the_first_parameter_is_frozen(two_ranks: Ranks) -> None:
+    assert two_ranks.run(frozen) == [[0, 0, 1, 0]] * 2
+
+
 def zeroed(rank: int) -> list[str]:
     """Gradients are thrown away in place after backward."""
     model = DistributedDataParallel(build(Mixed))

@@ -13,8 +13,8 @@ from helpers.ranks import Ranks
 from helpers.training import close
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -292,6 +292,30 @@ def of_plain_pieces(_: int) -> str:
 def test_pieces_that_look_like_whole_parameters_are_refused(four_ranks: Ranks) -> None:
     for message in four_ranks.run(quietly, of_plain_pieces):
         assert re.match(r"kfac_optim: the parameters of '0', '2' are .*tensor parallelism.*skip_layers=", message)
+
+
+def of_layouts(_: int) -> list[str]:
+    """What is told of layers that are cut, or not, in ways that neither fully_shard nor tensor parallelism has."""
+    line, plane = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    corner = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))["b", "c"]
+    config = DistributedConfig(strategy=Sharded())
+    some, apart, convolution, crossed = net(), net(), nn.Sequential(nn.Conv1d(2, 4, 1)), net()
+    fully_shard(some[0], mesh=line)
+    fully_shard(apart, mesh=corner)
+    convolution[0].weight = nn.Parameter(distribute_tensor(convolution[0].weight, line, [Shard(1)]))
+    crossed[0].weight = nn.Parameter(distribute_tensor(crossed[0].weight, plane, [Replicate(), Shard(1)]))
+    models = some, apart, convolution, crossed
+    return [told(lambda: KFACOptimizer(model, lr=0.1, distributed=config)) for model in models]  # noqa: B023
+
+
+def test_layers_that_are_cut_in_other_ways_are_refused_with_what_to_do(two_ranks: Ranks) -> None:
+    for some, apart, convolution, crossed in two_ranks.run(quietly, of_layouts):
+        assert "the parameters of '2', '4' are not sharded, while those of other layers are. Wrap these" in some
+        assert re.search(r"'0', '2', '4' lie in shards on ranks \[[01]\].*pass DistributedConfig\(group=dist", apart)
+        for message in (convolution, crossed):
+            assert re.search(
+                r"the parameters of '0' are laid out over ranks as tensor par.*skip_layers=\['0'\]", message
+            )
 
 
 def of_sharded_beside_pieces(_: int) -> str:

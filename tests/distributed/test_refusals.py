@@ -1,16 +1,18 @@
-"""Choices that do not go together on several processes: what `distributed/refusals.py` raises, without a process."""
+"""Choices that do not go together on several processes: `distributed/refusals.py`, `training_group.py`."""
 
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import Ranks
 from torch import nn
 
 from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, SampleSpace, SelectedUpdates
 from kfac_optim.distributed import Auto, DistributedConfig, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 from kfac_optim.distributed.refusals import check_choices, refuse_coarse_sketches
+from kfac_optim.distributed.training_group import TrainingGroup
 
 
 def test_sums_that_are_too_coarse_for_sketches_are_refused() -> None:
@@ -37,6 +39,20 @@ def test_updates_of_the_momentum_need_the_inverses_wherever_a_layer_is_updated(
             check_choices(config, choices, in_shards=False)
     else:
         check_choices(config, choices, in_shards=False)
+
+
+def on_two_devices(_: int) -> str:
+    group = TrainingGroup(DistributedConfig())
+    try:
+        group.open([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_on_several_devices_are_refused(one_rank: Ranks) -> None:
+    (told,) = one_rank.run(on_two_devices)
+    assert told.startswith("kfac_optim: parameters lie on cpu, meta; several processes train models on one device each")
 
 
 @pytest.mark.parametrize("inverse", [SampleSpace(), {"*": SampleSpace()}], ids=["all layers", "by name"])

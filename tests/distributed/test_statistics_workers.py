@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import RankError, Ranks
-from helpers.served import Served, loss_by, measured, on_rank, one_process, train, trained_on
+from helpers.served import Served, batch, loss_by, measured, on_rank, one_process, train, trained_on
 from helpers.training import NETS, Batch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import Background, KFACOptimizer, LevenbergMarquardt, MonteCarlo
@@ -89,6 +91,72 @@ def _check(trainers: list[list[Tensor]], case: Served) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
+class Bare(nn.Module):
+    """Multiplies by a matrix that the first forward shows to be one of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.last = nn.Parameter(torch.randn(4, 3)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x @ self.matrix).tanh())
+
+
+def test_a_layer_that_a_forward_shows_is_measured_by_the_worker_alone(two_ranks: Ranks) -> None:
+    case = Served(FIXED, net=Bare)
+    trained, served = two_ranks.run(on_rank, case)
+    assert served == 5
+    _check([trained], case)
+
+
+def with_a_skipped_step(rank: int, case: Served) -> tuple[bool, bool, list[str]] | None:
+    """Whether a step without finite gradients was skipped, and the last one was not; and what was warned of."""
+    role, model = case.workers.role(), case.model()
+    if role.serves:
+        case.optimizer(model, distributed=case.distributed()).serve(measured(0), loss_by(model))
+        return None
+    optimizer, params, told = case.optimizer(model, distributed=case.distributed()), [], []
+    optimizer.consolidate_state_dict()  # nothing was learned yet
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.state_dict()
+        told += [str(each.message) for each in caught]
+    for step in range(case.steps):
+        x, y = trained_on(step, rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(optimizer, model, (x * torch.inf if step == 5 else x, y))
+        params.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    optimizer.dismiss_workers()
+    optimizer.consolidate_state_dict()  # there is nobody to ask any more
+    return torch.equal(params[4], params[5]), torch.equal(params[5], params[6]), told
+
+
+def test_a_step_without_finite_gradients_is_skipped_beside_workers(two_ranks: Ranks) -> None:
+    found, _ = two_ranks.run(with_a_skipped_step, Served(FIXED, steps=8))
+    assert found == (True, False, [])
+
+
+def with_a_frozen_layer(rank: int, case: Served) -> list[bool]:
+    """Which parameters are trained in the end, where the ranks that train freeze a layer on the way."""
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    if role.serves:
+        optimizer.serve(measured(0), loss_by(model))
+    else:
+        for step in range(case.steps):
+            train(optimizer, model, trained_on(step, rank))
+            model.last.requires_grad_(step < 5)
+        optimizer.dismiss_workers()
+    return [param.requires_grad for param in model.parameters()]
+
+
+def test_a_layer_that_is_frozen_is_so_on_workers(two_ranks: Ranks) -> None:
+    trainer, worker = two_ranks.run(with_a_frozen_layer, Served(FIXED))
+    assert trainer == worker
+    assert trainer.count(False) == 2
+
+
 # -- who waits for whom ------------------------------------------------------------------------------------------
 
 
@@ -139,7 +207,8 @@ def losses_beside(rank: int, case: Served) -> list[float] | int:
     optimizer = case.optimizer(wrapped, distributed=case.distributed())
     losses = [train(optimizer, wrapped, trained_on(0, rank)) for _ in range(case.steps)]
     # No statistics are taken here.
-    assert not any(block.state.has_statistics() for block in optimizer._binding.coverage.blocks)
+    states = [block.state for block in optimizer._binding.coverage.blocks]
+    assert not any(state.has_statistics() or state.has_pending() for state in states)
     assert not optimizer.factors()
     optimizer.dismiss_workers()
     losses += [train(optimizer, wrapped, trained_on(0, rank)) for _ in range(2)]  # goes on with what there is
@@ -152,6 +221,11 @@ def test_training_goes_on_beside_a_worker_as_fast_as_it_is(four_ranks: Ranks) ->
     assert 2 <= served <= 40
     for losses in trainers:
         assert losses[-1] < 0.7 * losses[0]
+
+
+def test_of_a_layer_that_a_forward_shows_no_statistics_are_kept_where_it_is_trained(two_ranks: Ranks) -> None:
+    _, served = two_ranks.run(losses_beside, Served(FIXED, net=Bare, steps=6))
+    assert served == 2
 
 
 # -- ends --------------------------------------------------------------------------------------------------------
@@ -228,6 +302,123 @@ def test_a_worker_is_told_of_those_that_train_no_more(two_ranks: Ranks) -> None:
         two_ranks.stop()
     assert "no order of rank 0 came to the statistics worker on rank 1 (time-out 1.5 s)" in told
     assert "dismiss_workers()" in told
+
+
+def ending(rank: int, case: Served, how: str) -> tuple[str, str]:
+    """Returns the error of each rank, where the worker ends at its second mini-batch, and that of the next try."""
+    role, model = case.workers.role(), case.model()
+    told = []
+    for _ in range(2):
+        try:
+            if role.serves:
+                if how == "model":
+                    model.float()
+                batches = [batch(number) for number in range(2)]
+                loss_of = (lambda _: 1.0) if how == "loss" else loss_by(model)
+                serving = case.optimizer(model, distributed=case.distributed())
+                serving.serve(iter(batches) if how == "batches" else batches, loss_of)
+            else:
+                optimizer = case.optimizer(model, distributed=case.distributed())
+                for step in range(case.steps):
+                    train(optimizer, model, trained_on(step, rank))
+        except (RuntimeError, TypeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told[0], told[1]
+
+
+ENDINGS = {
+    "loss": "TypeError: kfac_optim: loss_of(batch) must return the loss of the mini-batch, a tensor that depends",
+    "batches": "RuntimeError: kfac_optim: the mini-batches of a statistics worker have ended, and begin no second time",
+    "model": "RuntimeError: kfac_optim: the model of the ranks that train has ",
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_what_a_worker_cannot_do_is_told_on_all_ranks_and_ends_the_service(how: str, two_ranks: Ranks) -> None:
+    # Lines are kept by their time-out: those that are lost are of no other test.
+    seconds = 20.0 + list(ENDINGS).index(how)
+    case = Served(StatisticsWorkers(max_staleness=2), steps=100, options=EVERY_STEP, timeout=seconds)
+    (trainer, again), (worker, served_again) = two_ranks.run(ending, case, how)
+    assert worker.startswith(ENDINGS[how])
+    assert trainer.startswith("CollectiveError: kfac_optim: the statistics workers (ranks 1) gave up at the order of")
+    assert f"rank 1 raised {ENDINGS[how]}" in trainer
+    for each in (again, served_again):
+        assert "have lost each other, as an earlier error said. Start all ranks again from the last checkpoint" in each
+
+
+def second_failing(rank: int, case: Served) -> str:
+    """Returns the error of each rank, where the second of two workers ends at its second mini-batch."""
+    role, model = case.workers.role(), case.model()
+
+    def mini_batches() -> Iterator[Batch]:
+        yield batch(0)
+        if rank == role.workers[1]:
+            raise OSError("no more data")
+        yield batch(1)
+
+    try:
+        if role.serves:
+            case.optimizer(model, distributed=case.distributed()).serve(mini_batches(), loss_by(model))
+        wrapped = DistributedDataParallel(model, process_group=role.group)
+        optimizer = case.optimizer(wrapped, distributed=case.distributed())
+        for step in range(case.steps):
+            train(optimizer, wrapped, trained_on(step, rank))
+    except (CollectiveError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_beside_another_ends_all_of_them(four_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(2, max_staleness=2), steps=100, options=EVERY_STEP, timeout=20.0)
+    try:
+        *trainers, leading, second = four_ranks.run(second_failing, case, timeout=40.0)
+    finally:
+        four_ranks.stop()  # their lines are of no more use
+    assert second == "OSError: no more data"
+    assert leading.startswith("CollectiveError")
+    for told in trainers:
+        assert "gave up at the order of" in told
+        assert "rank 2 raised CollectiveError" in told
+
+
+def unserved(rank: int, case: Served) -> str | None:
+    role, model = case.workers.role(), case.model()
+    if role.serves:
+        return None
+    try:
+        train(case.optimizer(model, distributed=case.distributed()), model, trained_on(0, rank))
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_train_are_told_of_workers_that_never_serve(two_ranks: Ranks) -> None:
+    told, _ = two_ranks.run(unserved, Served(StatisticsWorkers(), timeout=1.25))
+    assert "not all of the ranks [0, 1] came within 1.25 s" in told
+    assert "see that workers call optimizer.serve(...)" in told
+
+
+def one_beside_another(rank: int, case: Served) -> str | None:
+    role, model = case.workers.role(), case.model()
+    if role.serves:
+        case.optimizer(model, distributed=case.distributed()).serve(measured(0), loss_by(model))
+        return None
+    first = case.optimizer(model, distributed=case.distributed())
+    train(first, model, trained_on(0, rank))
+    try:
+        train(case.optimizer(model, distributed=case.distributed()), model, trained_on(1, rank))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        first.dismiss_workers()
+    return "no error"
+
+
+def test_workers_serve_one_optimizer_at_a_time(two_ranks: Ranks) -> None:
+    told, _ = two_ranks.run(one_beside_another, Served(StatisticsWorkers()))
+    assert "another optimizer still is served by the statistics workers" in told
+    assert "Call dismiss_workers() on it first" in told
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -361,13 +552,29 @@ def refused(rank: int) -> list[str]:
             optimizer.serve([], lambda _: torch.zeros(()))
     except RuntimeError as error:
         found.append(str(error))
+    try:
+        if role.serves:
+            optimizer.dismiss_workers()
+    except RuntimeError as error:
+        found.append(str(error))
+    try:
+        if role.serves:
+            unknown = KFACOptimizer(list(nn.Linear(2, 1).parameters()), distributed=config)
+            unknown.serve([], lambda _: torch.zeros(()))
+    except RuntimeError as error:
+        found.append(str(error))
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        KFACOptimizer(fully_shard(nn.Linear(2, 4), mesh=mesh), distributed=config)
+    except NotImplementedError as error:
+        found.append(str(error))
     return found
 
 
 def test_choices_of_the_optimizer_that_do_not_go_together_are_refused(two_ranks: Ranks) -> None:
     found = two_ranks.run(refused)
+    assert [len(told) for told in found] == [6, 7 + 1]
     for told in found:
-        assert len(told) == 5
         assert "refreshes beside the training already, and so does refresh=Background" in told[0]
         assert "asks for inverses at once" in told[1]
         assert "leaves none of 2 ranks to train" in told[2]
@@ -375,3 +582,7 @@ def test_choices_of_the_optimizer_that_do_not_go_together_are_refused(two_ranks:
     assert "serve() is for statistics workers, and this rank is none" in found[0][4]
     assert "rank 1 is a statistics worker" in found[1][4]
     assert "optimizer.serve(batches, loss_of)" in found[1][4]
+    assert "needs whole parameters on the ranks that train, and some are sharded" in found[0][5]
+    assert "rank 1 is a statistics worker; dismiss_workers() is for the ranks that train" in found[1][5]
+    assert "receives the parameters of the model, which is not known" in found[1][6]
+    KFACOptimizer(nn.Linear(2, 1)).dismiss_workers()  # where there are none it does nothing

@@ -123,6 +123,50 @@ def test_a_new_wrapper_takes_the_place_of_the_old_one(two_ranks: Ranks, given: s
             close(ours, theirs, "a parameter", 1e-12)
 
 
+def in_turns(rank: int, strategy: Strategy) -> list[Tensor]:
+    """Forwards run in one wrapper and in another, and in the first again."""
+    bare, first, optimizer = built(strategy)
+    train(first, optimizer, 0, rank, range(2))
+    second = DistributedDataParallel(bare)
+    train(second, optimizer, 0, rank, range(2, 4))
+    train(first, optimizer, 0, rank, range(4, 5))
+    return [param.detach() for param in bare.parameters()]
+
+
+class Caller(nn.Module):
+    """Calls a model that is no part of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.one, self.others = nn.Parameter(torch.ones((), dtype=torch.float64)), [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.one * self.others[0](x)
+        return output
+
+
+def called_by_another(rank: int, strategy: Strategy) -> list[Tensor]:
+    """Another model's wrapper averages none of its gradients, which `Sharded` does."""
+    bare = build(Mixed)
+    optimizer = KFACOptimizer(bare, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
+    train(DistributedDataParallel(Caller(bare)), optimizer, 0, rank)
+    return [param.detach() for param in bare.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [(in_turns, Replicated()), (in_turns, Sharded()), (called_by_another, Sharded())],
+    ids=["in turns, replicated", "in turns, sharded", "another's"],
+)
+def test_wrappers_take_turns_and_those_of_others_do_not_count(
+    two_ranks: Ranks, how: Callable[[int, Strategy], list[Tensor]], strategy: Strategy
+) -> None:
+    expected = one_process_of(0)
+    for params in two_ranks.run(how, strategy):
+        for ours, theirs in zip(params, expected, strict=True):
+            close(ours, theirs, "a parameter", 1e-12)
+
+
 # -- examples that run out ---------------------------------------------------------------------------------------
 
 

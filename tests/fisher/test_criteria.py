@@ -70,6 +70,8 @@ LOSSES: dict[str, tuple[nn.Module, Loss]] = {
     "summed": (nn.MSELoss(reduction="sum"), lambda m, c: c(one(m), TARGET) / 7),
     "bits": (nn.BCEWithLogitsLoss(), lambda m, c: c(one(m) * 2, TARGET.sigmoid())),
     "classes": (nn.CrossEntropyLoss(), lambda m, c: c(one(m), torch.tensor([1])) * 4),
+    "classes of one example without a batch": (nn.CrossEntropyLoss(), lambda m, c: c(one(m)[0], torch.tensor(1))),
+    "probabilities of classes": (nn.CrossEntropyLoss(), lambda m, c: c(one(m), TARGET.softmax(1))),
     "classes by tokens": (
         nn.CrossEntropyLoss(ignore_index=-1),
         lambda m, c: c(torch.stack([one(m), 2 * one(m), one(m)], 2), torch.tensor([[2, 0, -1]])),
@@ -181,6 +183,42 @@ def test_what_is_observed_is_a_term_like_any_other() -> None:
         optimizer.observe(distributions.Poisson(model(x).exp()))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="estimates that name the loss"):
         KFACOptimizer(mlp()).observe(model(x))
+
+
+def observed(of: Callable[[Tensor], distributions.Distribution]) -> tuple[Tensor, Tensor]:
+    """`G` of the last layer where a distribution of one example is observed, and what the model returned."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(nn.MSELoss()))
+    output = model(EXAMPLE)
+    distribution = of(output)
+    optimizer.observe(distribution)
+    distribution.log_prob(torch.ones_like(output)).mean().backward()
+    optimizer.step()
+    g = optimizer.factors()["2"][1]
+    assert g is not None
+    return g[0], output.detach()[0]
+
+
+def test_bits_and_independent_numbers_are_observed() -> None:
+    g, output = observed(lambda output: distributions.Bernoulli(logits=output))
+    assert_same(g, (output.sigmoid() * (1 - output.sigmoid())).diag() / 3)
+    g, _ = observed(lambda output: distributions.Independent(distributions.Normal(output, 0.5), 1))
+    assert_same(g, 4 / 3 * torch.eye(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"several scales.*\(mean - target\) / scale of the loss, with half"):
+        observed(lambda output: distributions.Normal(output, torch.tensor([1.0, 2.0, 3.0])))
+
+
+def test_a_criterion_of_two_outputs_is_read_by_the_output_as_that_of_a_function_is() -> None:
+    def factors(loss: nn.Module, estimate: nn.Module) -> Any:
+        model, x = mlp(), batch()
+        optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(estimate))
+        output = model(x)
+        loss(output, output.roll(1, 0) * 2).backward()
+        optimizer.step()
+        return optimizer.factors()["2"]
+
+    criterion = nn.MSELoss()
+    assert_same(factors(criterion, criterion), factors(nn.MSELoss(), criterion))
 
 
 def test_hooks_of_dropped_optimizers_leave_the_criterion() -> None:

@@ -91,6 +91,13 @@ def mean_and_variance(call: Call) -> Iterator[Read]:
     yield (output[:, :1], F.softplus(output[:, 1:2]) + 0.1), targets(6, 1), 2.0
 
 
+FREE = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+
+def variance_of_a_parameter_of_nobody(call: Call) -> Iterator[Read]:
+    yield (call(inputs()), F.softplus(FREE).expand(6, 1)), targets(6, 1), 2.0
+
+
 Case = tuple[int, nn.Module, Callable[[Call], Iterator[Read]], Callable[[Call], Iterator[Read]]]
 CASES: dict[str, Case] = {
     "nested derivatives": (1, nn.MSELoss(), nested, by_function),
@@ -102,6 +109,7 @@ CASES: dict[str, Case] = {
     "tokens": (3, nn.CrossEntropyLoss(), tokens, tokens),
     "tokens by a head": (3, nn.CrossEntropyLoss(), tokens_by_head, tokens_by_head),
     "variance": (3, nn.GaussianNLLLoss(), mean_and_variance, mean_and_variance),
+    "variance of nobody's": (1, nn.GaussianNLLLoss(), *[variance_of_a_parameter_of_nobody] * 2),
 }
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacfwd, jacrev, vmap
+from torch.nn.utils.parametrizations import weight_norm
 
 from kfac_optim import ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, SampleSpace, Structure
 from kfac_optim.specs import BlockDiagonal
@@ -247,6 +248,10 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
         SampleSpace(scope="model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"keeps no factors.*Drop it"):
         optimizer_of(network(), nn.MSELoss(), structure=(BlockDiagonal(2), Structure.DENSE))
+    criterion, model = nn.MSELoss(), nn.Sequential(weight_norm(nn.Linear(2, 1))).double()
+    optimizer = optimizer_of(model, criterion)
+    with pytest.raises(NotImplementedError, match=r"UsedWeightStatistics does not give\. List the layer"):
+        criterion(model(points(3)), torch.zeros(3, 1, dtype=torch.float64)).backward()
     model = network()
     optimizer = optimizer_of(model, nn.MSELoss(), loss_terms=LossTerms.ELEMENTS)
     nn.MSELoss()(model(points(3)), torch.zeros(3, 1, dtype=torch.float64)).backward()
@@ -334,6 +339,14 @@ def test_examples_that_cannot_be_told_apart_are_refused(loss: Callable[..., Tens
     with pytest.raises(RuntimeError, match="in the order in which the layer does, or examples interact"):
         optimizer.step()
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_conjugate_gradients_that_end_too_early_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfac_optim.inverses.sample_system._MOST_ITERATIONS", 2)
+    model, criterion = network(), nn.MSELoss()
+    optimizer = optimizer_of(model, criterion, damping=1e-6, inverse=SampleSpace(dense_limit=1))
+    with pytest.warns(UserWarning, match=r"residual of 1e-08 in 2 iterations.*dense_limit, which is 1, to the number"):
+        step(model, optimizer, criterion)
 
 
 def test_terms_without_curvature_leave_the_parameters_finite() -> None:

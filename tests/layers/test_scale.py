@@ -110,7 +110,23 @@ class Half(Gamma):
         return torch.cat([x[..., :2] * self.gamma[:2], x[..., 2:]], dim=-1)
 
 
-@pytest.mark.parametrize("kind", [Squared, Mixed, Half])
+class OfPairs(Gamma):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.gamma).unflatten(-1, (2, -1))
+
+
+class Uneven(Gamma):
+    """A scale, and a parameter of another size."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.power = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.power * x * self.gamma
+
+
+@pytest.mark.parametrize("kind", [Squared, Mixed, Half, OfPairs, Uneven])
 def test_what_does_not_scale_its_features_is_not_taken_for_it(kind: type[Gamma]) -> None:
     assert scale_adapter(kind(4)) is None
 
@@ -129,3 +145,31 @@ def test_hooks_are_not_called_by_what_statistics_ask() -> None:
     optimizer.step()
     assert optimizer.factors().keys() == {""}
     assert len(called) == 1
+
+
+class Shifted(Gamma):
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.beta = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma + self.beta
+
+
+def test_a_shift_whose_scale_is_frozen_takes_the_step_of_sgd() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Shifted(4))
+    model[1].gamma.requires_grad_(False)
+    optimizer, before = KFACOptimizer(model, lr=0.1), model[1].beta.detach().clone()
+    any_loss(model(torch.randn(5, 4))).backward()
+    optimizer.step()
+    assert optimizer.factors().keys() == {"0"}
+    assert torch.equal(model[1].beta, before.add(model[1].beta.grad, alpha=-0.1))
+
+
+def test_a_scale_whose_forward_is_replaced_later_is_refused() -> None:
+    model = Gamma(4)
+    optimizer = KFACOptimizer(nn.Sequential(nn.Linear(4, 4), model), lr=0.1)
+    use = optimizer._binding.coverage.blocks[1].uses[0]
+    assert use.adapter.refusal(model) is None
+    model.forward = lambda x: x * model.gamma.square()  # type: ignore[method-assign]
+    assert use.adapter.refusal(model) == "Gamma is not what it was when it was probed"

@@ -224,6 +224,171 @@ def test_a_run_with_experts_goes_on_from_a_checkpoint_bit_for_bit() -> None:
     assert torch.equal(model.weight, other.weight)
 
 
+def test_biases_of_slices_are_those_of_layers_of_their_own() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.outputs = [F.linear(each, w, b) for each, w, b in zip(x, self.weight, self.bias, strict=True)]
+            return torch.cat(self.outputs)
+
+    model, x = Biased(), torch.randn(2, 5, 4)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(1)
+    output = model(x)
+    for each in model.outputs:
+        each.retain_grad()
+    loss_of(output).backward()
+    optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+    for name in ("", "bias"):
+        moments = torch.stack([each.grad.T @ each.grad for each in model.outputs])
+        assert_same(optimizer.factors()[name][1], moments)
+
+
+# -- how functions are called --------------------------------------------------------------------------------------
+
+
+class Called(nn.Module):
+    """Calls a function with a parameter, after a layer."""
+
+    def __init__(self, shape: tuple[int, ...], use: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.weight, self.use = nn.Linear(IN, IN), nn.Parameter(torch.randn(shape)), use
+        self.matrix = nn.Parameter(torch.ones(2, 2))  # in a module that has one, vectors are looked at as well
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.layer(x), self.weight) * self.matrix.mean()
+
+
+def called(name: str, shape: tuple[int, ...], use: Callable[[Tensor, nn.Parameter], Tensor]) -> tuple[Called, Tensor]:
+    """A model, and what it is given."""
+    dtype = torch.float32 if "grouped product" in name else torch.float64  # the CPU has no such product in float64
+    return Called(shape, use).to(dtype), torch.randn(len(SOME), IN, dtype=dtype)
+
+
+SOME = torch.tensor([1, 0, 3, 3, 1, 0])
+ENDS = torch.tensor([1, 3, 3, 6], dtype=torch.int32)
+
+Use = Callable[[Tensor, nn.Parameter], Tensor]
+SHAPE = (EXPERTS, IN, OUT)
+# Name → shape of the weight, the function called by keyword, and by position
+BY_KEYWORD: dict[str, tuple[tuple[int, ...], Use, Use]] = {
+    "matmul": (SHAPE, lambda x, w: torch.matmul(input=x, other=w[0]), lambda x, w: torch.matmul(x, w[0])),
+    "mm": (SHAPE, lambda x, w: torch.mm(input=x, mat2=w[0]), lambda x, w: torch.mm(x, w[0])),
+    "bmm": (
+        SHAPE,
+        lambda x, w: torch.bmm(input=x[:, None], mat2=w[SOME]),
+        lambda x, w: torch.bmm(x[:, None], w[SOME]),
+    ),
+    "add": ((IN,), lambda x, w: torch.add(input=x, other=w), torch.add),
+    "addmm": (
+        SHAPE,
+        lambda x, w: torch.addmm(input=x[0, :OUT], mat1=x, mat2=w[1]),
+        lambda x, w: torch.addmm(x[0, :OUT], x, w[1]),
+    ),
+    "baddbmm": (
+        SHAPE,
+        lambda x, w: torch.baddbmm(input=x[0, :OUT], batch1=x[:, None], batch2=w[SOME]),
+        lambda x, w: torch.baddbmm(x[0, :OUT], x[:, None], w[SOME]),
+    ),
+    "einsum of a list": (
+        (OUT, IN),
+        lambda x, w: torch.einsum("bi,oi->bo", [x, w]),
+        lambda x, w: torch.einsum("bi,oi->bo", x, w),
+    ),
+    "einsum of numbered dimensions": (
+        (OUT, IN),
+        lambda x, w: torch.einsum(x, [0, 1], w, [2, 1], [0, 2]),
+        lambda x, w: torch.einsum("bi,oi->bo", x, w),
+    ),
+    "grouped product": (
+        SHAPE,
+        lambda x, w: torch._grouped_mm(input=x, mat2=w, offs=ENDS),
+        lambda x, w: torch._grouped_mm(x, w, ENDS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_KEYWORD)
+def test_a_call_by_keyword_is_one_by_position(name: str) -> None:
+    shape, *uses = BY_KEYWORD[name]
+    (model, x), factors = called(name, shape, uses[0]), []
+    for use in uses:
+        model.use = use
+        optimizer = KFACOptimizer(model, lr=0.0)
+        loss_of(model(x)).backward()
+        optimizer.step()
+        factors.append(optimizer.factors())
+    assert factors[0].keys() == factors[1].keys() >= {"layer"}
+    for known, pair in factors[0].items():
+        assert_same(pair, factors[1][known], rtol=0.0)
+
+
+def silent(x: Tensor, weight: nn.Parameter) -> Tensor:
+    with torch.no_grad():
+        return x @ weight[0]
+
+
+# Name → shape of the weight, how it is used: each multiplies in a way that makes it no matrix of a layer
+NO_MATRIX: dict[str, tuple[tuple[int, ...], Use]] = {
+    "two parameters": ((2, IN, OUT), lambda x, w: x @ (w[0] @ w[1].T)),
+    "a product without gradients": (SHAPE, lambda x, w: x[:, :OUT] + silent(x, w) + w.sum()),
+    "a product within torch.func": (
+        SHAPE,
+        lambda x, w: torch.func.vmap(lambda part: part @ w[0])(x.unflatten(0, (2, 3))).flatten(0, 1),
+    ),
+    "some of each output": ((IN, 3, OUT), lambda x, w: x @ w[:, 0]),
+    "some columns of those gathered": (SHAPE, lambda x, w: torch.bmm(x[:, None], w[SOME][..., :2])),
+    "slices, one below the other": ((EXPERTS, 4, OUT), lambda x, w: x @ w[1:3].flatten(0, 1)),
+    "a part of a vector": ((2 * IN,), lambda x, w: x + w[:IN]),
+    "a number": ((), lambda x, w: x + w),
+    "one number for all features": ((1,), lambda x, w: x + w),
+    "groups of groups, some of them read alike": ((2, 3, IN, OUT), lambda x, w: x.unflatten(0, (3, 2)) @ w),
+    "a scaled addmm": (SHAPE, lambda x, w: torch.addmm(x[0, :OUT], x, w[0], alpha=2)),
+    "a scaled summand": ((OUT,), lambda x, w: torch.addmm(w, x, torch.ones(IN, OUT), beta=2)),
+    "a scaled sum": ((IN,), lambda x, w: torch.add(x, w, alpha=2)),
+    "a deprecated scaled sum": ((IN,), lambda x, w: torch.add(x, 2, w)),
+    "a deprecated scaled addmm": (SHAPE, lambda x, w: torch.addmm(2, x[0, :OUT], 3, x, w[0])),
+    "a deprecated scaled baddbmm": (SHAPE, lambda x, w: torch.baddbmm(2, x[0, :OUT], 3, x[:, None], w[SOME])),
+    "a sum of two parameters": ((IN,), lambda x, w: x * (w + w)),
+    "einsum of two parameters": ((IN, OUT), lambda x, w: x @ torch.einsum("io,jo->ij", w, w)),
+    "einsum of three": ((OUT, IN), lambda x, w: torch.einsum("bi,oi,oj->bj", x, w, w)),
+    "einsum of a diagonal": ((IN, IN), lambda x, w: torch.einsum("bi,ii->bi", x, w)),
+    "einsum that sums the weight": ((OUT, IN), lambda x, w: torch.einsum("bi,oi->b", x, w)),
+    "einsum that sums the rows": ((OUT, 4), lambda x, w: torch.einsum("bji,oi->bo", x.unflatten(1, (2, 4)), w)),
+    "einsum of each row with each gathered matrix": (SHAPE, lambda x, w: torch.einsum("bi,nio->nbo", x, w[SOME])),
+    "einsum of gathered groups": (
+        (EXPERTS, 2, 4, OUT),
+        lambda x, w: torch.einsum("nhi,nhio->nho", x.unflatten(1, (2, 4)), w[SOME]),
+    ),
+    "einsum of a slice of groups": (
+        (EXPERTS, 2, 4, OUT),
+        lambda x, w: torch.einsum("nhi,ehio->nheo", x.unflatten(1, (2, 4)), w[:3]),
+    ),
+    "grouped product of some": (SHAPE, lambda x, w: torch._grouped_mm(x[:3], w[:2], offs=ENDS[:2])),
+    "grouped product without offsets": (SHAPE, lambda x, w: torch._grouped_mm(x.expand(EXPERTS, -1, -1), w)),
+    "grouped product along the rows": ((len(SOME), OUT), lambda x, w: torch._grouped_mm(x.T, w, offs=ENDS)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*overload of .*is deprecated")
+@pytest.mark.parametrize("name", NO_MATRIX)
+def test_what_is_no_matrix_of_a_layer_is_left_to_sgd(name: str) -> None:
+    model, x = called(name, *NO_MATRIX[name])
+    optimizer = KFACOptimizer(model, lr=0.5, factor_update_period=1)
+    for _ in range(2):  # a layer whose calls do not make up its gradient is warned of at the second
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        weight, gradient = model.weight.detach().clone(), model.weight.grad.clone()
+        optimizer.step()
+        assert optimizer.factors().keys() == {"layer"}
+        assert torch.equal(model.weight.detach(), weight.add(gradient, alpha=-0.5))
+
+
 # -- torch.einsum --------------------------------------------------------------------------------------------------
 
 

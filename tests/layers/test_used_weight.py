@@ -11,8 +11,9 @@ from helpers.oracles import assert_same
 from torch import Tensor, nn
 from torch.func import jacrev
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import EKFAC, DoublyFactored, Inverse, KFACOptimizer, Subsample
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -82,6 +83,78 @@ def test_the_weight_in_use_moves_as_if_it_were_the_parameter(layer: str, way: st
         measured(each, x, lr=rate)
     model(x)
     assert_same((model.weight - before) / rate, (twin.weight - before) / rate, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inverse", [EKFAC(), DoublyFactored(2)], ids=str)
+def test_an_inverse_that_asks_for_rows_has_those_of_the_weight_in_use(inverse: Inverse[Any]) -> None:
+    model, twin, x = pair("linear", "weight_norm")
+    rate, start = 1e-6, twin.weight.detach().clone()
+    options = {"momentum": 0.0, "kl_clip": None, "factor_update_period": 1, "subsample": Subsample(examples=10)}
+    for each in (model, twin):
+        optimizer = KFACOptimizer(each, lr=rate, inverse=inverse, **options)
+        for seed in range(2):  # EKFAC measures in the bases of the first
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            any_loss(each(x)).backward()
+            optimizer.step()
+    assert_same((model.weight - start) / rate, (twin.weight - start) / rate, rtol=1e-4)
+
+
+class Between(nn.Module):
+    """A layer between others, which is called in several ways."""
+
+    def __init__(self, layer: nn.Module, call: Callable[["Between", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.layer, self.last, self.call = nn.Linear(4, 4), layer, nn.Linear(3, 2), call
+
+    def rest(self, hidden: Tensor) -> Tensor:
+        return self.last(self.layer(hidden).tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, self.first(x))
+
+
+CALLS: dict[str, Callable[[Between, Tensor], Tensor]] = {
+    "by the model": lambda model, x: model(x),
+    "alone": lambda model, x: model.rest(model.first(x)),
+}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_steps_between_statistics_and_recomputed_forwards_leave_the_factors_as_they_are(
+    call: str, recomputes: bool
+) -> None:
+    normed, plain, _ = pair("linear", "weight_norm")
+    factors = []
+    for layer, again in ((normed, recomputes), (plain, False)):
+        model = Between(layer, (lambda m, h: checkpoint(m.rest, h, use_reentrant=True)) if again else Between.rest)
+        optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=2)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            optimizer.set_loss_terms(5)
+            any_loss(CALLS[call](model, torch.randn(5, 4))).backward()
+            optimizer.step()
+        factors.append(optimizer.factors())
+    for name in ("first", "layer", "last"):
+        assert_same(factors[0][name], factors[1][name])
+
+
+@pytest.mark.parametrize("frozen", ["original0", "original1"])
+def test_a_normed_weight_of_which_a_part_is_frozen_is_left_to_sgd(frozen: str) -> None:
+    layer = parametrizations.weight_norm(nn.Linear(4, 3))
+    parts = layer.parametrizations.weight
+    getattr(parts, frozen).requires_grad_(False)
+    model = nn.Sequential(layer, nn.Linear(3, 2))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    before = [param.detach().clone() for param in layer.parameters()]
+    any_loss(model(torch.randn(5, 4))).backward()
+    optimizer.step()
+    assert optimizer.factors().keys() == {"1"}
+    for param, start in zip(layer.parameters(), before, strict=True):
+        assert torch.equal(param, start if param.grad is None else start.add(param.grad, alpha=-0.1))
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -127,7 +127,9 @@ class TrainingExecutor(DistributedExecutor):
             )
         super().check(blocks, params)
         for block in blocks:
-            block.measured_here = False
+            if block.measured_here:  # it is new, and the forward that has shown it may have measured it
+                block.measured_here = False
+                block.discard()
 
     def close(self) -> None:
         self.rounds.close()
@@ -136,10 +138,6 @@ class TrainingExecutor(DistributedExecutor):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def agree(self, trained: Trained, *, finite: bool, summed: float, counted: int | None, rescaled: bool) -> Agreement:
-        for block in trained.blocks:
-            if block.measured_here:  # a forward has shown it
-                block.measured_here = False
-                block.discard()
         agreement = super().agree(trained, finite=finite, summed=summed, counted=counted, rescaled=rescaled)
         if not agreement.finite:
             return agreement
@@ -163,11 +161,7 @@ class TrainingExecutor(DistributedExecutor):
         if not self._begins:
             return
         self._begins = False
-        if self._model is None:
-            raise RuntimeError(
-                f"kfac_optim: {self._choice!r} sends the parameters of the model, which is not known. Build the "
-                "optimizer from the model, KFACOptimizer(model, ...), or pass model=."
-            )
+        assert self._model is not None, "blocks are of a model"
         step = step_of(blocks)
         due = [block for block in blocks if block.refresh_due() or _has_passed(block, self._last_round, step)]
         self.rounds.begin(Kind.MEASURE, step, blocks, due, self._model)
