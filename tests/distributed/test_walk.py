@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
 from kfac_optim.distributed import DistributedConfig, Exchange, Launch, Placement, Replicated, Sharded, Strategy
-from kfac_optim.distributed.communication.laid_out import may_go_early, on_paper
+from kfac_optim.distributed.communication.laid_out import on_paper
 from kfac_optim.distributed.communication.message import Message, all_reduction
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.planning.buckets import Payload
@@ -24,7 +24,7 @@ from kfac_optim.distributed.planning.messages import (
     delivery_limit,
     gradient_means,
     gradient_row,
-    sum_buckets,
+    sum_limit,
 )
 from kfac_optim.distributed.planning.plan import Plan
 
@@ -55,7 +55,6 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
         ]
 
     found: dict[str, list[Moved]] = {}
-    names = [layer.name for layer in plan.layers]
 
     def add(messages: Iterable[Message], payload: Payload) -> None:
         for _ in range(1 if payload in RARE else PERIOD):
@@ -71,9 +70,8 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
             add(on_paper(of_ddp, rank, delivery_limit(plan)), payload)
         else:
             limit = delivery_limit(plan) if payload in (Payload.GRADIENTS, Payload.PARAMETERS) else None
-            layouts = all_buckets(plan, payload)
-            early = may_go_early(sum_buckets(plan, names)) if payload is Payload.SUMS else 0
-            add(on_paper(layouts, rank, limit, early), payload)
+            bounds = (sum_limit(plan), plan.ranks) if payload is Payload.SUMS else (limit, None)
+            add(on_paper(all_buckets(plan, payload), rank, *bounds), payload)
             if payload is Payload.GRADIENTS and isinstance(plan.strategy, Sharded):
                 add(on_paper([*gradient_means(plan, list(owners))], rank), payload)
     return found

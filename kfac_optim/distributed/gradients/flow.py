@@ -167,12 +167,15 @@ class ShardedGradients(GradientFlow):
                     given.put(slot.name, self._flat(slot.name), 1.0)
             return given
 
+        def take(name: str, total: Tensor) -> None:
+            sizes = [param.numel() for param in self._params[name]]
+            for param, others in zip(self._params[name], torch.split(total, sizes), strict=True):
+                if param in waiting:
+                    _average(param, others.view(param.shape), ranks)
+
         for found in sums(self._communicator, self._laid_out(gradient_buckets, names), give):
-            for name, merged in found.items():
-                sizes = [param.numel() for param in self._params[name]]
-                for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
-                    if param in waiting:
-                        _average(param, others.view(param.shape), ranks)
+            for name in list(found):
+                take(name, found.pop(name).total)  # which is held no longer when the next comes
         for held, flight in zip(means.values(), flights, strict=True):
             params = [param for name in held for param in self._params[name]]
             for param, total in zip(params, torch.split(flight.wait(), [p.numel() for p in params]), strict=True):
