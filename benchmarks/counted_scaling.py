@@ -162,7 +162,7 @@ _PAYLOADS = {"sums": Payload.SUMS, "results": Payload.INVERSES, "parameters": Pa
 def _bounds(plan: Plan, payload: Payload) -> tuple[float | None, int | None]:
     """The last two arguments of ``on_paper`` and of ``batches``."""
     if payload is Payload.SUMS:
-        return sum_limit(plan), plan.ranks
+        return sum_limit(plan, payload), plan.ranks
     return (delivery_limit(plan) if payload is Payload.PARAMETERS else None), None
 
 

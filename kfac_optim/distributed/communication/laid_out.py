@@ -24,10 +24,11 @@ class LaidOut(NamedTuple, Generic[B]):
     batches: list[slice]
 
     @classmethod
-    def of(cls, buckets: tuple[B, ...], limit: float | None = None) -> "LaidOut[B]":
+    def of(cls, buckets: tuple[B, ...], limit: float | None = None, ranks: int | None = None) -> "LaidOut[B]":
         """Cut buckets into `batches`, see [Note: the way by segments]; where they go directly there are none."""
         segmented = any(bucket.segmented for bucket in buckets)
-        return cls(buckets, batches([shares(bucket.owned_elements) for bucket in buckets], limit) if segmented else [])
+        owned = [shares(bucket.owned_elements) for bucket in buckets]
+        return cls(buckets, batches(owned, limit, ranks) if segmented else [])
 
 
 def sums(

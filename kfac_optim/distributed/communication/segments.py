@@ -15,7 +15,7 @@ of them twice at the most, in segments and as what it owns.
 an all-to-all of segments, as on the CPU, a rank holds the row and as much of what comes; beside these it keeps its
 segments of the rows that wait for the same second message. So a batch of sums also ends where all of that would be more
 than the largest bucket of the plan twice. On accelerators a reduce-scatter holds less. A row of the size of that bucket
-is held twice whatever the batches are: below that is only what would cut a tensor.
+is held twice, whatever the batches are: only to cut tensors would need less.
 """
 
 import bisect

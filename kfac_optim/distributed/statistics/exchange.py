@@ -14,6 +14,7 @@ from kfac_optim.distributed.communication.layouts import Merged
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out
+from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.messages import result_buckets, result_name, slot_name, sum_buckets, sum_limit
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.plan_options import STATUS_WORDS, TOLD_COUNTERS
@@ -85,14 +86,12 @@ class StatisticsExchange:
         """Make the reducer for the sums of these blocks."""
         names = tuple(block.name for block in blocks)
         if names not in self._reducers:
-            self._reducers[names] = Reducer(self._early, sum_buckets(self.plan, names), sum_limit(self.plan))
+            buckets, limit = sum_buckets(self.plan, names), sum_limit(self.plan, Payload.SUMS)
+            self._reducers[names] = Reducer(self._early, buckets, limit)
         return self._reducers[names]
 
     def slots(self, block: KFACBlock, state: Any) -> Iterator[tuple[str, Factor]]:
-        """Yield the running averages of a block, here or in a copy of its state, by their names, as buckets have them.
-
-        Reported in another order they would have buckets begun before those in front are complete.
-        """
+        """Yield the running averages of a block, here or in a copy of its state, by name, in the order of buckets."""
         for part in reversed(self._layers[block.name].parts):
             for number, factor in enumerate(state.averages(part.part.name)):
                 yield slot_name(block.name, part.part.name, number), factor
