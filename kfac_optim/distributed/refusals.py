@@ -144,4 +144,4 @@ def refuse_expert_layout(
 
 def _modules_of(params: Sequence[str]) -> str:
     """Return the modules that hold these parameters, as `skip_layers` takes them."""
-    return repr(list(dict.fromkeys(name.rpartition(".")[0] for name in params)))
+    return repr(list(dict.fromkeys(name.rpartition(".")[0] or name for name in params)))

@@ -14,8 +14,8 @@ of them twice at the most, in segments and as what it owns.
 [Note: what sums hold] A row that is put together to be summed, as factors are, is a buffer too. Where the first step is
 an all-to-all of segments, as on the CPU, a rank holds the row and as much of what comes; beside these it keeps its
 segments of the rows that wait for the same second message. So a batch of sums also ends where all of that would be more
-than the largest bucket of the plan twice. On accelerators a reduce-scatter holds less. A row of the size of that bucket
-is held twice, whatever the batches are: only to cut tensors would need less.
+than the largest bucket of the plan twice. A row of the size of that bucket is held twice, whatever the batches are, for
+tensors are not cut. On accelerators a reduce-scatter holds less, and batches are the same.
 """
 
 import bisect
