@@ -212,4 +212,4 @@ def test_each_rank_sends_what_the_plan_says_message_by_message(
 
 @pytest.mark.slow
 def test_and_each_of_eight(eight_ranks: Ranks) -> None:
-    check(eight_ranks, Sharded(), True, False, Exchange.SEGMENTS)
+    check(eight_ranks, Sharded(), wrapped=True, everywhere=True, exchange=Exchange.SEGMENTS)
