@@ -6,8 +6,8 @@ and what others send is left as it was allocated. Tensors lie on the meta device
 every storage that is made while a phase runs is followed all the same, which tells what buffers it holds at its peak.
 
 What is run: the communication hook's code, driven by buckets like DDP's (DDP's own backward does not work on a faked
-group), the vote, the sums that bound a step, gathering the parameters, and at a refresh the sums of factors and their
-results. What is not: the model, preconditioning and refreshing, which send nothing.
+group), the vote, the sums that bound a step, gathering the parameters, and at a refresh the sums of factors, reported
+as backward does, and their results. What is not: the model, preconditioning and refreshing, which send nothing.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Run:
             phases: dict[str, Callable[[], object]] = {
                 "gradients": lambda: [future.wait() for future in [hook._reduce(None, each) for each in buckets]],
                 "agreement": agree,
-                "sums": lambda: exchange.merge(blocks),
+                "sums": lambda: (_report(exchange, blocks), exchange.merge(blocks)),
                 "results": lambda: exchange.share(blocks),
                 "scalars": lambda: [
                     flow.sum_over_updaters(torch.empty(number, device="meta")) for number in plan.options.scalars
@@ -229,6 +229,14 @@ class _Run:
             ):
                 stack.enter_context(mock.patch.object(target, name, answer))
             yield
+
+
+def _report(exchange: StatisticsExchange, blocks: Sequence[KFACBlock]) -> None:
+    """Report sums of factors as backward would, which sends the first of them."""
+    reducer = exchange.reducer(blocks)
+    for block in reversed(blocks):
+        for name, factor in exchange.slots(block, block.state):
+            reducer.ready(name, factor.packed, factor.mass)
 
 
 class _Done:

@@ -31,13 +31,13 @@ from kfac_optim.distributed import (
     make_plan,
     predict_sgd,
 )
-from kfac_optim.distributed.communication.laid_out import may_go_early, on_paper
+from kfac_optim.distributed.communication.laid_out import on_paper
 from kfac_optim.distributed.communication.layouts import ReduceBucket
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import batches, shares
 from kfac_optim.distributed.planning.buckets import Payload
-from kfac_optim.distributed.planning.messages import all_buckets, delivery_limit, gradient_row, sum_buckets
+from kfac_optim.distributed.planning.messages import all_buckets, delivery_limit, gradient_row, sum_limit
 
 _SPREAD = 0.05
 
@@ -159,22 +159,18 @@ def _moved(counted: Counted) -> list[tuple[float, float]]:
 _PAYLOADS = {"sums": Payload.SUMS, "results": Payload.INVERSES, "parameters": Payload.PARAMETERS}
 
 
-def _limit(plan: Plan, payload: Payload) -> float | None:
+def _bounds(plan: Plan, payload: Payload) -> tuple[float | None, int | None]:
+    """The last two arguments of ``on_paper`` and of ``batches``."""
     if payload is Payload.SUMS:
-        return float(max(sum(bucket.owned_elements) for bucket in all_buckets(plan, payload)))
-    return delivery_limit(plan) if payload is Payload.PARAMETERS else None
-
-
-def _early(plan: Plan, payload: Payload) -> int:
-    names = [layer.name for layer in plan.layers]
-    return may_go_early(sum_buckets(plan, names)) if payload is Payload.SUMS else 0
+        return sum_limit(plan, payload), plan.ranks
+    return (delivery_limit(plan) if payload is Payload.PARAMETERS else None), None
 
 
 def _check(counted: Counted) -> None:
     """Raise where the rank was not counted to send and receive what the plan says."""
     plan, rank = counted.plan, counted.rank
     said = {
-        phase: on_paper(all_buckets(plan, payload), rank, _limit(plan, payload), _early(plan, payload))
+        phase: on_paper(all_buckets(plan, payload), rank, *_bounds(plan, payload))
         for phase, payload in _PAYLOADS.items()
     }
     said["gradients"] = on_paper(_rows(counted), rank, delivery_limit(plan))
@@ -202,9 +198,7 @@ def _parts(counted: Counted, model: Model, paper: Plan, cost: CostModel) -> dict
         return sum(_all_reducing(each, paper.ranks, cost) for name in names for each in phases[name].launches)
 
     def going(payload: Payload) -> float:
-        plan = counted.plan
-        layouts, limit, early = all_buckets(plan, payload), _limit(plan, payload), _early(plan, payload)
-        return sum(sum(_carrying_out(part, cost, limit)) for part in (layouts[:early], layouts[early:]))
+        return sum(_carrying_out(all_buckets(counted.plan, payload), cost, *_bounds(counted.plan, payload)))
 
     rare = going(Payload.SUMS) + going(Payload.INVERSES)
     return {
@@ -228,7 +222,10 @@ def _all_reducing(launch: Launch, ranks: int, cost: CostModel) -> float:
 
 
 def _carrying_out(
-    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow], cost: CostModel, limit: float | None = None
+    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow],
+    cost: CostModel,
+    limit: float | None = None,
+    summing: int | None = None,
 ) -> list[float]:
     """Seconds of the messages of each layout; those of a batch between segments and owners are its last one's."""
     found = [0.0] * len(layouts)
@@ -241,7 +238,7 @@ def _carrying_out(
             found[number] = cost.communicating(Collective.ALL_REDUCE, each.elements * each.payload.itemsize, ranks)
         else:
             raise AssertionError("what has owners goes by segments here")
-    for batch in batches([shares(layouts[number].owned_elements) for number in segmented], limit):
+    for batch in batches([shares(layouts[number].owned_elements) for number in segmented], limit, summing):
         together = [layouts[number] for number in segmented[batch]]
         owned = [sum(of_rank) for of_rank in zip(*(each.owned_elements for each in together), strict=True)]
         size, mean, itemsize = max(owned), sum(owned) / len(owned), together[0].payload.itemsize

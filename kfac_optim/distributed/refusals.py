@@ -82,9 +82,10 @@ def _check_expert_choices(choices: Choices) -> None:
         )
     if isinstance(choices.estimate, NamedLoss) and choices.estimate.several:
         raise ValueError(
-            f"kfac_optim: {choices.estimate!r} takes as many passes of backward as the layers of a rank ask for, and "
-            "all ranks take part in each, as tokens go to experts on other ranks. Use MonteCarlo(...) or "
-            "CurvaturePropagation(...)."
+            f"kfac_optim: {choices.estimate!r} takes several passes of backward, as many as the layers of a rank need. "
+            "With experts all ranks take part in each pass, as tokens go to experts on other ranks, and they need "
+            "different numbers of passes. Pass estimate=MonteCarlo(criterion) or CurvaturePropagation(criterion), "
+            "which take one."
         )
     if isinstance(choices.schedule, Staggered):
         raise ValueError(
@@ -111,8 +112,8 @@ def refuse_expert_layout(
         raise NotImplementedError(
             f"kfac_optim: the experts {listed(parts)} are DTensors, or pieces of them. Experts are to be parameters "
             "that hold what lies on this rank: replace each by nn.Parameter(param.to_local()) before the optimizer is "
-            "built, and use it as it is where the forward calls to_local(); or leave them to SGD, by skip_layers and "
-            "without experts in DistributedConfig."
+            "built, and use it as it is where the forward calls to_local(). Or leave them to SGD: leave experts out of "
+            f"DistributedConfig, with strategy=Replicated(), and pass skip_layers={_modules_of(parts)}."
         )
     for block in blocks:
         if len({param in experts for param in block.params}) > 1:
@@ -139,3 +140,8 @@ def refuse_expert_layout(
             "model.named_parameters() if ...]), and keep them in a module of their own, for it does not ignore "
             "parameters of the model itself."
         )
+
+
+def _modules_of(params: Sequence[str]) -> str:
+    """Return the modules that hold these parameters, as `skip_layers` takes them."""
+    return repr(list(dict.fromkeys(name.rpartition(".")[0] or name for name in params)))

@@ -25,3 +25,10 @@ def four_ranks() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.stop(leaving=60.0)
+
+
+@pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(8)
+    yield ranks
+    ranks.stop(leaving=60.0)

@@ -159,6 +159,12 @@ def test_by_segments_four_ranks_end_where_one_process_does(four_ranks: Ranks, na
     check(SEGMENTS_ON_FOUR[name], four_ranks.run(on_rank, SEGMENTS_ON_FOUR[name]))
 
 
+@pytest.mark.slow
+def test_by_segments_eight_ranks_end_where_one_process_does(eight_ranks: Ranks) -> None:
+    case = Case("mixed", Sharded(), {"momentum": 0.9, **EACH}, split=EMPTY, wrapped=SMALL, steps=4, **SEGMENTS)
+    check(case, eight_ranks.run(on_rank, case, timeout=300))
+
+
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_ranks_end_where_one_process_does(two_ranks: Ranks, name: str) -> None:
     check(ON_TWO[name], two_ranks.run(on_rank, ON_TWO[name]))

@@ -1,6 +1,6 @@
-"""The plan, message by message: what each rank is seen to send and receive in a period is what the plan says."""
+"""The plan, message by message and in its order: what each rank is seen to send and receive in a period of steps."""
 
-from collections import defaultdict
+import re
 from collections.abc import Iterable
 from typing import Any
 from unittest import mock
@@ -14,8 +14,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
-from kfac_optim.distributed import DistributedConfig, Exchange, Launch, Placement, Replicated, Sharded, Strategy
-from kfac_optim.distributed.communication.laid_out import may_go_early, on_paper
+from kfac_optim.distributed import (
+    Cause,
+    Collective,
+    DistributedConfig,
+    Exchange,
+    Launch,
+    Placement,
+    Replicated,
+    Sharded,
+    Strategy,
+)
+from kfac_optim.distributed.communication.laid_out import on_paper
 from kfac_optim.distributed.communication.message import Message, all_reduction
 from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.planning.buckets import Payload
@@ -24,13 +34,16 @@ from kfac_optim.distributed.planning.messages import (
     delivery_limit,
     gradient_means,
     gradient_row,
-    sum_buckets,
+    sum_limit,
 )
 from kfac_optim.distributed.planning.plan import Plan
 
 PERIOD = 3
-Moved = tuple[float, float]
 RARE = (Payload.SUMS, Payload.INVERSES, Payload.TRACES, Payload.STATUS)
+TO_SEGMENTS = "gradients of DDP"
+BESIDE = (Payload.SUMS.value, TO_SEGMENTS)
+Moved = tuple[float, float]
+Lines = dict[str, list[Launch]]
 
 
 class Mixed(nn.Sequential):
@@ -42,8 +55,24 @@ class Mixed(nn.Sequential):
         )
 
 
-def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: nn.Module) -> dict[str, list[Moved]]:
-    """What the plan says of each bucket in a period of steps; `rows` are the parameters in each of DDP's buckets."""
+def line_of(launch: Launch) -> str:
+    """Say in which order a message is: those of one payload have one, and those that two process groups take have two.
+
+    Gradients of DDP's buckets go to segments on the wrapper's group, and from there to owners on one of ours.
+    """
+    kind = re.split(r" \d+", launch.bucket)[0]
+    return f"{kind}, to owners" if kind == TO_SEGMENTS and launch.collective is Collective.ALL_TO_ALL else kind
+
+
+def in_lines(launches: Iterable[Launch]) -> Lines:
+    found: Lines = {}
+    for launch in launches:
+        found.setdefault(line_of(launch), []).append(launch._replace(cause=Cause.CALLED))
+    return found
+
+
+def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: nn.Module) -> Lines:
+    """What the plan says of a period of steps, in order; `rows` are the parameters in each of DDP's buckets."""
     owners = {layer.name: layer.owner for layer in plan.layers}
     owners |= {each.name: -1 if each.owner is None else each.owner for each in plan.parameters}
     name_of = {param: name for name, param in model.named_parameters()}
@@ -54,13 +83,10 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
             (owners[n if n in owners else n.rpartition(".")[0]], p.numel()) for n, p in zip(names, params, strict=True)
         ]
 
-    found: dict[str, list[Moved]] = {}
-    names = [layer.name for layer in plan.layers]
+    found: list[Launch] = []
 
     def add(messages: Iterable[Message], payload: Payload) -> None:
-        for _ in range(1 if payload in RARE else PERIOD):
-            for message in messages:
-                found.setdefault(message.name, []).append((message.sent_bytes, message.received_bytes))
+        found.extend([Launch.of(each, Cause.CALLED) for each in messages] * (1 if payload in RARE else PERIOD))
 
     for payload in Payload:
         if payload.is_control:
@@ -68,21 +94,24 @@ def planned(plan: Plan, rank: int, rows: dict[int, list[nn.Parameter]], model: n
                 add([all_reduction(payload.value, rank, plan.ranks, bucket.words, 8)], payload)
         elif payload is Payload.GRADIENTS and rows:
             of_ddp = [gradient_row(plan, n, pieces(params), torch.float32) for n, params in sorted(rows.items())]
-            add(on_paper(of_ddp, rank, delivery_limit(plan)), payload)
+            add([row.messages(rank)[0] for row in of_ddp], payload)
+            if plan.by_segments(payload):
+                both = on_paper(of_ddp, rank, delivery_limit(plan))
+                add([each for each in both if each.collective is Collective.ALL_TO_ALL], payload)
         else:
-            limit = delivery_limit(plan) if payload in (Payload.GRADIENTS, Payload.PARAMETERS) else None
-            layouts = all_buckets(plan, payload)
-            early = may_go_early(sum_buckets(plan, names)) if payload is Payload.SUMS else 0
-            add(on_paper(layouts, rank, limit, early), payload)
             if payload is Payload.GRADIENTS and isinstance(plan.strategy, Sharded):
                 add(on_paper([*gradient_means(plan, list(owners))], rank), payload)
-    return found
+            bounds: tuple[Any, ...] = (delivery_limit(plan),) if payload is Payload.PARAMETERS else ()
+            if payload in (Payload.GRADIENTS, Payload.SUMS):
+                bounds = sum_limit(plan, payload), plan.ranks
+            add(on_paper(all_buckets(plan, payload), rank, *bounds), payload)
+    return in_lines(found)
 
 
 def walk(
     rank: int, strategy: Strategy, exchange: Exchange, inverse: Inverse[Any], wrapped: bool, everywhere: bool
-) -> tuple[dict[str, list[Moved]], dict[str, list[Moved]], list[Moved], list[Moved], Plan]:
-    """What was told of each bucket, what the plan says of it, and all that was told and handed over, in order."""
+) -> tuple[Lines, Lines, list[Launch], list[Moved], Plan]:
+    """What was told of, what the plan says, and all that was told of and handed over, in order."""
     torch.manual_seed(0)
     model = Mixed()
     trace: list[Launch] = []
@@ -96,7 +125,7 @@ def walk(
         factor_update_period=1,
         inverse_update_period=PERIOD,
         inverse=inverse,
-        distributed=DistributedConfig(strategy, bucket_bytes=300, observe=trace.append, exchange=exchange),
+        distributed=DistributedConfig(strategy, bucket_bytes=120, observe=trace.append, exchange=exchange),
     )
 
     def seen(hook: OwnersHook, bucket: Any, flow: Any) -> None:
@@ -120,16 +149,40 @@ def walk(
             step(PERIOD + number)
     plan = optimizer.plan()
     assert plan is not None
-    told = defaultdict(list)
-    for launch in trace:
-        told[launch.bucket].append((launch.sent_bytes, launch.received_bytes))
-    return (
-        dict(told),
-        planned(plan, rank, rows, model),
-        [(launch.sent_bytes, launch.received_bytes) for launch in trace],
-        [(each.sent, each.received) for each in handed_over],
-        plan,
-    )
+    moved = [(each.sent, each.received) for each in handed_over]
+    return in_lines(trace), planned(plan, rank, rows, model), trace, moved, plan
+
+
+def check(ranks: Ranks, strategy: Strategy, wrapped: bool, everywhere: bool, exchange: Exchange) -> None:
+    inverse = Cholesky() if wrapped else EKFAC()
+    answers = ranks.run(walk, strategy, exchange, inverse, wrapped, everywhere, timeout=300)
+    for told, said, traced, handed_over, plan in answers:
+        assert bool(plan.everywhere) is everywhere
+        moved = [(launch.sent_bytes, launch.received_bytes) for launch in traced]
+        assert sorted(moved) == sorted(handed_over), "every collective is told of, and nothing else"
+        assert sorted(told.pop("scalars", [])) == sorted(said.pop("scalars", [])), "of several sizes"
+        assert told == said
+        segmented = exchange is Exchange.SEGMENTS
+        for payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS):
+            if plan.buckets_of(payload) and (payload is not Payload.GRADIENTS or isinstance(strategy, Sharded)):
+                assert plan.by_segments(payload) is segmented
+                kinds = [
+                    each.collective
+                    for line, of_line in told.items()
+                    if line.startswith(payload.value)
+                    for each in of_line
+                ]
+                # So that there is an order to keep: several messages between segments and owners in a step.
+                several = 1 if everywhere or payload is Payload.GRADIENTS else 2
+                times = 1 if payload in RARE else PERIOD
+                assert kinds.count(Collective.ALL_TO_ALL) >= several * times
+    # What is launched on the group for the main line of the program, outside of backward.
+    for _, _, traced, _, _ in answers:
+        main, first = (
+            [launch.bucket for launch in each if not launch.bucket.startswith(BESIDE)]
+            for each in (traced, answers[0][2])
+        )
+        assert main == first
 
 
 @pytest.mark.parametrize("exchange", Exchange)
@@ -146,7 +199,7 @@ def walk(
     ids=str,
 )
 @pytest.mark.parametrize("several", ["two_ranks", "four_ranks"])
-def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
+def test_each_rank_sends_what_the_plan_says_message_by_message(
     request: pytest.FixtureRequest,
     several: str,
     strategy: Strategy,
@@ -154,23 +207,9 @@ def test_what_each_rank_sends_and_receives_is_what_the_plan_says(
     everywhere: bool,
     exchange: Exchange,
 ) -> None:
-    ranks: Ranks = request.getfixturevalue(several)
-    inverse = Cholesky() if wrapped else EKFAC()
-    answers = ranks.run(walk, strategy, exchange, inverse, wrapped, everywhere, timeout=30)
-    for told, said, traced, handed_over, plan in answers:
-        assert bool(plan.everywhere) is everywhere
-        assert sorted(traced) == sorted(handed_over), "every collective is told of, and nothing else"
-        scalars = told.pop(Payload.SCALARS.value, [])
-        assert sorted(scalars) == sorted(said.pop(Payload.SCALARS.value, []))  # of several sizes
-        assert told == said
-        for payload in (Payload.GRADIENTS, Payload.SUMS, Payload.PARAMETERS):
-            if plan.buckets_of(payload) and (payload is not Payload.GRADIENTS or isinstance(strategy, Sharded)):
-                segmented = exchange is Exchange.SEGMENTS
-                assert plan.by_segments(payload) is segmented
-                times = 1 if payload in RARE else PERIOD
-                alone = [
-                    name for name, each in told.items() if name.startswith(payload.value) and " of all " not in name
-                ]
-                mine = [told[name] for name in alone]
-                # One message for each bucket; by segments one more for each batch, with the last or one of its own.
-                assert {len(each) for each in mine} <= ({times, 2 * times} if segmented else {times})
+    check(request.getfixturevalue(several), strategy, wrapped, everywhere, exchange)
+
+
+@pytest.mark.slow
+def test_and_each_of_eight(eight_ranks: Ranks) -> None:
+    check(eight_ranks, Sharded(), wrapped=True, everywhere=True, exchange=Exchange.SEGMENTS)

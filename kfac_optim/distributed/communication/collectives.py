@@ -92,13 +92,13 @@ class Communicator(Launcher):
         given, segments = contributions.sections, bucket.segments
         message = bucket.messages(self.rank)[0]
         place = segments.segment(self.rank)
-        total = given.new_zeros(segments.lengths[self.rank])
+        total = given.new_empty(0)  # gets its memory when what was sent has given up its own
         if has_reduce_scatter(self.device) and bucket.payload == bucket.sum_dtype:
             whole = filled_up(given, segments.length * self.world_size)
             filled = whole.new_empty(segments.length)
 
             def take() -> None:
-                total.copy_(filled[: len(total)])
+                total.data = filled[: segments.lengths[self.rank]]
 
             return InFlight(total, self.scatter(message, bucket.names, cause, whole, filled, take))
         whole = bucket.to_wire(given, slice(0, len(given)))
@@ -106,8 +106,9 @@ class Communicator(Launcher):
 
         def add_up() -> None:
             if bucket.payload == bucket.sum_dtype:
-                torch.sum(parts.view(self.world_size, -1), 0, out=total)
+                total.data = parts.view(self.world_size, -1).sum(0)
                 return
+            total.data = total.new_zeros(segments.lengths[self.rank])
             for part in parts.view(self.world_size, -1):
                 total.add_(bucket.decode(part, place))
 
@@ -136,8 +137,8 @@ class Communicator(Launcher):
         event.wait()
         sections = by_row(received, [each.from_ for each in messages])
         del received
-        for bucket, section in zip(buckets, sections, strict=True):
-            yield bucket.merged(section, self.rank)
+        for bucket in buckets:
+            yield bucket.merged(sections.pop(0), self.rank)
 
     def share(self, bucket: ShareBucket, values: Mapping[str, Tensor]) -> InFlight[dict[str, Tensor]]:
         """Send parcels that go directly from their sources to their targets.
@@ -187,14 +188,15 @@ class Communicator(Launcher):
         event.wait()
         parts = by_row(received, [each.from_ for each in messages])
         del received
-        for bucket, part in zip(buckets, parts, strict=True):
+        for bucket in buckets:
             segments, gather = bucket.segments, bucket.messages(rank)[1]
-            own = filled_up(part, segments.length)
+            own = filled_up(parts.pop(0), segments.length)
             row = torch.empty(segments.length * self.world_size, dtype=payload, device=device)
             self.exchange(gather, bucket.names, Cause.CALLED, own, row).wait()
             found = _cut(row[: segments.elements], bucket.row)
             del row
             yield {parcel.name: found[parcel.name] for parcel in bucket.row if rank in parcel.targets}
+            del found  # the next row needs its memory
 
     def check_agreement(
         self,

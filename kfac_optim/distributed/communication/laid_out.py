@@ -1,6 +1,5 @@
 """Buckets that are launched one after the other, as they are laid out once for many steps."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -25,17 +24,11 @@ class LaidOut(NamedTuple, Generic[B]):
     batches: list[slice]
 
     @classmethod
-    def of(cls, buckets: tuple[B, ...], limit: float | None = None) -> "LaidOut[B]":
+    def of(cls, buckets: tuple[B, ...], limit: float | None = None, ranks: int | None = None) -> "LaidOut[B]":
         """Cut buckets into `batches`, see [Note: the way by segments]; where they go directly there are none."""
         segmented = any(bucket.segmented for bucket in buckets)
-        return cls(buckets, batches([shares(bucket.owned_elements) for bucket in buckets], limit) if segmented else [])
-
-
-def may_go_early(buckets: Sequence[ReduceBucket]) -> int:
-    """Return how many sums by segments may begin before the step: a rank keeps no more of them than one bucket."""
-    sizes = [sum(bucket.owned_elements) for bucket in buckets]
-    kept = itertools.accumulate(size / bucket.world_size for size, bucket in zip(sizes, buckets, strict=True))
-    return sum(each <= max(sizes) for each in kept)
+        owned = [shares(bucket.owned_elements) for bucket in buckets]
+        return cls(buckets, batches(owned, limit, ranks) if segmented else [])
 
 
 def sums(
@@ -81,24 +74,22 @@ def shared(
 
 
 def on_paper(
-    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow], rank: int, limit: float | None = None, early: int = 0
+    layouts: Sequence[ReduceBucket | ShareBucket | OwnedRow],
+    rank: int,
+    limit: float | None = None,
+    ranks: int | None = None,
 ) -> list[Message]:
-    """Return the messages by which layouts of one payload are carried out, as a rank takes part in them.
+    """Return the messages by which layouts of one payload are carried out, in their order, as a rank sees them.
 
     Args:
         layouts: in their order.
         rank: which.
         limit: as of `batches`.
-        early: how many of them go to owners by themselves, see `may_go_early`.
+        ranks: as of `batches`.
     """
     segmented = [each for each in layouts if each.segmented]
     found = [message for each in layouts if not each.segmented for message in each.messages(rank)]
-    owned = [shares(each.owned_elements) for each in segmented]
-    if limit is None:
-        limit = max((sum(row.values()) for row in owned), default=0.0)
-    cut = batches(owned[:early], limit)
-    cut += [slice(early + each.start, early + each.stop) for each in batches(owned[early:], limit)]
-    for batch in cut:
+    for batch in batches([shares(each.owned_elements) for each in segmented], limit, ranks):
         firsts, seconds = zip(*(each.messages(rank) for each in segmented[batch]), strict=True)
         to_owners = firsts[0].collective is Collective.REDUCE_SCATTER
         found += [*firsts, together(seconds)] if to_owners else [together(firsts), *seconds]

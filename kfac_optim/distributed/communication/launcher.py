@@ -163,16 +163,19 @@ class Launcher:
         if self._observe is not None:
             self._observe(Launch.of(message, cause))
 
+        under_way = [work]
+
         def wait() -> None:
             with self._blaming(message.name, names):
                 if self.device.type == "cpu":
-                    self._wait_on_host(work)
+                    self._wait_on_host(under_way[0])
                 else:
-                    work.wait()  # makes the stream wait; with a time-out it would be the host
+                    under_way[0].wait()  # makes the stream wait; with a time-out it would be the host
+            under_way.clear()  # and with it what was sent, before more is made of what came
             if finish is not None:
                 finish()
 
-        return Event(wait, work.is_completed)
+        return Event(wait, lambda: not under_way or under_way[0].is_completed())
 
     def _wait_on_host(self, work: dist.Work) -> None:
         """Wait until it is done, the time is out, or another rank has given up."""

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.laid_out import may_go_early
 from kfac_optim.distributed.communication.launches import Cause, InFlight
 from kfac_optim.distributed.communication.layout_checks import repeated
 from kfac_optim.distributed.communication.layouts import Contributions, Merged, ReduceBucket
@@ -20,8 +19,8 @@ Final = Callable[[str], tuple[Tensor, Tensor | float]]
 class Reducer:
     """Launches buckets in their order, each as soon as it and all before it are complete.
 
-    By segments what was reported is kept until the step, so that buckets go early as long as a rank's segments of them
-    are no more than one bucket together; the others follow at the step, batch by batch.
+    By segments what was reported is kept until the step, so that buckets of the first batch go early alone; the others
+    follow at the step, batch by batch, see [Note: what sums hold].
 
     Slots may be reported in any order, any number of times, or never, and differently on each rank: every rank launches
     the same collectives in the same order. What is reported is the whole of what a rank gives: a slot that is reported
@@ -33,12 +32,13 @@ class Reducer:
     Args:
         communicator: see [Note: one order].
         buckets: the same on all ranks, in the order in which they are to be launched; slot names differ throughout.
+        limit: elements of the largest bucket that there is, the same on all ranks; of larger ones here theirs.
 
     Raises:
         ValueError: two slots of one name.
     """
 
-    def __init__(self, communicator: Communicator, buckets: Sequence[ReduceBucket]) -> None:
+    def __init__(self, communicator: Communicator, buckets: Sequence[ReduceBucket], limit: float = 0.0) -> None:
         if twice := repeated([name for bucket in buckets for name in bucket.names]):
             raise ValueError(f"kfac_optim: a name may be in one bucket only, got {listed(twice)} more than once.")
         self._communicator = communicator
@@ -46,7 +46,9 @@ class Reducer:
         self._index = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
         self._owned = {slot.name for bucket in buckets for slot in bucket.owned[communicator.rank]}
         self._segmented = any(bucket.segmented for bucket in buckets)
-        self._early = may_go_early(buckets) if self._segmented else len(buckets)
+        self._limit = max((float(sum(bucket.owned_elements)) for bucket in buckets), default=0.0)
+        self._limit = max(self._limit, limit)
+        self._early = self._batches(range(len(buckets)))[0].stop if self._segmented else len(buckets)
         self._start_round()
 
     def ready(self, name: str, values: Tensor, mass: float | Tensor) -> None:
@@ -193,10 +195,11 @@ class Reducer:
         if name not in self._owned:
             self._stale[index] = True
 
-    def _contributions(self, index: int) -> Contributions:
-        """Return what the next launch of a bucket takes."""
+    def _contributions(self, index: int, *, settle: bool = False) -> Contributions:
+        """Return what the next launch of a bucket takes; `settle` is that of `_give_up_buffers`."""
         contributions = self._filling[index]
         if contributions is None:
+            self._give_up_buffers(settle=settle)
             contributions = Contributions(self._buckets[index], self._communicator.rank, self._communicator.device)
             self._filling[index] = contributions
         return contributions
@@ -205,26 +208,33 @@ class Reducer:
         """Ask for those slots of a bucket, in its order."""
         for name in self._buckets[index].names:
             if name in names and name not in self._owned:
-                self._contributions(index).put(name, *final(name))
+                self._contributions(index, settle=True).put(name, *final(name))
 
     def _launch(self, index: int, cause: Cause, *, settle: bool = False) -> None:
-        """Launch a bucket; `settle` says that all ranks launch what is left, so that those before may be waited for.
-
-        Within backward nothing may be waited for: another rank may get to its part of a bucket after this one's part of
-        something else. There buffers are given up of what has ended.
-        """
-        for flight in self._flights:
-            if self._buckets[index].segmented or not settle:
-                flight.event.wait(only_if_over=not settle)
+        """Launch a bucket; `settle` is that of `_give_up_buffers`."""
+        self._give_up_buffers(settle=settle)
         contributions = self._contributions(index)
         self._filling[index] = None
         bucket = self._buckets[index]
         launch = self._communicator.reduce_to_segments if bucket.segmented else self._communicator.reduce
         self._flights.append(launch(bucket, contributions, cause))
 
+    def _give_up_buffers(self, *, settle: bool) -> None:
+        """Have what is under way give up its buffers, before another bucket needs some.
+
+        Within backward nothing may be waited for: another rank may get to its part of a bucket after this one's part of
+        something else. There only what has ended gives them up.
+
+        Args:
+            settle: says that all ranks launch what is left, so that what is under way by segments is waited for.
+        """
+        for flight in self._flights:
+            if self._segmented or not settle:
+                flight.event.wait(only_if_over=not settle)
+
     def _batches(self, numbers: Sequence[int]) -> list[slice]:
         """Return where those of these buckets lie that go to owners together; all, where they go directly."""
         if not self._segmented:
             return [slice(0, len(numbers))]
-        limit = max(sum(bucket.owned_elements) for bucket in self._buckets)
-        return batches([shares(self._buckets[number].owned_elements) for number in numbers], limit)
+        ranks = self._communicator.world_size
+        return batches([shares(self._buckets[number].owned_elements) for number in numbers], self._limit, ranks)

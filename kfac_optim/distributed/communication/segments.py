@@ -10,12 +10,19 @@ rank holds more than the row twice.
 A row that has one owner would go over that owner's link alone, while all others wait. So several rows go between
 segments and owners in one message, as long as no rank owns more of them than one row may hold: then it holds that much
 of them twice at the most, in segments and as what it owns.
+
+[Note: what sums hold] A row that is put together to be summed, as factors are, is a buffer too. Where the first step is
+an all-to-all of segments, as on the CPU, a rank holds the row and as much of what comes; beside these it keeps its
+segments of the rows that wait for the same second message. So a batch of sums also ends where all of that would be more
+than the largest bucket of the plan twice. A row of the size of that bucket is held twice, whatever the batches are, for
+tensors are not cut. On accelerators a reduce-scatter holds less, and batches are the same.
 """
 
 import bisect
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -145,11 +152,15 @@ class Batching:
 
     Args:
         limit: what one rank may own of a batch; of a larger row it may own all.
+        ranks: how many sum rows that they put together, see [Note: what sums hold]; None where rows are no buffers of
+            ours, or are not summed.
     """
 
-    def __init__(self, limit: float = 0.0) -> None:
+    def __init__(self, limit: float = 0.0, ranks: int | None = None) -> None:
         self._limit = limit
+        self._ranks = ranks
         self._largest = 0.0
+        self._kept = 0.0
         self._owned: defaultdict[int, float] = defaultdict(float)
 
     def begins(self, owned: Mapping[int, float]) -> bool:
@@ -158,25 +169,29 @@ class Batching:
         Args:
             owned: what ranks own of it.
         """
-        self._largest = max(self._largest, sum(owned.values()))
+        whole = sum(owned.values())
+        self._largest = max(self._largest, whole)
         limit = max(self._limit, self._largest)
         is_new = not self._owned or any(self._owned[rank] + size > limit for rank, size in owned.items())
+        is_new |= self._ranks is not None and self._kept + 2 * whole > 2 * limit
         if is_new:
             self._owned.clear()
-            self._largest = sum(owned.values())
+            self._largest, self._kept = whole, 0.0
         for rank, size in owned.items():
             self._owned[rank] += size
+        self._kept += 0.0 if self._ranks is None else math.ceil(whole / self._ranks)
         return is_new
 
 
-def batches(rows: Sequence[Mapping[int, float]], limit: float | None = None) -> list[slice]:
+def batches(rows: Sequence[Mapping[int, float]], limit: float | None = None, ranks: int | None = None) -> list[slice]:
     """Cut rows, in their order, into those that go between segments and owners in one message.
 
     Args:
         rows: what ranks own of each.
         limit: as of `Batching`; None is the largest of these rows.
+        ranks: as of `Batching`.
     """
-    batching = Batching(max((sum(row.values()) for row in rows), default=0.0) if limit is None else limit)
+    batching = Batching(max((sum(row.values()) for row in rows), default=0.0) if limit is None else limit, ranks)
     starts = [number for number, row in enumerate(rows) if batching.begins(row)]
     return [slice(*ends) for ends in itertools.pairwise([*starts, len(rows)])]
 
@@ -197,23 +212,21 @@ def filled_up(row: Tensor, elements: int) -> Tensor:
     return row if len(row) == elements else torch.cat([row, row.new_zeros(elements - len(row))])
 
 
-def by_row(received: Tensor, sizes: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """Give, row by row, what came of several rows in one message, put together of what each rank has sent.
+def by_row(received: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return, row by row, what came of several rows in one message, put together of what each rank has sent.
 
     Args:
         received: of every rank one after the other, of each its parts of all rows in their order, `[elements]`.
         sizes: elements of each row from each rank.
 
     Returns:
-        Of each row the parts of all ranks, in their order; a view where there is one row.
+        Of each row the parts of all ranks, in their order; where there is one row it is `received`.
     """
     if len(sizes) == 1:
-        yield received
-        return
+        return [received]
     places = splits([size for of_rank in zip(*sizes, strict=True) for size in of_rank])
-    for number in range(len(sizes)):
-        parts = [received[place] for place in places[number :: len(sizes)] if place.start < place.stop]
-        yield torch.cat(parts) if parts else received[:0]
+    rows = ([received[place] for place in places[number :: len(sizes)]] for number in range(len(sizes)))
+    return [torch.cat(parts) for parts in rows]
 
 
 def to_owners(layouts: Sequence[Segments], rank: int, segments: list[Tensor]) -> Tensor:

@@ -287,4 +287,4 @@ class _NoHook:
 def _mean(received: Tensor, ranks: int) -> Tensor:
     """Return the mean over ranks of equal parts, `[elements / ranks]`, in float32 at least."""
     wide = torch.promote_types(received.dtype, torch.float32)
-    return received.view(ranks, -1).sum(0, dtype=wide) / ranks
+    return received.view(ranks, -1).sum(0, dtype=wide).div_(ranks)

@@ -119,8 +119,8 @@ class Deliveries:
                 each.mean = None
             sent = to_owners([row.segments for row in rows], rank, means)
             message = together(messages)
-            received = sent.new_empty(sum(message.from_))
-            work = self._communicator.begin(message, Cause.COMPLETE, sent, received)
+            received = [sent.new_empty(sum(message.from_))]
+            work = self._communicator.begin(message, Cause.COMPLETE, sent, received[0])
             del sent, means  # what follows may be called at once
         except Exception as error:
             _fail(segments, error)
@@ -128,12 +128,14 @@ class Deliveries:
         work.get_future().then(lambda ended: _take(segments, messages, received, ended))
 
 
-def _take(segments: list[Segment], messages: list[Message], received: Tensor, ended: torch.futures.Future[Any]) -> None:
+def _take(
+    segments: list[Segment], messages: list[Message], received: list[Tensor], ended: torch.futures.Future[Any]
+) -> None:
     try:
         ended.wait()
-        sections = by_row(received, [each.from_ for each in messages])
-        for each, section in zip(segments, sections, strict=True):
-            each.take(section)
+        sections = by_row(received.pop(), [each.from_ for each in messages])
+        for each in segments:
+            each.take(sections.pop(0))
             each.finish()
     except Exception as error:
         _fail(segments, error)

@@ -27,6 +27,7 @@ from kfac_optim.distributed.planning.messages import (
     parameter_buckets,
     preconditioned_buckets,
     preconditioned_name,
+    sum_limit,
 )
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
@@ -167,12 +168,15 @@ class ShardedGradients(GradientFlow):
                     given.put(slot.name, self._flat(slot.name), 1.0)
             return given
 
+        def take(name: str, total: Tensor) -> None:
+            sizes = [param.numel() for param in self._params[name]]
+            for param, others in zip(self._params[name], torch.split(total, sizes), strict=True):
+                if param in waiting:
+                    _average(param, others.view(param.shape), ranks)
+
         for found in sums(self._communicator, self._laid_out(gradient_buckets, names), give):
-            for name, merged in found.items():
-                sizes = [param.numel() for param in self._params[name]]
-                for param, others in zip(self._params[name], torch.split(merged.total, sizes), strict=True):
-                    if param in waiting:
-                        _average(param, others.view(param.shape), ranks)
+            for name in list(found):
+                take(name, found.pop(name).total)  # which is held no longer when the next comes
         for held, flight in zip(means.values(), flights, strict=True):
             params = [param for name in held for param in self._params[name]]
             for param, total in zip(params, torch.split(flight.wait(), [p.numel() for p in params]), strict=True):
@@ -252,7 +256,10 @@ class ShardedGradients(GradientFlow):
         """Return the buckets of a layout for these names, which is made once."""
         key = (layout, tuple(names))
         if key not in self._layouts:
-            self._layouts[key] = LaidOut.of(layout(self._plan, names), delivery_limit(self._plan))
+            bounds: tuple[Any, ...] = (delivery_limit(self._plan),)
+            if layout is gradient_buckets:
+                bounds = sum_limit(self._plan, Payload.GRADIENTS), self._plan.ranks
+            self._layouts[key] = LaidOut.of(layout(self._plan, names), *bounds)
         return self._layouts[key]
 
 
@@ -261,13 +268,12 @@ def _in_a_row(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _average(param: nn.Parameter, others: Tensor, ranks: int) -> None:
-    """Make the gradient, of this rank alone until now, the mean over ranks."""
+    """Make the gradient, of this rank alone until now, the mean over ranks; `others` may be overwritten."""
     if param.grad is None:
         if not bool(others.any()):
             return  # no rank has one
         param.grad = torch.zeros_like(param)
-    own = param.grad.to(others.dtype)
-    param.grad.copy_((own + others) / ranks)
+    param.grad.copy_(others.add_(param.grad).div_(ranks))
 
 
 def _set_gradient(param: nn.Parameter, value: Tensor) -> None:

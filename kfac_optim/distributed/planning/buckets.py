@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import torch
+
 from kfac_optim.distributed.communication.message import Collective
 from kfac_optim.distributed.communication.segments import batches
 from kfac_optim.distributed.planning.costs import CostModel
@@ -123,6 +125,7 @@ def make_buckets(
     members: range,
     cost: CostModel,
     exchange: Exchange | None = Exchange.DIRECT,
+    largest: int = 0,
 ) -> tuple[PlannedBucket, ...]:
     """Return buckets of at most `limit` words, and how each is sent.
 
@@ -134,6 +137,7 @@ def make_buckets(
         members: ranks of the group.
         cost: of collectives.
         exchange: the way between all ranks and owners; None is the one that is quicker for the slowest rank.
+        largest: bytes of the largest bucket of other payloads, for sums.
     """
     filled = fill(items, limit)
     shares = [_shares(together, itemsize) for together in filled]
@@ -141,12 +145,16 @@ def make_buckets(
     if all(set(share) == {-1} for share in shares):
         ways = [(Collective.ALL_REDUCE, cost.communicating(Collective.ALL_REDUCE, s[-1], ranks), 0.0) for s in shares]
     else:
-        exchange = exchange or _quicker(shares, ranks, cost)
+        cut = batches(shares)
+        if payload is Payload.SUMS:  # which are made in float32 at least
+            most = largest * itemsize / max(itemsize, torch.float32.itemsize)
+            cut = batches(shares, max(most, *(sum(share.values()) for share in shares)), ranks)
+        exchange = exchange or _quicker(shares, cut, ranks, cost)
         if exchange is Exchange.DIRECT:
             ways = [(Collective.ALL_TO_ALL, _direct(share, ranks, cost), 0.0) for share in shares]
         else:
             even = [cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares]
-            pairs = list(zip(even, _between(shares, ranks, cost), strict=True))
+            pairs = list(zip(even, _between(shares, cut, ranks, cost), strict=True))
             scatter, gather = Collective.REDUCE_SCATTER, Collective.ALL_GATHER
             kind = scatter if payload in _TO_OWNERS else gather
             late = payload is Payload.SUMS  # the second message of gradients goes while backward goes on
@@ -170,10 +178,10 @@ def _direct(shares: Mapping[int, float], ranks: int, cost: CostModel) -> float:
     return cost.communicating(Collective.ALL_TO_ALL, ranks * largest, ranks, mean=max(whole, largest))
 
 
-def _between(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> list[float]:
+def _between(shares: Sequence[Mapping[int, float]], cut: Sequence[slice], ranks: int, cost: CostModel) -> list[float]:
     """Return the seconds of each bucket's all-to-all between segments and owners, a part of that of its batch."""
     found: list[float] = []
-    for batch in batches(shares):
+    for batch in cut:
         together: defaultdict[int, float] = defaultdict(float)
         for share in shares[batch]:
             for rank, size in share.items():
@@ -185,7 +193,7 @@ def _between(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel)
     return found
 
 
-def _quicker(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel) -> Exchange:
+def _quicker(shares: Sequence[Mapping[int, float]], cut: Sequence[slice], ranks: int, cost: CostModel) -> Exchange:
     """Return the way that is quicker for the slowest rank: all that passes its link, and every bucket's latency."""
     together: defaultdict[int, float] = defaultdict(float)
     for share in shares:
@@ -194,5 +202,5 @@ def _quicker(shares: Sequence[Mapping[int, float]], ranks: int, cost: CostModel)
     latency = cost.communicating(Collective.ALL_TO_ALL, 0.0, ranks)
     direct = _direct(together, ranks, cost) + (len(shares) - 1) * latency
     even = sum(cost.communicating(Collective.ALL_GATHER, sum(share.values()), ranks) for share in shares)
-    segmented = even + sum(_between(shares, ranks, cost))
+    segmented = even + sum(_between(shares, cut, ranks, cost))
     return Exchange.SEGMENTS if segmented < direct else Exchange.DIRECT

@@ -224,6 +224,12 @@ def delivery_limit(plan: Plan) -> float:
     return float(max((bucket.words for bucket in plan.buckets_of(Payload.GRADIENTS)), default=0))
 
 
+def sum_limit(plan: Plan, payload: Payload) -> float:
+    """Return elements of sums that the largest bucket of the plan would hold, see [Note: what sums hold]."""
+    largest = max((bucket.size for bucket in plan.buckets if not bucket.payload.is_control), default=0)
+    return largest / max(plan.options.itemsize(payload), torch.float32.itemsize)
+
+
 # -- what they share ---------------------------------------------------------------------------------------------
 
 

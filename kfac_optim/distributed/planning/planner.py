@@ -67,8 +67,7 @@ def make_plan(
             raise TypeError(
                 f"kfac_optim: the model to plan for must be of Covered(...) and Uncovered(...), got {each!r}."
             )
-    twice = sorted(name for name, count in Counter(each.name for each in model).items() if count > 1)
-    if twice:
+    if twice := sorted(name for name, count in Counter(each.name for each in model).items() if count > 1):
         raise ValueError(f"kfac_optim: two of the layers to plan for are named {twice[0]!r}; names must be unique.")
     if not isinstance(strategy, Auto):
         check_strategy("strategy of make_plan", strategy)
@@ -99,6 +98,7 @@ class _Planner:
     def __post_init__(self) -> None:
         self.merges = self.ranks > 1 and self.strategy.statistics is Statistics.ALL
         self.workers = self.strategy.workers(self.ranks)
+        self.largest = 0  # bytes of a bucket
         model = self.model if isinstance(self.strategy, Sharded) else ()
         self.everywhere = on_all_ranks(model, self.ranks, self.options, self.cost)
         self.layers = self._place_layers()
@@ -106,11 +106,13 @@ class _Planner:
 
     def plan(self) -> Plan:
         items = {payload: self._items(payload) for payload in Payload}
-        buckets = {payload: self._buckets(payload, items[payload]) for payload in Payload}
+        buckets: dict[Payload, tuple[PlannedBucket, ...]] = {}
+        for payload in sorted(Payload, key=lambda each: each is Payload.SUMS):  # whose batches depend on the largest
+            buckets[payload] = self._buckets(payload, items[payload])
+            self.largest = max([self.largest, *(bucket.size for bucket in buckets[payload] if not payload.is_control)])
         refresh_loads = [0.0] * self.ranks
-        for layer in self.layers:
-            for part in layer.parts:
-                refresh_loads[part.owner] += part.part.refresh
+        for part in (part for layer in self.layers for part in layer.parts):
+            refresh_loads[part.owner] += part.part.refresh
         apply_loads = self._over_ranks([layer.apply for layer in self.layers])
         plan = Plan(
             ranks=self.ranks,
@@ -183,16 +185,15 @@ class _Planner:
         if payload.is_control:
             return [Item(payload.value, words, -1, 0) for words in self._control_words(payload) if words]
         if payload in (Payload.ROWS, Payload.DIRECTIONS):
-            sharded = self.layers if isinstance(self.strategy, FullySharded) else ()
-            return [Item(layer.name, layer.words, layer.workers.start, layer.position) for layer in sharded]
+            sharded = isinstance(self.strategy, FullySharded)
+            return [Item(each.name, each.words, each.workers.start, each.position) for each in self.layers if sharded]
         if payload is Payload.GRADIENTS:
             return [] if isinstance(self.strategy, FullySharded) else self._matrices()[::-1]
         if payload is Payload.PARAMETERS:
             return [item for item in self._matrices() if item.rank >= 0]
         if payload is Payload.PRECONDITIONED:
             spread = isinstance(self.strategy, Replicated) and self.workers < self.ranks
-            layers = self.layers if spread else ()
-            return [Item(layer.name, layer.words, layer.workers.start, layer.position) for layer in layers]
+            return [Item(each.name, each.words, each.workers.start, each.position) for each in self.layers if spread]
         if payload is Payload.SUMS:
             return [
                 Item(part.name_in(layer.name), part.sums, part.owner, layer.position)
@@ -271,6 +272,7 @@ class _Planner:
             members=members,
             cost=self.cost,
             exchange=self.options.exchange if segments else Exchange.DIRECT,
+            largest=self.largest,
         )
 
     def _traffic(self, payload: Payload, items: Sequence[Item], plan: Plan) -> Traffic:
@@ -293,8 +295,7 @@ class _Planner:
 
     def _shards(self, item: Item) -> Sequence[int]:
         """Return the elements of a sharded layer, or parameter, that each rank holds."""
-        layer = self.model[item.position]
-        shards = layer.shards if isinstance(layer, Covered) else ()
+        shards = layer.shards if isinstance(layer := self.model[item.position], Covered) else ()
         return shards or [item.words // self.ranks] * self.ranks
 
     def _over_ranks(self, amounts: Sequence[float]) -> list[float]:
@@ -323,8 +324,7 @@ class _Planner:
         held = self._over_ranks(at_workers)
         for item in self._matrices() if options.momentum else ():
             for rank in range(self.ranks) if item.rank < 0 else (item.rank,):
-                sharded = isinstance(self.strategy, FullySharded)
-                momentum[rank] += self._shards(item)[rank] if sharded else item.words
+                momentum[rank] += self._shards(item)[rank] if isinstance(self.strategy, FullySharded) else item.words
         parts = [part for layer in self.layers for part in layer.parts if self.merges]
         sums = sum(packed_words(part.part) for part in parts) * options.factor_dtype.itemsize
         buffers = sum(part.sums for part in parts) * options.sent_dtype.itemsize

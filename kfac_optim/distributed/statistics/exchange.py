@@ -14,7 +14,8 @@ from kfac_optim.distributed.communication.layouts import Merged
 from kfac_optim.distributed.communication.parcels import ShareBucket
 from kfac_optim.distributed.communication.reducer import Reducer
 from kfac_optim.distributed.communication.transfer import Transfer, carry_out
-from kfac_optim.distributed.planning.messages import result_buckets, result_name, slot_name, sum_buckets
+from kfac_optim.distributed.planning.buckets import Payload
+from kfac_optim.distributed.planning.messages import result_buckets, result_name, slot_name, sum_buckets, sum_limit
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.plan_options import STATUS_WORDS, TOLD_COUNTERS
 from kfac_optim.distributed.planning.plan_parts import LayerPlan, PartPlan
@@ -85,12 +86,13 @@ class StatisticsExchange:
         """Make the reducer for the sums of these blocks."""
         names = tuple(block.name for block in blocks)
         if names not in self._reducers:
-            self._reducers[names] = Reducer(self._early, sum_buckets(self.plan, names))
+            buckets, limit = sum_buckets(self.plan, names), sum_limit(self.plan, Payload.SUMS)
+            self._reducers[names] = Reducer(self._early, buckets, limit)
         return self._reducers[names]
 
     def slots(self, block: KFACBlock, state: Any) -> Iterator[tuple[str, Factor]]:
-        """Yield the running averages of a block, here or in a copy of its state, by their names on the way."""
-        for part in self._layers[block.name].parts:
+        """Yield the running averages of a block, here or in a copy of its state, by name, in the order of buckets."""
+        for part in reversed(self._layers[block.name].parts):
             for number, factor in enumerate(state.averages(part.part.name)):
                 yield slot_name(block.name, part.part.name, number), factor
 
@@ -175,6 +177,7 @@ class StatisticsExchange:
                     if name in received:
                         block.state.take(part.part.name, _split(received[name], results))
                         taken.add(name)
+            received.clear()  # its memory goes to the next
         # Where a rank is alone in needing what it has, or does not need it, that is not sent; it takes it all the same,
         # so that checkpoints of its state say what others apply.
         for block, part in self._parts(blocks):
