@@ -65,6 +65,8 @@ class HyperparameterScheduler:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"kfac_optim: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        if not isinstance(key, str):
+            raise TypeError(f"kfac_optim: key must be the name of a number of the param groups, got {key!r}.")
         check_integer("last_epoch", last_epoch, at_least=-1)
         groups = optimizer.param_groups
         for i, group in enumerate(groups):

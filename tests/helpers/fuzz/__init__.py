@@ -4,6 +4,7 @@ A case changes nothing where it is refused, is refused by an error that says wha
 is not finite.
 """
 
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from kfac_optim import KFACOptimizer
 PACKAGE = str(Path(kfac_optim.__file__).parent)
 OURS = str(Path(__file__).parent)
 BASE_CLASS = str(Path(torch.optim.__file__).parent / "optimizer.py")
-PASSED_ON = ("function_modes.py", "weight_maps.py", "torch/optim/sgd.py")  # which call torch for the model, or SGD
+PASSED_ON = ("function_modes.py", "weight_maps.py")  # which call torch for the model
+SGD, HALFWAY = "torch/optim/sgd.py", "raised within torch's SGD"
 CLEAR = (TypeError, ValueError, RuntimeError, KeyError)
 
 
@@ -49,6 +51,8 @@ def judge(error: Exception, what: str) -> str:
         return "refused"
     if frames[-1] == BASE_CLASS and isinstance(error, CLEAR):
         return "refused by torch.optim"
+    if frames[-1].endswith(SGD):  # parameter by parameter, as where a sparse momentum meets a dense gradient
+        return HALFWAY
     if frames[-1].endswith(PASSED_ON):
         return "the user's error"
     owner = next(frame for frame in reversed(frames) if frame.startswith((PACKAGE, OURS)))
@@ -105,7 +109,12 @@ def check_finite(what: str, model: nn.Module, optimizer: KFACOptimizer) -> None:
     for state in optimizer.state.values():
         if isinstance(state, dict):
             named += [(f"state {key!r}", value) for key, value in state.items() if key != "exp_avg_sq"]
-    for at, value in named:  # a square in torch's AdamW overflows as it does in ours
+    # A square in torch's AdamW overflows as it does in ours.
+    tensors = [value.detach() for _, value in named if isinstance(value, Tensor) and value.numel() > 0]
+    quick = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.layout == torch.strided]
+    if len(quick) == len(tensors) and all(map(math.isfinite, torch._foreach_norm(quick, math.inf))):
+        return  # of each the largest element
+    for at, value in named:
         if isinstance(value, Tensor) and not bool(value.to_dense().isfinite().all()):
             raise Finding(NOT_FINITE, f"{what}: {at}")
 

@@ -1,5 +1,6 @@
 """Checkpoints that something has happened to: every kind of damage at every place, and what must come of it."""
 
+import functools
 import itertools
 import random
 import warnings
@@ -19,12 +20,15 @@ from kfac_optim import (
     Eigen,
     Inverse,
     InverseAndRoot,
+    IterateAverage,
     KFACOptimizer,
     LowRank,
     NewtonSchulz,
+    SelectedUpdates,
     Structure,
     SumOfTerms,
 )
+from kfac_optim.blocks.state_keys import AVERAGE, AVERAGED_STEPS, ITERATE
 
 Path = tuple[Any, ...]
 
@@ -44,30 +48,36 @@ PAIRS = list(itertools.combinations(range(len(INVERSES)), 2))
 # -- what there is to load ---------------------------------------------------------------------------------------
 
 
-def build(first: Inverse[Any], second: Inverse[Any]) -> tuple[nn.Module, KFACOptimizer]:
+def build(first: Inverse[Any], second: Inverse[Any], **options: Any) -> tuple[nn.Module, KFACOptimizer]:
     """Two layers of one size, each with its inverse, and one that has a diagonal factor; a refresh is under way."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
-    optimizer = KFACOptimizer(
-        [{"params": model[0].parameters()}, {"params": [p for layer in model[2:] for p in layer.parameters()]}],
-        lr=0.1,
-        momentum=0.9,
-        model=model,
-        damping=0.1,
-        inverse={"0": first, "2": second},
-        structure={"4": (Structure.DENSE, Structure.DIAGONAL)},
-        factor_update_period=1,
-        inverse_update_period=2,
-        refresh=Background(max_staleness=2),
-        nonfinite_limit=None,
-    )
-    return model, optimizer
+    model = network()
+    standard: dict[str, Any] = {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "damping": 0.1,
+        "inverse": {"0": first, "2": second},
+        "structure": {"4": (Structure.DENSE, Structure.DIAGONAL)},
+        "factor_update_period": 1,
+        "inverse_update_period": 2,
+        "refresh": Background(max_staleness=2),
+        "nonfinite_limit": None,
+    }
+    return model, KFACOptimizer(groups_of(model), model=model, **{**standard, **options})
 
 
-def advance(model: nn.Module, optimizer: KFACOptimizer, steps: int, start: int = 0) -> None:
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+
+
+def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": model[0].parameters()}, {"params": [p for layer in model[2:] for p in layer.parameters()]}]
+
+
+def advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
     for step in range(start, start + steps):
         optimizer.zero_grad()
-        square_loss(model(batch(step))).backward()
+        square_loss(model(batch(step, dtype=next(model.parameters()).dtype))).backward()
         optimizer.step()
 
 
@@ -106,6 +116,50 @@ def case_of(pair: tuple[int, int]) -> Case:
     if pair not in _CASES:
         _CASES[pair] = Case(*(INVERSES[index] for index in pair))
     return _CASES[pair]
+
+
+def _of_torch(kind: type[torch.optim.Optimizer], steps: int, **options: Any) -> Any:
+    model = network()
+    optimizer = kind(groups_of(model), lr=0.1, **options)  # type: ignore[call-arg]
+    advance(model, optimizer, steps)
+    return optimizer.state_dict()
+
+
+def _of_ours(pair: tuple[int, int], steps: int, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    model, optimizer = build(*(INVERSES[index] for index in pair), **options)
+    model.to(dtype)
+    advance(model, optimizer, steps)
+    return optimizer.state_dict()
+
+
+def _showing_averages(pair: tuple[int, int]) -> Any:
+    model, optimizer = build(*(INVERSES[index] for index in pair), average=IterateAverage())
+    advance(model, optimizer, 2)
+    optimizer.eval()
+    return optimizer.state_dict()
+
+
+OTHERS: dict[str, Callable[[tuple[int, int]], Any]] = {
+    "SGD": lambda _: _of_torch(torch.optim.SGD, 0),
+    "SGD with momentum": lambda _: _of_torch(torch.optim.SGD, 2, momentum=0.9),
+    "AdamW": lambda _: _of_torch(torch.optim.AdamW, 1),
+    "a new one": lambda pair: _of_ours(pair, 0),
+    "one in float32": lambda pair: _of_ours(pair, 3, dtype=torch.float32),
+    "one in bfloat16": lambda pair: _of_ours(pair, 3, dtype=torch.bfloat16),
+    "one without factors": lambda pair: _of_ours(pair, 3, include_factors=False),
+    "one with averages": lambda pair: _of_ours(pair, 3, average=IterateAverage()),
+    "one that shows averages": _showing_averages,
+    "one with other structures": lambda pair: _of_ours(pair, 3, structure=None),
+    "one with skipped layers": lambda pair: _of_ours(pair, 3, skip_layers=["4"]),
+    "one with another step size": lambda pair: _of_ours(pair, 3, step_size=SelectedUpdates(), inverse=None),
+    "one of other inverses": lambda pair: _of_ours((pair[1], pair[0]), 3),
+}
+"""Checkpoints of the same model by other optimizers."""
+
+
+@functools.cache
+def another(name: str, pair: tuple[int, int]) -> Any:
+    return copy_of(OTHERS[name](pair))
 
 
 # -- what happens to it ------------------------------------------------------------------------------------------
@@ -217,15 +271,18 @@ MUTATIONS: dict[str, Callable[[Any, Path], None]] = {
 }
 
 
-Example = tuple[tuple[int, int], list[tuple[str, Path, Path]]]
+Example = tuple[tuple[int, int], str, list[tuple[str, Path, Path]]]
+"""The inverses, whose checkpoint it is (\"\" is one of such an optimizer), and what is done to it."""
 
 
 def mutated(rng: random.Random) -> Example:
     """A pair of inverses, and what is done at which places; a second place is for swaps."""
     pair = rng.choice(PAIRS)
-    found = case_of(pair).paths
+    whose = rng.choice(list(OTHERS)) if rng.random() < 0.2 else ""
+    found = list(paths(another(whose, pair))) if whose else case_of(pair).paths
     kinds = [*MUTATIONS, "swap"]
-    return pair, [(rng.choice(kinds), rng.choice(found), rng.choice(found)) for _ in range(rng.randint(1, 2))]
+    number = rng.randint(0, 1) if whose else rng.randint(1, 2)
+    return pair, whose, [(rng.choice(kinds), rng.choice(found), rng.choice(found)) for _ in range(number)]
 
 
 def apply(root: Any, kind: str, path: Path, other: Path) -> None:
@@ -276,10 +333,10 @@ def assert_says(loaded: Any, expected: Any, at: str = "") -> None:
             if key == "S_applied" and not expected.get("S_applied_apart", True):
                 continue  # a copy of S, which is not read
             known = int(key) if isinstance(key, str) and key.isdigit() else key
-            if key in ("factors", "refreshing", "spread", "momenta", "step_size") or (
+            if key in ("factors", "refreshing", "spread", "momenta", "step_size", AVERAGE, AVERAGED_STEPS, ITERATE) or (
                 value is None and known not in loaded
             ):
-                continue
+                continue  # averages are left out, with a warning
             if not at and key not in loaded:
                 continue  # beside state and param groups
             assert known in loaded, f"{at}[{key!r}] is gone"
@@ -307,9 +364,9 @@ def _is_huge(value: Any) -> bool:
 
 
 def attempt(example: Example) -> str:
-    pair, changes = example
+    pair, whose, changes = example
     case = case_of(pair)
-    damaged = case.saved()
+    damaged = copy_of(another(whose, pair)) if whose else case.saved()
     for change in changes:
         apply(damaged, *change)
     return outcome(case, damaged)
@@ -317,8 +374,8 @@ def attempt(example: Example) -> str:
 
 def case(rng: random.Random) -> str:
     example = mutated(rng)
-    pair, changes = example
-    what = f"{[INVERSES[index] for index in pair]} {changes}"
+    pair, whose, changes = example
+    what = f"{[INVERSES[index] for index in pair]} {whose} {changes}"
     try:
         return attempt(example)
     except AssertionError as error:
