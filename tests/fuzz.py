@@ -5,8 +5,8 @@
 
 A case is its kind and its seed. None may change what is held where it is refused, none may be refused by an error that
 does not say what and where, and none may leave a number that is not finite. The counts stand in
-benchmarks/results/fuzz/counts.json, written every 100 cases. They are of the cases as they are drawn now: whoever changes
-what a seed stands for deletes them, and begins anew.
+benchmarks/results/fuzz/counts.json, written every 100 cases. They are of the cases as they are drawn now: whoever
+changes what a seed stands for deletes them, and begins anew.
 """
 
 import argparse

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fuzz.checkpoints import INVERSES, PAIRS, attempt, build, case_of, get, mutated, outcome
+from helpers.fuzz.checkpoints import attempt, case_of, get, mutated, outcome
+from helpers.fuzz.runs import INVERSES, PAIRS, build
 from helpers.plain import assert_identical
 from torch import Tensor
 
