@@ -404,6 +404,7 @@ OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
         (scheduler(factor=0.5), TypeError, r"factor must be .*(callable|function).*got 0\.5"),
         (scheduler(factor=None), TypeError, r"factor must be .*(callable|function).*got None"),
         (scheduler(factor=[0.5]), TypeError, r"factor must be .*(callable|function).*got 0\.5"),
+        (scheduler(factor=lambda _: None), TypeError, r"a factor of 'damping' must return a number, and returned None"),
         (scheduler(factor=[]), ValueError, r"1 param groups need one factor or 1, got 0"),
     ],
     "HyperparameterScheduler(last_epoch)": [

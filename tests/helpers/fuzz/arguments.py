@@ -149,7 +149,9 @@ METHODS: dict[str, Callable[[KFACOptimizer, Any], Any]] = {
     "clip_grad_norm_ with a type": lambda optimizer, given: optimizer.clip_grad_norm_(1.0, given),
     "load_state_dict": lambda optimizer, given: optimizer.load_state_dict(given),
     "HyperparameterScheduler": lambda optimizer, given: HyperparameterScheduler(optimizer, given, lambda _: 1.0),
-    "HyperparameterScheduler with a factor": lambda optimizer, given: HyperparameterScheduler(optimizer, "lr", given),
+    "HyperparameterScheduler with a factor": lambda optimizer, given: HyperparameterScheduler(
+        optimizer, "lr", (lambda at: given(at)) if callable(given) else given
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """Calls in any order: what is refused changes nothing, what is taken leaves finite numbers."""
 
 import copy
+import functools
 import pickle
 import random
 from collections.abc import Callable
@@ -150,8 +151,8 @@ class Run:
         def interrupt(*_: Any) -> None:
             raise Interruption
 
-        register = self.rng.choice([self.optimizer.register_step_pre_hook, self.optimizer.register_step_post_hook])
-        handle = register(interrupt)
+        before, after = self.optimizer.register_step_pre_hook, self.optimizer.register_step_post_hook
+        handle = self.rng.choice([before, after])(interrupt)
         try:
             self.step()
         finally:
@@ -215,10 +216,11 @@ class Run:
     def new_layer(self) -> None:
         """Give the model one layer more, and the optimizer its parameters."""
         self.losses.clear()
-        layer, inner = nn.Linear(2, 2).to(self.model_dtype), self.model.forward
+        layer = nn.Linear(2, 2).to(self.model_dtype)
         self.model.register_module(f"added_{len(self.optimizer.param_groups)}", layer)
         if self.rng.random() < 0.8:
-            self.model.forward = lambda x: layer(inner(x))  # type: ignore[method-assign]
+            known = getattr(self.model.forward, "args", (self.model,))
+            self.model.forward = functools.partial(_with_layers, *known, layer)  # type: ignore[method-assign]
         self.optimizer.add_param_group({"params": layer.parameters(), "lr": self.rng.choice([0.1, 0.01])})
 
     def swapped(self) -> None:
@@ -296,22 +298,21 @@ class Run:
         self.optimizer.remove_hooks()
 
 
+def _with_layers(model: nn.Module, *layers_and_input: Any) -> Tensor:
+    """Run the model and the layers that were added; unlike a closure it goes along into copies."""
+    *layers, x = layers_and_input
+    output: Tensor = type(model).forward(model, x)
+    for layer in layers:
+        output = layer(output)
+    return output
+
+
 CALLS: dict[str, Callable[[Run], None]] = {
     name: value for name, value in vars(Run).items() if callable(value) and not name.startswith("_")
 }
 del CALLS["loss"]
-RARE = (
-    "replaced",
-    "gone",
-    "pickled",
-    "number",
-    "frozen",
-    "rival",
-    "load_another",
-    "swapped",
-    "retyped",
-    "state_cleared",
-)
+RARE = ("replaced", "gone", "pickled", "number", "frozen", "rival", "load_another", "swapped", "retyped")
+RARE += ("state_cleared",)
 WEIGHTS = [0.3 if name in RARE else 3.0 if name == "training_step" else 1.0 for name in CALLS]
 RUN = ("backward", "backward_twice", "training_step", "step_by_closure", "interrupted_step", "penalty", "part_called")
 RUN += ("scaled", "rival", "functional", "in_low_precision")
