@@ -142,7 +142,6 @@ class Run:
             self.forward()
 
     def rival(self) -> None:
-        """Train the model by another optimizer for a step."""
         self.losses.clear()
         other = build_with(self.model, self.rng.choice(OPTIONS[:-1]))
         Run(other, self.rng).training_step()
