@@ -58,7 +58,17 @@ from kfac_optim.utils.precision import without_autocast
 from kfac_optim.utils.random_state import RandomState, random_state
 from kfac_optim.utils.sharded_params import any_sharded, is_sharded
 from kfac_optim.utils.tensor_storage import keep_while_spawning
-from kfac_optim.utils.validation import check_group, check_kind, check_loss, check_number, given_model, plain_number
+from kfac_optim.utils.validation import (
+    as_float,
+    check_closure,
+    check_group,
+    check_kind,
+    check_loss,
+    check_number,
+    check_terms,
+    given_model,
+    plain_number,
+)
 
 Params = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -347,6 +357,7 @@ class KFACOptimizer(Optimizer):
                 refresh in the background raised; this is a copy without the `grad_scaler` that was named.
             ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
         """
+        check_closure(closure)
         if closure is None and self._is_asked_for_state():
             self._show_state()
             return None
@@ -469,10 +480,7 @@ class KFACOptimizer(Optimizer):
         Args:
             terms: above 0; a number, or a tensor `[]`, whose value is then not waited for.
         """
-        if not isinstance(terms, Tensor):
-            check_number("terms", terms, above=0)
-        elif terms.numel() != 1:
-            raise ValueError(f"kfac_optim: terms must be a number or a 1-element tensor, got {list(terms.shape)}.")
+        check_terms(terms)
         if self._window.tally.is_sum:
             raise ValueError(
                 "kfac_optim: set_loss_terms was called, but the loss is a sum, as loss_terms=LossTerms.SUM or the loss "
@@ -539,6 +547,7 @@ class KFACOptimizer(Optimizer):
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite`.
         """
+        max_norm, norm_type = as_float("max_norm", max_norm), as_float("norm_type", norm_type)
         trained = self._trained()
         self._executor.check(trained.blocks, trained.params)
         return self._executor.clip_grad_norm_(trained, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
@@ -65,6 +66,8 @@ class HyperparameterScheduler:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"kfac_optim: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        if not isinstance(key, str):
+            raise TypeError(f"kfac_optim: key must be the name of a number of the param groups, got {key!r}.")
         check_integer("last_epoch", last_epoch, at_least=-1)
         groups = optimizer.param_groups
         for i, group in enumerate(groups):
@@ -88,16 +91,16 @@ class HyperparameterScheduler:
         self.last_epoch = last_epoch
         initial = f"initial_{key}"
         for i, group in enumerate(groups):
-            # As with torch's initial_lr, the base is what the first schedule found, never a scheduled value.
-            if last_epoch == -1:
-                group.setdefault(initial, group[key])
-            elif initial not in group:
+            if last_epoch != -1 and initial not in group:
                 raise KeyError(
                     f"kfac_optim: resuming from last_epoch={last_epoch} needs {initial!r} in param group {i}; load the "
                     "optimizer's checkpoint first, or start afresh with last_epoch=-1."
                 )
-        self.base_values: list[float] = [group[initial] for group in groups]
+        # As with torch's initial_lr, the base is what the first schedule found, never a scheduled value.
+        self.base_values: list[float] = [group.get(initial, group[key]) for group in groups]
         self.step()
+        for group, base in zip(groups, self.base_values, strict=True):  # nothing is left where a factor raises
+            group.setdefault(initial, base)
 
     def step(self) -> None:
         """Move on by one epoch (or batch) and set the values."""
@@ -106,8 +109,12 @@ class HyperparameterScheduler:
 
     def _set_values(self) -> None:
         # Groups added since keep their own values.
-        for group, base, factor in zip(self.optimizer.param_groups, self.base_values, self.factors, strict=False):
-            value = base * factor(self.last_epoch)
+        found = [factor(self.last_epoch) for factor in self.factors]
+        for each in found:
+            if not isinstance(each, Real):
+                raise TypeError(f"kfac_optim: a factor of {self.key!r} must return a number, and returned {each!r}.")
+        for group, base, by in zip(self.optimizer.param_groups, self.base_values, found, strict=False):
+            value = base * by
             group[self.key] = max(1, round(value)) if self.key in _PERIODS else value
 
     def get_last_value(self) -> list[float]:

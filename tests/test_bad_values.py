@@ -370,12 +370,22 @@ OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
             ValueError,
             r"terms must be a number or a 1-element tensor, got \[2\]",
         ),
+        (
+            lambda: KFACOptimizer(mlp()).set_loss_terms(torch.tensor(1j)),
+            TypeError,
+            r"terms must be a real number, got a tensor of torch\.complex64",
+        ),
+        (
+            lambda: KFACOptimizer(mlp()).set_loss_terms(torch.ones((), device="meta")),
+            TypeError,
+            r"terms must be a real number, got a tensor on the meta device",
+        ),
     ],
     "KFACOptimizer.add_param_group(param_group)": [
         (lambda: KFACOptimizer(mlp()).add_param_group([]), TypeError, r"param_group must be a dict"),
     ],
     "KFACOptimizer.step(closure)": [
-        (lambda: KFACOptimizer(mlp()).step(3), TypeError, r"'int' object is not callable"),
+        (lambda: KFACOptimizer(mlp()).step(3), TypeError, r"step\(\) takes None, or a closure .*, got 3"),
     ],
     "KFACOptimizer.load_state_dict(state_dict)": [
         (lambda: KFACOptimizer(mlp()).load_state_dict({}), ValueError, r"lacks 'param_groups'"),
@@ -386,13 +396,15 @@ OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
     ],
     "HyperparameterScheduler(key)": [
         (scheduler(key="dumping"), KeyError, r"no 'dumping' to schedule; it has \["),
-        (scheduler(key=None), KeyError, r"no None to schedule; it has \["),
+        (scheduler(key=None), TypeError, r"key must be the name of a number of the param groups, got None"),
+        (scheduler(key=["lr"]), TypeError, r"key must be the name of a number of the param groups, got \['lr'\]"),
         (scheduler(key="params"), TypeError, r"'params' of param group 0 is (?s:.*) no number to schedule"),
     ],
     "HyperparameterScheduler(factor)": [
         (scheduler(factor=0.5), TypeError, r"factor must be .*(callable|function).*got 0\.5"),
         (scheduler(factor=None), TypeError, r"factor must be .*(callable|function).*got None"),
         (scheduler(factor=[0.5]), TypeError, r"factor must be .*(callable|function).*got 0\.5"),
+        (scheduler(factor=lambda _: None), TypeError, r"a factor of 'damping' must return a number, and returned None"),
         (scheduler(factor=[]), ValueError, r"1 param groups need one factor or 1, got 0"),
     ],
     "HyperparameterScheduler(last_epoch)": [
@@ -459,6 +471,17 @@ def test_a_bad_argument_of_another_callable_is_refused(call: Call, error: type[E
         call()
 
 
+def test_norms_to_clip_to_are_numbers_in_tensors_or_not() -> None:
+    optimizer = KFACOptimizer(mlp())
+    for arguments, message in (
+        ((None,), "max_norm must be a number, got None"),
+        ((1, "two"), "norm_type must be a num"),
+    ):
+        with pytest.raises(TypeError, match=f"kfac_optim: {message}"):
+            optimizer.clip_grad_norm_(*arguments)
+    assert optimizer.clip_grad_norm_(torch.tensor(1.0), math.inf) == 0
+
+
 NONSENSE = (0, -1, 2.5, "x", math.nan, None, torch.tensor(3.0))
 
 
@@ -491,6 +514,23 @@ def test_a_number_of_sgd_edited_to_nonsense_is_refused_before_anything_is_change
         optimizer.step()
     assert_identical(before, clones(model.parameters()))
     assert not optimizer.factors()
+
+
+@pytest.mark.parametrize(
+    ("rate", "message"),
+    [
+        (10**30, "lr in param group 0 must be a float where it is"),
+        (torch.tensor(1j), "lr in param group 0 must be real"),
+    ],
+)
+def test_a_rate_that_no_step_can_multiply_by_is_refused(rate: Any, message: str) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = rate
+    square_loss(model(batch())).backward()
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 7), (7, 1)])

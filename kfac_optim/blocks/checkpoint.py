@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def dump(
         "version": FORMAT,
         "name": _bytes(block.name),
         "params": _bytes("\n".join(block.spec.params)),  # which may be frozen where this is loaded
-        "clock": asdict(block.clock),
+        "clock": dict(vars(block.clock)),
         "opposed": block.spec.opposed,
         "shared_input": block.spec.shared_input,
         "spread": spread,  # the same on all ranks, as whatever stands under one key in a distributed checkpoint
@@ -69,7 +69,7 @@ def dump(
         if under_way and block.under_way is not None and block.under_way.done.exception() is None:
             shadow = block.under_way.shadow
             state["refreshing"] = True
-            state["under_way"] = {"clock": asdict(shadow.clock), "inverse": shadow.state.tensors()}
+            state["under_way"] = {"clock": dict(vars(shadow.clock)), "inverse": shadow.state.tensors()}
     return state
 
 

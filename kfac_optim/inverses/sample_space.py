@@ -157,6 +157,12 @@ class SampleSpace(Inverse[SampleState]):
         dtype = torch.float64 if grads[0].device.type != "mps" else torch.float32
         keys, residuals = _residuals(states)
         s = torch.cat([residuals[key].to(dtype) for key in keys]) * states[0].scale
+        if not bool(s.isfinite().all()):
+            raise RuntimeError(
+                f"kfac_optim: the residuals that SampleSpace has of this step, times the root of the number of terms, "
+                f"are not finite at layer {states[0].name!r}. Look for a number that is not above 0 in what was passed "
+                "to set_loss_terms, or for a residual that is not finite though its gradient is."
+            )
         if self.centred:
             s = torch.cat([part - part.mean() for part in torch.split(s, list(keys.values()))])
         # λ that differs from block to block is a change of units: ρ/√λ with a ridge of 1.

@@ -44,6 +44,8 @@ def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
                 raise ValueError(f"kfac_optim: a tensor {name}{where} must have 1 element, got {value.numel()}.")
             if value.is_meta:
                 raise ValueError(f"kfac_optim: a tensor {name}{where} must have a value, got one on the meta device.")
+            if value.is_complex():
+                raise TypeError(f"kfac_optim: a tensor {name}{where} must be real, got {value.dtype}.")
             if value.device.type == "cpu":  # for any other the host would have to wait
                 check_number(f"{name}{where}", float(value))
         elif type(value) not in (float, int) or not -_LARGEST <= value <= _LARGEST:
@@ -53,6 +55,8 @@ def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
                     f"kfac_optim: {name}{where} must be within ±{_LARGEST:.1e}, as float32 makes more infinite, got "
                     f"{value!r}."
                 )
+        elif type(value) is int and not -(2**63) <= value < 2**63:
+            raise ValueError(f"kfac_optim: {name}{where} must be a float where it is as large as {value!r}.")
     for name in ("nesterov", "maximize", "l2_in_curvature", "foreach", "fused"):
         check_flag(f"{name}{where}", group[name], optional=name in ("foreach", "fused"))
     check_number(f"damping{where}", group["damping"], above=0)
@@ -111,6 +115,33 @@ def check_loss(loss: object) -> None:
     if isinstance(loss, bool) or not isinstance(loss, Real):
         got = f"a tensor {list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
         raise TypeError(f"kfac_optim: the closure must return the loss, one number, and returned {got}.")
+
+
+def check_closure(closure: object) -> None:
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            "kfac_optim: step() takes None, or a closure that evaluates the model and returns the loss, got "
+            f"{closure!r}."
+        )
+
+
+def check_terms(terms: object) -> None:
+    """Raise unless these are a number of terms, or a tensor that has one, whose value is not waited for."""
+    if not isinstance(terms, Tensor):
+        check_number("terms", terms, above=0)
+    elif terms.numel() != 1:
+        raise ValueError(f"kfac_optim: terms must be a number or a 1-element tensor, got {list(terms.shape)}.")
+    elif terms.is_complex() or terms.is_meta:
+        what = "on the meta device" if terms.is_meta else f"of {terms.dtype}"
+        raise TypeError(f"kfac_optim: terms must be a real number, got a tensor {what}.")
+
+
+def as_float(name: str, value: Any) -> float:
+    """Return the number that `value` is, in a tensor or not; infinity is one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"kfac_optim: {name} must be a number, got {value!r}.") from None
 
 
 def check_dtype(name: str, value: object) -> None:

@@ -4,14 +4,14 @@
 """
 
 import io
-import pickle
 import random
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
-from helpers.fuzz.checkpoints import INVERSES, PAIRS, attempt, build, case_of, get, mutated, outcome
+from helpers.fuzz.checkpoints import attempt, case_of, get, mutated, outcome
+from helpers.fuzz.runs import INVERSES, PAIRS, build
 from helpers.plain import assert_identical
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def test_every_tensor_of_every_inverse_that_is_not_finite_is_refused_by_its_name
     """Or shown to the user alone: condition numbers and the like may have overflowed."""
     case = case_of((index, (index + 1) % len(INVERSES)) if (index, index + 1) in PAIRS else (0, index))
     for path in case.paths:
-        damaged = pickle.loads(case.saved)
+        damaged = case.saved()
         value = get(damaged, path)
         if (
             path[:2] != ("state", 0)
@@ -50,18 +50,18 @@ def test_every_tensor_of_every_inverse_that_is_not_finite_is_refused_by_its_name
             continue
         with pytest.raises(ValueError, match=rf"{path[-1]}' of '\d' is not finite"):
             case.optimizer.load_state_dict(damaged)
-    assert_identical(case.held(), pickle.loads(case.before))
+    assert_identical(case.held(), case.before)
 
 
 def test_a_truncated_file_is_torchs_error_or_ours() -> None:
     case = case_of((0, 1))
     file = io.BytesIO()
-    torch.save(pickle.loads(case.saved), file)
+    torch.save(case.saved(), file)
     whole = file.getvalue()
     for part in (0.1, 0.5, 0.9, 0.999):
         with pytest.raises((RuntimeError, EOFError, ValueError)):
             case.optimizer.load_state_dict(torch.load(io.BytesIO(whole[: int(part * len(whole))]), weights_only=True))
-    assert_identical(case.held(), pickle.loads(case.before))
+    assert_identical(case.held(), case.before)
 
 
 NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
@@ -86,7 +86,7 @@ def test_what_is_no_checkpoint_is_refused(case: str) -> None:
 
 def test_a_layer_whose_statistics_are_damaged_goes_on_without_them_as_the_error_says() -> None:
     case = case_of((0, 1))
-    damaged = pickle.loads(case.saved)
+    damaged = case.saved()
     held = damaged["state"][0]["kfac"]
     held["inverse"]["factors"]["G"]["average"].fill_(torch.nan)
     with pytest.raises(ValueError, match="set 'factors' to False and delete 'inverse'"):
@@ -98,7 +98,7 @@ def test_a_layer_whose_statistics_are_damaged_goes_on_without_them_as_the_error_
 
 def test_what_a_later_version_has_written_is_refused_as_that() -> None:
     case = case_of((0, 1))
-    later, stranger = pickle.loads(case.saved), pickle.loads(case.saved)
+    later, stranger = case.saved(), case.saved()
     later["state"][0]["kfac"] |= {"version": 2, "radius": 1.0}
     with pytest.raises(ValueError, match=r"'0' was written by a later version of kfac_optim, in format 2"):
         case.optimizer.load_state_dict(later)
@@ -109,8 +109,8 @@ def test_what_a_later_version_has_written_is_refused_as_that() -> None:
 
 def test_numbers_of_groups_that_do_not_go_together_are_refused_when_they_are_loaded() -> None:
     case = case_of((0, 1))
-    damaged = pickle.loads(case.saved)
+    damaged = case.saved()
     damaged["param_groups"][1]["kl_clip"] = 0.5
     with pytest.raises(ValueError, match="param groups disagree on kl_clip"):
         case.optimizer.load_state_dict(damaged)
-    assert_identical(case.held(), pickle.loads(case.before))
+    assert_identical(case.held(), case.before)

@@ -154,7 +154,7 @@ def clones(tensors: Any) -> list[Tensor]:
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:
     """Everything an optimizer holds and the parameters it moves, copied, for before/after comparisons."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return _copy([params, optimizer.state_dict()])
+    return copy_of([params, optimizer.state_dict()])
 
 
 def assert_identical(left: Any, right: Any, at: str = "") -> None:
@@ -175,11 +175,12 @@ def assert_identical(left: Any, right: Any, at: str = "") -> None:
         assert left == right, at
 
 
-def _copy(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
+    """Return a copy of nested dicts, sequences and tensors, the tensors without their graphs."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
+        return {key: copy_of(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copy(item) for item in value)
+        return type(value)(copy_of(item) for item in value)
     return value

@@ -241,6 +241,17 @@ def test_ordinary_losses_have_residuals_too(examples: int, outputs: int, kind: s
     assert_same(found, expected, rtol=1e-8)
 
 
+def test_a_number_of_terms_that_is_none_is_refused_by_the_step_and_changes_nothing() -> None:
+    """In a tensor, whose value is not waited for when it is stated."""
+    model, criterion = network(), nn.MSELoss()
+    optimizer = optimizer_of(model, criterion)
+    before = clones(model.parameters())
+    optimizer.set_loss_terms(torch.tensor(-4.0))
+    with pytest.raises(RuntimeError, match="number that is not above 0 in what was passed to set_loss_terms"):
+        step(model, optimizer, criterion)
+    assert_same(clones(model.parameters()), before)
+
+
 def test_what_it_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"SampleSpace.*ExactGGN\(criterion\)"):
         KFACOptimizer(network(), inverse=SampleSpace(), estimate=MonteCarlo(nn.MSELoss()))

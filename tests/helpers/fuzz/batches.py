@@ -1,12 +1,13 @@
-"""Batches, gradients and losses that are empty, huge, not finite or half there, among good ones."""
+"""Batches, gradients and losses that are empty, huge, not finite or half there, in every kind of training loop."""
 
 import random
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from helpers.fuzz import check_finite, check_same, judge
+from helpers.fuzz import HALFWAY, check_finite, check_same, judge
 from helpers.fuzz.models import CRITERION, Drawn, batch, build
 from helpers.plain import clones
 
@@ -84,7 +85,93 @@ EDITS: dict[str, Callable[[nn.Module, random.Random], None]] = {
 }
 
 
-DRAWN = (CHANGES, LOSSES, EDITS)
+def _frozen(drawn: Drawn, x: Tensor) -> Tensor:
+    """Run with the first layer frozen; the next step may find it trained again."""
+    param = next(drawn.model.parameters())
+    param.requires_grad_(not param.requires_grad)
+    output: Tensor = drawn.model(x)
+    return output
+
+
+def _under(dtype: torch.dtype) -> Callable[[Drawn, Tensor], Tensor]:
+    def forward(drawn: Drawn, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            output: Tensor = drawn.model(x)
+        return output
+
+    return forward
+
+
+def _evaluated(drawn: Drawn, x: Tensor) -> Tensor:
+    drawn.model.eval()
+    try:
+        output: Tensor = drawn.model(x)
+        return output
+    finally:
+        drawn.model.train()
+
+
+def _counted(drawn: Drawn, x: Tensor) -> Tensor:
+    drawn.optimizer.set_loss_terms(len(x) + 1)
+    output: Tensor = drawn.model(x)
+    return output
+
+
+FORWARDS: dict[str, Callable[[Drawn, Tensor], Tensor]] = {
+    "called": lambda drawn, x: drawn.model(x),
+    "in bfloat16": _under(torch.bfloat16),
+    "in float16": _under(torch.float16),
+    "checkpointed": lambda drawn, x: checkpoint(drawn.model, x, use_reentrant=False),
+    "by functional_call": lambda drawn, x: torch.func.functional_call(
+        drawn.model, dict(drawn.model.named_parameters()), x
+    ),
+    "twice": lambda drawn, x: drawn.model(x) + drawn.model(-x),
+    "in part without gradients": lambda drawn, x: drawn.model(x) + drawn.model(x).detach(),
+    "evaluated": _evaluated,
+    "frozen": _frozen,
+    "with stated terms": _counted,
+}
+
+
+Closure = Callable[..., Tensor]
+"""Forward and backward of the loss times its argument, after the gradients were dropped unless `fresh` is False."""
+
+
+def _scaled(scale: float, *, clips: bool = False) -> Callable[[Drawn, Closure], None]:
+    def step(drawn: Drawn, closure: Closure) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(torch.ones(()))  # which makes its scale a tensor
+        closure(scale)
+        if clips:
+            scaler.unscale_(drawn.optimizer)
+            nn.utils.clip_grad_norm_(drawn.model.parameters(), 0.1)
+        scaler.step(drawn.optimizer)
+        scaler.update()
+
+    return step
+
+
+def _plain(drawn: Drawn, closure: Closure) -> None:
+    closure(1)
+    drawn.optimizer.step()
+
+
+def _accumulated(drawn: Drawn, closure: Closure) -> None:
+    closure(0.5)
+    closure(0.5, fresh=False)
+    drawn.optimizer.step()
+
+
+STEPS: dict[str, Callable[[Drawn, Closure], None]] = {
+    "plain": _plain,
+    "by closure": lambda drawn, closure: drawn.optimizer.step(lambda: closure(1)),  # type: ignore[arg-type, return-value]
+    "scaled": _scaled(1024.0),
+    "scaled and clipped": _scaled(1024.0, clips=True),
+    "scaled past the range": _scaled(1e38),
+    "accumulated": _accumulated,
+}
+
+DRAWN = (CHANGES, LOSSES, EDITS, FORWARDS, STEPS)
 
 
 def case(rng: random.Random) -> str:
@@ -92,39 +179,37 @@ def case(rng: random.Random) -> str:
     drawn = build(rng)
     story: list[str] = []
     outcomes: list[str] = []
-    for _ in range(rng.randint(1, 3)):
-        names = [
-            rng.choice(list(kind)) if rng.random() < 0.5 else next(iter(kind)) for kind in (CHANGES, LOSSES, EDITS)
-        ]
+    for _ in range(rng.randint(1, 2)):
+        names = [rng.choice(list(kind)) if rng.random() < 0.4 else next(iter(kind)) for kind in DRAWN]
         story.append("/".join(names))
         outcomes.append(_step(drawn, rng, "; ".join(story), *names))
-    outcomes.append(_step(drawn, rng, "; ".join([*story, "good"]), "good", "as it is", "none"))
+    outcomes.append(_step(drawn, rng, "; ".join([*story, "good"]), *(next(iter(kind)) for kind in DRAWN)))
     return next((outcome for outcome in outcomes if outcome != "taken"), "taken")
 
 
-def _step(drawn: Drawn, rng: random.Random, story: str, change: str, loss_of: str, edit: str) -> str:
+def _step(
+    drawn: Drawn, rng: random.Random, story: str, change: str, loss_of: str, edit: str, forward: str, step: str
+) -> str:
     model, optimizer, what = drawn.model, drawn.optimizer, f"{drawn.what}: {story}"
     x, target = CHANGES[change](batch(), rng)
 
-    def closure() -> Tensor:
-        loss = LOSSES[loss_of](CRITERION(model(x), target))
+    def closure(scale: float, *, fresh: bool = True) -> Tensor:
+        loss = LOSSES[loss_of](CRITERION(FORWARDS[forward](drawn, x), target))
         if torch.is_grad_enabled():
-            optimizer.zero_grad()
-            loss.backward()
+            if fresh:
+                optimizer.zero_grad()
+            (loss * scale).backward()
             EDITS[edit](model, random.Random(story))
         return loss
 
     buffers = [buffer.clone() for buffer in model.buffers()]
     params = clones(model.parameters())
     try:
-        if drawn.by_closure or rng.random() < 0.5:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+        STEPS["by closure" if drawn.by_closure else step](drawn, closure)
     except Exception as error:
         outcome = judge(error, what)
-        check_same(f"{what}: a step that raised", params, clones(model.parameters()))
+        if outcome != HALFWAY:
+            check_same(f"{what}: a step that raised", params, clones(model.parameters()))
         return outcome
     finally:
         for buffer, value in zip(model.buffers(), buffers, strict=True):

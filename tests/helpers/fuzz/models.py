@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from kfac_optim import (
     EKFAC,
     Background,
+    BlockDiagonal,
     Cholesky,
     CurvaturePropagation,
     Eigen,
     ExactGGN,
+    InverseAndRoot,
     IterateAverage,
     KFACOptimizer,
     LevenbergMarquardt,
@@ -28,6 +30,7 @@ from kfac_optim import (
     Staggered,
     Structure,
     Subsample,
+    SumOfTerms,
     TrustRegion,
     WeightSharing,
 )
@@ -57,6 +60,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"structure": (Structure.DENSE, Structure.IDENTITY), "subsample": Subsample(examples=2)},
     {"weight_sharing": WeightSharing.REDUCE, "loss_terms": LossTerms.ELEMENTS},
     {"skip_layers": ["*"]},
+    {"inverse": InverseAndRoot(), "factor_dtype": torch.float64},
+    {"inverse": SumOfTerms(), "nonfinite_limit": 2},
+    {"structure": {nn.Linear: (BlockDiagonal(2), Structure.DENSE)}, "include_factors": False},
+    {"max_factor_dim": 3, "maximize": True, "dampening": 0.1},
+    {"average": IterateAverage(), "step_size": SelectedUpdates(), "nonfinite_limit": 1},
 ]
 
 
@@ -80,11 +88,35 @@ class Mapped(nn.Module):
         return self.head(self.norm(self.conv(x[:, None])).relu().flatten(1))
 
 
+class Recurrent(nn.Module):
+    """Reads the numbers of an example one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.GRU(1, 2, batch_first=True), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(x.unsqueeze(-1))[0][:, -1])
+
+
+class Attentive(nn.Module):
+    """Takes the signs of an example for tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.attention = nn.Embedding(2, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.tokens((x > 0).long())
+        return self.attention(rows, rows, rows, need_weights=False)[0].mean(1) @ self.scale.t()
+
+
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
-MODELS = [plain, plain, Tied, Mapped]
+MODELS = [plain, plain, Tied, Mapped, Recurrent, Attentive]
 
 
 @dataclass
@@ -99,8 +131,12 @@ class Drawn:
 
 def build(rng: random.Random) -> Drawn:
     model, options = rng.choice(MODELS)(), rng.choice(OPTIONS)
-    if isinstance(model, Mapped) and isinstance(options.get("inverse"), SampleSpace):
-        options = {}  # which refuses examples that interact, as by BatchNorm
+    return build_with(model, options)
+
+
+def build_with(model: nn.Module, options: dict[str, Any]) -> Drawn:
+    if isinstance(model, Mapped | Recurrent | Attentive) and isinstance(options.get("inverse"), SampleSpace):
+        options = {}  # which refuses examples that interact, as by BatchNorm, and rows that are not those of examples
     optimizer = KFACOptimizer(model, **{**BASE, **options})
     by_closure = "adapt_damping" in options or isinstance(options.get("step_size"), LineSearch)
     return Drawn(model, optimizer, f"{type(model).__name__}, {options}", by_closure)
