@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacfwd, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, SampleSpace, Structure
 from kfac_optim.specs import BlockDiagonal
@@ -315,6 +316,31 @@ def test_what_the_criterion_reads_of_a_batch_is_what_counts(name: str, dropped: 
         criterion(model(3 * X), Y).backward()
     expected = of_squares(model, residuals, 1e-3)
     assert_same(flat_step(model, optimizer, lambda: loss(model, criterion)), expected)
+
+
+class Tied(nn.Module):
+    """Looks rows of a matrix up, and multiplies by its transpose, perhaps once more within backward."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.body, ids, use_reentrant=False) if self.checkpointed else self.body(ids)
+
+    def body(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids).tanh())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_of_a_matrix_that_is_used_from_both_sides_the_rows_of_both_count(checkpointed: bool) -> None:
+    model, criterion, ids = Tied(checkpointed).double(), nn.MSELoss(), torch.arange(12) % 5
+    expected = of_squares(Tied(False).double(), lambda f: f(ids).flatten() / 30**0.5, 1e-3)
+    optimizer = optimizer_of(model, criterion, damping=1e-3)
+    assert_same(flat_step(model, optimizer, lambda: criterion(model(ids), torch.zeros(12, 5).double())), expected)
 
 
 def in_another_order(model: nn.Module, criterion: nn.Module) -> Tensor:

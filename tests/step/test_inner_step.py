@@ -30,8 +30,9 @@ def trained(foreach: bool | None, **options: Any) -> list[torch.Tensor]:
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
         {"momentum": 0.9, "dampening": 0.1, "maximize": True, "lr": 1e-3},
         {"weight_decay": 0.1, "l2_in_curvature": True},
+        {"kl_clip": None},
     ],
-    ids=["nesterov", "dampening", "l2"],
+    ids=["nesterov", "dampening", "l2", "no momentum"],
 )
 def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any], monkeypatch: Any) -> None:
     fused: list[int] = []
