@@ -54,6 +54,13 @@ def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any]
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
+def test_a_fused_step_without_gradients_changes_nothing() -> None:
+    model = nn.Linear(3, 2)
+    before = [param.detach().clone() for param in model.parameters()]
+    KFACOptimizer(model, lr=0.1, fused=True).step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_the_fused_kernel_takes_parameters_with_and_without_momentum_as_sgd_does() -> None:
     """The second layer has its first gradient when the first one has momentum."""
     models = []
