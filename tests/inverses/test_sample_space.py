@@ -178,6 +178,20 @@ def test_centred_rows_are_those_less_their_mean_by_term() -> None:
     assert_same(found, dense(rho, s, 1e-3), rtol=1e-8)
 
 
+def test_centred_rows_of_layers_that_are_too_wide_to_form_them() -> None:
+    """Products of pairs of examples are then made of inputs and output gradients."""
+    model, criterion, x = network(sizes=(2, 40, 40, 1)), nn.MSELoss(), points(4)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    by_param = jacrev(lambda p: functional_call(model, p, (x,)))(params).values()
+    jacobian = torch.cat([each.flatten(2)[:, 0] for each in by_param], 1)
+    output = model(x).detach().flatten()
+    rho, s = (0.5**0.5 * (each - each.mean(0)) for each in (jacobian, output))
+    optimizer = optimizer_of(model, criterion, damping=1e-3, inverse=SampleSpace(centred=True))
+    zeros = torch.zeros(4, 1, dtype=torch.float64)
+    found = flat_step(model, optimizer, lambda: criterion(model(x) - output.mean(), zeros))
+    assert_same(found, dense(rho, s, 1e-3), rtol=1e-8)
+
+
 def test_weight_decay_of_the_curvature_and_clipping_are_followed() -> None:
     model, criterion = network(), nn.MSELoss()
     theta = torch.cat([param.detach().flatten() for param in model.parameters()])
