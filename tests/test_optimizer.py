@@ -291,7 +291,8 @@ def test_momentum_that_goes_uphill_is_held_back_to_the_trust_region(kl_clip: flo
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(nesterov: bool) -> None:
+@pytest.mark.parametrize("l2_in_curvature", [False, True])
+def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(l2_in_curvature: bool, nesterov: bool) -> None:
     model, twin = mlp(), mlp()
     options: dict[str, Any] = {
         "lr": 0.3,
@@ -299,6 +300,7 @@ def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(nesterov: 
         "nesterov": nesterov,
         "kl_clip": 1e-5,
         "weight_decay": 0.1,
+        "l2_in_curvature": l2_in_curvature,
         **FREQUENT,
     }
     up, down = KFACOptimizer(model, maximize=True, **options), KFACOptimizer(twin, **options)

@@ -29,6 +29,16 @@ def test_the_checks_of_a_clock_are_of_all_its_fields() -> None:
     assert set(_CLOCK) == {field.name for field in fields(Clock)}
 
 
+@pytest.mark.parametrize("field", ["summed_terms", "loss_unit"])
+def test_numbers_of_a_clock_that_others_are_multiplied_or_divided_by_are_not_zero(field: str) -> None:
+    case = case_of((0, 1))
+    damaged = pickle.loads(case.saved)
+    damaged["state"][0]["kfac"]["clock"][field] = 0.0
+    with pytest.raises(ValueError, match=f"'{field}' of 'clock' of '0' is 0.0, not a finite number above 0"):
+        case.optimizer.load_state_dict(damaged)
+    assert_identical(case.held(), pickle.loads(case.before))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(INVERSES)), ids=[repr(inverse) for inverse in INVERSES])
 def test_every_tensor_of_every_inverse_that_is_not_finite_is_refused_by_its_name(index: int) -> None:

@@ -327,6 +327,31 @@ def test_output_gradients_are_held_only_where_another_backward_may_come(retained
     assert held[0].expired()
 
 
+class _Marked(torch.autograd.Function):
+    """The identity, whose node in the graph holds something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: set[int]) -> Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def test_a_graph_that_was_retained_is_freed_with_its_loss_and_not_only_by_the_step() -> None:
+    model, held = mlp(), {1}
+    optimizer = KFACOptimizer(model, lr=0.0)
+    optimizer.set_loss_terms(8)
+    loss = square_loss(model[2](_Marked.apply(model[0](batch()), held)))
+    loss.backward(retain_graph=True)
+    mark = weakref.ref(held)
+    del loss, held
+    assert mark() is None
+    optimizer.step()
+
+
 class _Unsaved(torch.autograd.Function):
     """A product with a weight that keeps its input by itself, so that a graph that is not retained goes on working."""
 

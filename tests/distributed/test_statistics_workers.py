@@ -281,6 +281,56 @@ def test_the_ranks_that_train_are_told_of_a_worker_that_is_gone(how: str, four_r
             assert "(time-out 2 s)" in each
 
 
+def with_loss(rank: int, case: Served, loss: float | Tensor) -> str:
+    """Returns how each rank is told that the worker has no loss."""
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    try:
+        if role.serves:
+            optimizer.serve(measured(0), lambda _: loss)  # type: ignore[arg-type, return-value]
+        for step in range(case.steps):
+            train(optimizer, model, trained_on(step, rank))
+    except (TypeError, CollectiveError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("loss", [1.0, torch.ones(())], ids=["a number", "without a gradient"])
+def test_a_worker_without_a_loss_is_refused_and_the_ranks_that_train_are_told(
+    loss: float | Tensor, two_ranks: Ranks
+) -> None:
+    try:
+        trainer, worker = two_ranks.run(with_loss, Served(StatisticsWorkers(max_staleness=1)), loss)
+    finally:
+        two_ranks.stop()
+    message = "loss_of(batch) must return the loss of the mini-batch, a tensor that depends on the parameters, got"
+    assert f"{message} {loss!r}" in worker
+    assert f"rank 1 raised TypeError: kfac_optim: {message}" in trainer
+
+
+def dismissed_twice(rank: int, case: Served) -> str | int:
+    """Returns how the rank that trains is told that nobody takes its dismissal."""
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    if role.serves:
+        return optimizer.serve(measured(0), loss_by(model))
+    train(optimizer, model, trained_on(0, rank))
+    optimizer.dismiss_workers()
+    try:
+        case.optimizer(model, distributed=case.distributed()).dismiss_workers()
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_dismissal_that_no_worker_takes_is_told(two_ranks: Ranks) -> None:
+    try:
+        told, _ = two_ranks.run(dismissed_twice, Served(StatisticsWorkers(), timeout=3.0))
+    finally:
+        two_ranks.stop()
+    assert "the statistics workers (ranks 1) were gone when they were dismissed" in told
+
+
 def trainer_that_ends(rank: int, case: Served) -> str | None:
     role, model = case.workers.role(), case.model()
     if role.serves:

@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from helpers.plain import Factors, assert_same_factors, mlp, train
 from torch import Tensor
 
+from kfac_optim import KFACOptimizer
 from kfac_optim.factors.batched_fold import fold_together, shared_by
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.several_pairs import make_pair
@@ -45,9 +47,9 @@ def test_a_batch_folds_as_each_pair_does(structure: tuple[Structure, Structure],
             sampled(pair, spec)
             torch.manual_seed(step + 10 * together.index(pair))
             sampled(twin, spec)
-        for spoilt in (together[step], alone[step]):  # each is refused once
-            factor = spoilt.a or spoilt.g
-            assert factor is not None
+        for spoilt in (together[step], alone[step]):  # each is refused once, for one of its factors
+            sides = [side for side in (spoilt.a, spoilt.g) if side is not None]
+            factor = sides[step % len(sides)]
             assert factor.pending is not None
             factor.pending = factor.pending.clone()
             factor.pending[..., 0] = math.inf
@@ -59,6 +61,21 @@ def test_a_batch_folds_as_each_pair_does(structure: tuple[Structure, Structure],
             assert not pair.has_pending()
             for ours, theirs in zip(flat(pair.tensors()), flat(twin.tensors()), strict=True):
                 assert torch.equal(ours, theirs)
+
+
+def test_equal_layers_have_the_decay_of_their_own_group() -> None:
+    def factors(*decays: float) -> Factors:
+        model = mlp(sizes=(4, 4, 4))
+        groups = [
+            {"params": list(layer.parameters()), "factor_decay": decay}
+            for layer, decay in zip((model[0], model[2]), decays, strict=True)
+        ]
+        optimizer = KFACOptimizer(groups, lr=0.0, model=model, factor_update_period=1)
+        train(model, optimizer, 3)
+        return optimizer.factors()
+
+    slow, fast, mixed = factors(0.95, 0.95), factors(0.5, 0.5), factors(0.5, 0.95)
+    assert_same_factors({"0": mixed["0"], "2": mixed["2"]}, {"0": fast["0"], "2": slow["2"]})
 
 
 def flat(nested: dict) -> list[Tensor]:

@@ -114,6 +114,19 @@ def test_accumulation_loss_scales_and_several_calls_add_up() -> None:
     assert_same(train(1), optimizer.factors()["2"])
 
 
+def test_terms_that_are_stated_leave_what_the_criterion_itself_weighs_them_by() -> None:
+    def factors(stated: int | None) -> Any:
+        criterion, model, x = nn.MSELoss(), mlp(), batch()
+        optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(criterion))
+        if stated is not None:
+            optimizer.set_loss_terms(stated)
+        criterion(model(x), x[:, :3]).backward()
+        optimizer.step()
+        return optimizer.factors()["2"]
+
+    assert_same(factors(8), factors(None))
+
+
 def test_a_criterion_that_is_only_logged_changes_nothing() -> None:
     def factors(logs: bool) -> Any:
         criterion, model, x = nn.MSELoss(), mlp(), batch()

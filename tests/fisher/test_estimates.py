@@ -1,6 +1,7 @@
 """Estimates that name the loss: against the dense generalised Gauss-Newton matrix, and without a trace in training."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -271,6 +272,21 @@ def test_the_seed_chooses_the_draws() -> None:
     ]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_each_worker_has_draws_of_its_own() -> None:
+    """Their examples are others, and so should be the noise, which their mean makes small."""
+    drawn = []
+    for worker in (0, 0, 1, 2):
+        model = linear()
+        optimizer = KFACOptimizer(model, lr=0.0, estimate=MonteCarlo(nn.MSELoss()))
+        output = model(normal(6, 3))
+        optimizer._window.worker = worker  # as several processes have it set by each forward
+        F.mse_loss(output, normal(6, 4, seed=2)).backward()
+        optimizer.step()
+        drawn.append(optimizer.factors()[""][1])
+    assert torch.equal(drawn[0], drawn[1])
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn[1:], 2))
 
 
 def test_a_bad_seed_is_refused_with_the_estimate_that_it_is_of() -> None:

@@ -183,6 +183,16 @@ def test_forms_are_those_of_the_dense_gauss_newton_matrix(case: Case) -> None:
     torch.testing.assert_close(forms, stacked @ matrix @ stacked.T, rtol=1e-9, atol=1e-12)
 
 
+def test_sums_over_a_narrow_dtype_are_wide() -> None:
+    """Of 257 examples with the curvature 2 each bfloat16 would make 512."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer, objective = observed(model, nn.MSELoss(reduction="sum"))
+    model(torch.ones(257, 1, dtype=torch.bfloat16)).square().sum().backward()
+    way = {model.weight: torch.ones_like(model.weight)}
+    form = objective.curvature({model.weight: model.weight.detach()}, [way], optimizer._window.close())
+    assert form.tolist() == [[514.0]]
+
+
 def test_ignored_targets_have_no_curvature() -> None:
     model = mlp()
     targets = torch.tensor([0, 1, -100, 3, -100, 1])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacfwd, jacrev, vmap
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, SampleSpace, Structure
 from kfac_optim.specs import BlockDiagonal
@@ -178,6 +179,20 @@ def test_centred_rows_are_those_less_their_mean_by_term() -> None:
     assert_same(found, dense(rho, s, 1e-3), rtol=1e-8)
 
 
+def test_centred_rows_of_layers_that_are_too_wide_to_form_them() -> None:
+    """Products of pairs of examples are then made of inputs and output gradients."""
+    model, criterion, x = network(sizes=(2, 40, 40, 1)), nn.MSELoss(), points(4)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    by_param = jacrev(lambda p: functional_call(model, p, (x,)))(params).values()
+    jacobian = torch.cat([each.flatten(2)[:, 0] for each in by_param], 1)
+    output = model(x).detach().flatten()
+    rho, s = (0.5**0.5 * (each - each.mean(0)) for each in (jacobian, output))
+    optimizer = optimizer_of(model, criterion, damping=1e-3, inverse=SampleSpace(centred=True))
+    zeros = torch.zeros(4, 1, dtype=torch.float64)
+    found = flat_step(model, optimizer, lambda: criterion(model(x) - output.mean(), zeros))
+    assert_same(found, dense(rho, s, 1e-3), rtol=1e-8)
+
+
 def test_weight_decay_of_the_curvature_and_clipping_are_followed() -> None:
     model, criterion = network(), nn.MSELoss()
     theta = torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -331,6 +346,31 @@ def test_what_the_criterion_reads_of_a_batch_is_what_counts(name: str, dropped: 
         criterion(model(3 * X), Y).backward()
     expected = of_squares(model, residuals, 1e-3)
     assert_same(flat_step(model, optimizer, lambda: loss(model, criterion)), expected)
+
+
+class Tied(nn.Module):
+    """Looks rows of a matrix up, and multiplies by its transpose, perhaps once more within backward."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.body, ids, use_reentrant=False) if self.checkpointed else self.body(ids)
+
+    def body(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids).tanh())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_of_a_matrix_that_is_used_from_both_sides_the_rows_of_both_count(checkpointed: bool) -> None:
+    model, criterion, ids = Tied(checkpointed).double(), nn.MSELoss(), torch.arange(12) % 5
+    expected = of_squares(Tied(False).double(), lambda f: f(ids).flatten() / 30**0.5, 1e-3)
+    optimizer = optimizer_of(model, criterion, damping=1e-3)
+    assert_same(flat_step(model, optimizer, lambda: criterion(model(ids), torch.zeros(12, 5).double())), expected)
 
 
 def in_another_order(model: nn.Module, criterion: nn.Module) -> Tensor:

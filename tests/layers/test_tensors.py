@@ -104,6 +104,17 @@ def pair(name: str) -> tuple[Experts, Routed, Tensor, Tensor, bool, float]:
     return model.float(), twin.float(), x.float(), ids, by_output, 1e-3  # the CPU has no such product in float64
 
 
+def test_a_product_of_experts_that_is_multiplied_by_a_number_is_left_to_sgd() -> None:
+    model = Experts(lambda w, x, _: torch.baddbmm(torch.zeros(EXPERTS, 2, OUT), blocks(x), w, alpha=2), False)
+    optimizer = KFACOptimizer(model, lr=0.5)
+    before = model.weight.detach().clone()
+    with pytest.warns(UserWarning, match="nothing is preconditioned"):
+        step(model, optimizer, torch.randn(8, IN), ROWS)
+    assert optimizer.factors() == {}
+    assert model.weight.grad is not None
+    assert_same(model.weight, before - 0.5 * model.weight.grad)
+
+
 def loss_of(output: Tensor) -> Tensor:
     return (output.square() / 2 + output * torch.arange(1.0, output.numel() + 1).view(output.shape)).sum()
 

@@ -15,6 +15,14 @@ def test_a_gram_matrix_that_rounding_made_indefinite_is_solved_on_the_eigenvecto
     torch.testing.assert_close(found, torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
+def test_both_ways_find_what_makes_the_errors_and_the_ridge_small() -> None:
+    """Of `min ‖ρ x - s‖² + λ ‖x‖²` one finds `x`, the other `(ρρᵀ + λI)⁻¹ s`, of which `x` is `ρᵀ` times it."""
+    rows, right, ridge = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, dtype=torch.float64), 0.1
+    expected = torch.linalg.solve(rows.mT @ rows + ridge * torch.eye(3, dtype=torch.float64), rows.mT @ right)
+    torch.testing.assert_close(tall_solver(rows, ridge)(right), expected)
+    torch.testing.assert_close(rows.mT @ gram_solver(rows @ rows.mT, ridge)(right), expected)
+
+
 def test_without_a_ridge_the_shortest_of_many_solutions_is_found() -> None:
     rows = torch.randn(6, 2, dtype=torch.float64) @ torch.randn(2, 4, dtype=torch.float64)
     right = torch.randn(6, dtype=torch.float64)

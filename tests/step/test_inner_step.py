@@ -30,8 +30,9 @@ def trained(foreach: bool | None, **options: Any) -> list[torch.Tensor]:
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
         {"momentum": 0.9, "dampening": 0.1, "maximize": True, "lr": 1e-3},
         {"weight_decay": 0.1, "l2_in_curvature": True},
+        {"kl_clip": None},
     ],
-    ids=["nesterov", "dampening", "l2"],
+    ids=["nesterov", "dampening", "l2", "no momentum"],
 )
 def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any], monkeypatch: Any) -> None:
     fused: list[int] = []
@@ -51,6 +52,13 @@ def test_the_fused_kernel_takes_the_step_of_the_for_loop(options: dict[str, Any]
     assert len(ours) == len(loop)
     for one, other in zip(ours, loop, strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_fused_step_without_gradients_changes_nothing() -> None:
+    model = nn.Linear(3, 2)
+    before = [param.detach().clone() for param in model.parameters()]
+    KFACOptimizer(model, lr=0.1, fused=True).step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_the_fused_kernel_takes_parameters_with_and_without_momentum_as_sgd_does() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, LossTerms
+from kfac_optim import KFACOptimizer, LossTerms, TrustRegion
 from kfac_optim.step.trust_region import inner_product, square_sum, trust_region_scale
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -158,6 +158,26 @@ def test_momentum_of_earlier_steps_is_not_scaled() -> None:
         displacements.append(moves)
     plain, heavy = displacements
     assert_same(heavy[1], plain[1] + 0.9 * plain[0])
+
+
+@pytest.mark.parametrize("loss_terms", [LossTerms.EXAMPLES, LossTerms.SUM])
+def test_momentum_may_raise_a_summed_loss_by_more(loss_terms: LossTerms) -> None:
+    """By `√(κN)`, as the Fisher of a sum of N terms is a sum, too."""
+    model = build()
+    options: dict[str, Any] = {"loss_terms": loss_terms, "step_size": TrustRegion(), "kl_clip": 1e-4}
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, skip_layers=["1"], **options)
+    features = torch.randn(6, 4)
+    for sign in (1, 1, -5):  # the loss turns round
+        optimizer.zero_grad()
+        losses = model(features).square().sum(1)
+        (sign * (losses.sum() if loss_terms is LossTerms.SUM else losses.mean())).backward()
+        held = {name: optimizer.state[param].get("momentum_buffer") for name, param in model.named_parameters()}
+        held = {name: buffer.clone() for name, buffer in held.items() if buffer is not None and covered(name)}
+        optimizer.step()
+    rise = -0.1 * 0.9 * sum(float((buffer * model.get_parameter(name).grad).sum()) for name, buffer in held.items())
+    terms = 6 if loss_terms is LossTerms.SUM else 1
+    assert rise > math.sqrt(1e-4 * terms)
+    assert optimizer.metrics()["momentum_scale"] == pytest.approx(math.sqrt(1e-4 * terms) / rise, rel=1e-9)
 
 
 @given(
