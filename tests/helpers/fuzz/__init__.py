@@ -24,7 +24,7 @@ PACKAGE = str(Path(kfac_optim.__file__).parent)
 OURS = str(Path(__file__).parent)
 BASE_CLASS = str(Path(torch.optim.__file__).parent / "optimizer.py")
 PASSED_ON = ("function_modes.py", "weight_maps.py")  # which call torch for the model
-SGD, HALFWAY = "torch/optim/sgd.py", "raised within torch's SGD"
+PARTLY, HALFWAY = ("torch/optim/sgd.py", "torch/optim/lr_scheduler.py"), "raised within torch, which was halfway"
 CLEAR = (TypeError, ValueError, RuntimeError, KeyError)
 
 
@@ -51,7 +51,7 @@ def judge(error: Exception, what: str) -> str:
         return "refused"
     if frames[-1] == BASE_CLASS and isinstance(error, CLEAR):
         return "refused by torch.optim"
-    if frames[-1].endswith(SGD):  # parameter by parameter, as where a sparse momentum meets a dense gradient
+    if frames[-1].endswith(PARTLY):  # as where a sparse momentum meets a dense gradient, or a second group has no rate
         return HALFWAY
     if frames[-1].endswith(PASSED_ON):
         return "the user's error"

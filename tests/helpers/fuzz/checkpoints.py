@@ -182,6 +182,8 @@ def mutated(rng: random.Random) -> Example:
 def apply(root: Any, kind: str, path: Path, other: Path) -> None:
     try:
         if kind == "swap":
+            if path == other[: len(path)] or other == path[: len(other)]:
+                return  # one would hold itself
             one, two = get(root, path), get(root, other)
             put(root, path, two)
             put(root, other, one)
