@@ -150,9 +150,14 @@ METHODS: dict[str, Callable[[KFACOptimizer, Any], Any]] = {
     "load_state_dict": lambda optimizer, given: optimizer.load_state_dict(given),
     "HyperparameterScheduler": lambda optimizer, given: HyperparameterScheduler(optimizer, given, lambda _: 1.0),
     "HyperparameterScheduler with a factor": lambda optimizer, given: HyperparameterScheduler(
-        optimizer, "lr", (lambda at: given(at)) if callable(given) else given
+        optimizer, "lr", [_called_here(each) for each in given] if isinstance(given, list) else _called_here(given)
     ),
 }
+
+
+def _called_here(given: Any) -> Any:
+    """Return it; of what can be called a function of this file, so that what it raises is seen to be the user's."""
+    return (lambda at: given(at)) if callable(given) else given
 
 
 def _train(what: str, model: nn.Module, optimizer: KFACOptimizer, criterion: nn.Module, steps: int = 2) -> str:
