@@ -92,6 +92,7 @@ _RATE = (
     "--trials 10 --seeds 3 --optimizers SGD Muon SOAP KFAC-default KFAC-named KFAC-selected --threads 1 --data-dir data"
 )
 _RATE_NAMED = "--seeds 2 --optimizers Muon KFAC-named KFAC-selected --threads 1 --data-dir data"
+_RATE_MUON = "--trials 10 --seeds 2 --optimizers Muon KFAC-selected --threads 1 --data-dir data"
 _RATE_LARGE = "--trials 4 --seeds 2 --optimizers Muon SOAP KFAC-default KFAC-selected --data-dir data --threads 1"
 _RANGE_TEST = "range-test digits mnist-mlp scales curves mnist-b lstm transformer"
 
@@ -109,16 +110,22 @@ STAGES = (
     *_compared("compare", _ON_PHOTOGRAPHS, {"resnet20-plain": 80, "resnet20": 100}),
     Stage(("compare/rate-alone/digits", "compare/rate-alone/scales"), f"compare digits scales {_RATE}", 8),
     *_compared("compare/rate-alone", _RATE, {"mnist-mlp": 10}),
-    *_compared("compare/rate-alone", f"--steps 120 --trials 6 {_RATE_NAMED}", {"curves": 6}),
+    *_compared("compare/rate-alone", f"--steps 120 --trials 12 {_RATE_NAMED}", {"curves": 6}),
     *_compared("compare/rate-alone", f"--steps 120 --trials 4 {_RATE_NAMED}", {"mnist-b": 14}),
     Stage(
         ("compare/rate-alone/lstm",),
-        "compare lstm --trials 6 --seeds 2 --optimizers Muon KFAC-default KFAC-selected --threads 1 --data-dir data",
+        "compare lstm --trials 12 --seeds 3 --optimizers Muon KFAC-default KFAC-selected --threads 1 --data-dir data",
         14,
     ),
-    *_compared("compare/rate-alone", _RATE_LARGE, {"transformer": 29}, "--steps 600 "),
-    *_compared("compare/rate-alone", _RATE_LARGE, {"unet": 44}, "--steps 468 "),
-    *_compared("compare/rate-alone", _RATE_LARGE, {"vit": 67, "cnn": 87, "resnet20-plain": 66}, "--steps 390 "),
+    Stage(
+        ("compare/rate-alone/transformer",),
+        "compare transformer --steps 600 --trials 12 --seeds 2 --optimizers Muon KFAC-default KFAC-selected "
+        "--threads 1 --data-dir data",
+        47,
+    ),
+    *_compared("compare/rate-alone", _RATE_MUON, {"unet": 26}, "--steps 468 "),
+    *_compared("compare/rate-alone", _RATE_MUON, {"resnet20-plain": 20}, "--steps 390 "),
+    *_compared("compare/rate-alone", _RATE_LARGE, {"vit": 67, "cnn": 87}, "--steps 390 "),
     Stage(
         ("compare/rate-alone/resnet20",),
         "compare resnet20 --steps 390 --trials 4 --seeds 2 --optimizers Muon KFAC-selected SOAP KFAC-default "
