@@ -81,6 +81,7 @@ def run(cases: int, out: Path, seconds: float) -> dict[str, Any]:
     counts, start, worked = counts_of(out), time.monotonic(), time.process_time()
     begun = counts["seconds"], counts["processor seconds"]
     look_again(counts)
+    write(out, counts)
     each = cases // len(KINDS)
     while (left := [kind for kind in KINDS if counts["kinds"][kind]["seeds"] < each]) and (
         time.monotonic() - start < seconds
