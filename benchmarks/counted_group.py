@@ -168,7 +168,7 @@ class _Run:
             phases: dict[str, Callable[[], object]] = {
                 "gradients": lambda: [future.wait() for future in [hook._reduce(None, each) for each in buckets]],
                 "agreement": agree,
-                "sums": lambda: (_report(exchange, blocks), exchange.merge(blocks)),
+                "sums": functools.partial(_sum, exchange, blocks),
                 "results": lambda: exchange.share(blocks),
                 "scalars": lambda: [
                     flow.sum_over_updaters(torch.empty(number, device="meta")) for number in plan.options.scalars
@@ -231,12 +231,13 @@ class _Run:
             yield
 
 
-def _report(exchange: StatisticsExchange, blocks: Sequence[KFACBlock]) -> None:
-    """Report sums of factors as backward would, which sends the first of them."""
+def _sum(exchange: StatisticsExchange, blocks: Sequence[KFACBlock]) -> None:
+    """Report factors to be summed as backward would, which sends the first of them, and merge the sums."""
     reducer = exchange.reducer(blocks)
     for block in reversed(blocks):
         for name, factor in exchange.slots(block, block.state):
             reducer.ready(name, factor.packed, factor.mass)
+    exchange.merge(blocks)
 
 
 class _Done:
