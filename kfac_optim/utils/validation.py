@@ -118,6 +118,7 @@ def check_loss(loss: object) -> None:
 
 
 def check_closure(closure: object) -> None:
+    """Raise unless `closure` is None or can be called."""
     if closure is not None and not callable(closure):
         raise TypeError(
             "kfac_optim: step() takes None, or a closure that evaluates the model and returns the loss, got "
