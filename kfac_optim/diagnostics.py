@@ -189,15 +189,15 @@ def metrics(
             ("damping", max(float(block.group["damping"]) * block.clock.loss_unit for block in known)),
             ("factor_age", max(clock.step - 1 - clock.folded_at for clock in clocks)),
             ("inverse_age", max(clock.step - 1 - clock.refreshed_at for clock in clocks)),
-            *(counted for block in known for counted in _of_block(block, counters(block))),
+            *(counted for block in known for counted in _of_block(counters(block))),
         ]
     return Metrics.later(numbers)
 
 
-def _of_block(block: KFACBlock, counters: Mapping[str, float | Tensor]) -> Iterator[tuple[str, Scalar]]:
-    """Give the numbers of a block, and whether damping hides its curvature, once it has an inverse."""
+def _of_block(counters: Mapping[str, float | Tensor]) -> Iterator[tuple[str, Scalar]]:
+    """Give the numbers of a block, and whether damping hides its curvature."""
     yield from counters.items()
-    if block.is_ready and "condition_A" in counters:
+    if "condition_A" in counters:
         yield "flat_blocks", counters["condition_A"] * counters["condition_G"] <= _FLAT
 
 
