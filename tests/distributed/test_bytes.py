@@ -57,7 +57,7 @@ FACTOR_PERIOD, PERIOD = 2, 4
 
 # What nothing here may use, since it is not counted.
 UNCOUNTED = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier", "batch_isend_irecv"),
+    *("all_gather_single", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier", "batch_isend_irecv"),
     *("broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter"),
     *("reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send"),
 )

@@ -51,8 +51,9 @@ def counted_calls() -> Iterator[list[Sent]]:
         found.append(Sent("all-to-all", *sizes))
         return originals[0](out, given_, out_splits, in_splits, group=group, **kw)
 
-    def gather(out: Tensor, given_: Tensor, group: Any, **kw: Any) -> Any:
-        found.append(Sent("all-gather", given_.nbytes * (dist.get_world_size(group) - 1), out.nbytes - given_.nbytes))
+    def gather(out: list[Tensor], given_: Tensor, group: Any, **kw: Any) -> Any:
+        received = sum(each.nbytes for each in out) - given_.nbytes
+        found.append(Sent("all-gather", given_.nbytes * (dist.get_world_size(group) - 1), received))
         return originals[1](out, given_, group=group, **kw)
 
     def reduce(values: Tensor, group: Any, **kw: Any) -> Any:
@@ -61,10 +62,10 @@ def counted_calls() -> Iterator[list[Sent]]:
         found.append(Sent("all-reduce", ring, ring))
         return originals[2](values, group=group, **kw)
 
-    originals = dist.all_to_all_single, dist.all_gather_single, dist.all_reduce
+    originals = dist.all_to_all_single, dist.all_gather, dist.all_reduce
     with (
         mock.patch.object(dist, "all_to_all_single", exchange),
-        mock.patch.object(dist, "all_gather_single", gather),
+        mock.patch.object(dist, "all_gather", gather),
         mock.patch.object(dist, "all_reduce", reduce),
     ):
         yield found

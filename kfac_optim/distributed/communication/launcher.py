@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Event, InFlight, Launch, listed_ranks
+from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Collective, Message, all_reduction
 from kfac_optim.utils.text import listed
 
@@ -81,7 +82,7 @@ class Launcher:
             message,
             layers,
             Cause.CALLED,
-            lambda: dist.all_reduce(result, op=operation, group=self.group, async_op=True),
+            lambda loan: dist.all_reduce(loan.lend(result), op=operation, group=self.group, async_op=True),
         )
         return InFlight(result, event)
 
@@ -109,7 +110,7 @@ class Launcher:
                 message,
                 names,
                 cause,
-                lambda: dist.all_gather_single(received, sent, group=self.group, async_op=True),
+                lambda loan: self._gather(message, loan, sent, received),
                 finish,
             )
         to, from_ = list(message.to), list(message.from_)
@@ -117,12 +118,21 @@ class Launcher:
             message,
             names,
             cause,
-            lambda: dist.all_to_all_single(received, sent, from_, to, group=self.group, async_op=True),
+            lambda loan: dist.all_to_all_single(
+                loan.lend(received), loan.lend(sent), from_, to, group=self.group, async_op=True
+            ),
             finish,
         )
 
     def begin(self, message: Message, cause: Cause, sent: Tensor, received: Tensor) -> dist.Work:
-        """Launch an all-to-all whose end is seen to by who calls, through the future of what is returned."""
+        """Launch an all-to-all whose end is seen to by who calls, through the future of what is returned.
+
+        Args:
+            message: as of `exchange`.
+            cause: as of `exchange`.
+            sent: as of `exchange`, lent by who calls.
+            received: as of `exchange`, lent by who calls.
+        """
         to, from_ = list(message.to), list(message.from_)
         work: dist.Work | None = dist.all_to_all_single(received, sent, from_, to, group=self.group, async_op=True)
         assert work is not None, "only a rank outside of the group gets none"
@@ -144,21 +154,35 @@ class Launcher:
             message,
             names,
             cause,
-            lambda: dist.reduce_scatter_single(total, given, group=self.group, async_op=True),
+            lambda loan: dist.reduce_scatter_single(
+                loan.lend(total), loan.lend(given), group=self.group, async_op=True
+            ),
             finish,
         )
+
+    def _gather(self, message: Message, loan: Loan, sent: Tensor, received: Tensor) -> dist.Work | None:
+        """Launch an all-gather."""
+        work: dist.Work | None
+        if self.device.type == "cpu":
+            # Of one tensor to write to, gloo would make views of its own, and keep those.
+            parts = [loan.lend(part) for part in torch.split(received, list(message.from_))]
+            work = dist.all_gather(parts, loan.lend(sent), group=self.group, async_op=True)
+        else:
+            work = dist.all_gather_single(received, sent, group=self.group, async_op=True)
+        return work
 
     def _launch(
         self,
         message: Message,
         names: Sequence[str],
         cause: Cause,
-        launch: Callable[[], dist.Work | None],
+        launch: Callable[[Loan], dist.Work | None],
         finish: Callable[[], None] | None = None,
     ) -> Event:
-        """Launch, and make the event that waits for the end, and then finishes."""
+        """Launch what is lent its tensors, and make the event that waits for the end, and then finishes."""
+        loan = Loan()
         with self._blaming(message.name, names):
-            work = launch()
+            work = launch(loan)
         assert work is not None, "only a rank outside of the group gets none"
         if self._observe is not None:
             self._observe(Launch.of(message, cause))
@@ -171,7 +195,8 @@ class Launcher:
                     self._wait_on_host(under_way[0])
                 else:
                     under_way[0].wait()  # makes the stream wait; with a time-out it would be the host
-            under_way.clear()  # and with it what was sent, before more is made of what came
+            under_way.clear()
+            loan.end()  # and with it what was sent is gone, before more is made of what came
             if finish is not None:
                 finish()
 

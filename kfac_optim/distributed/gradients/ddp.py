@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.distributed.communication.launcher import has_reduce_scatter
 from kfac_optim.distributed.communication.launches import Cause, Launch
+from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import filled_up
@@ -215,10 +216,12 @@ class OwnersHook:
         sent = torch.cat([piece.flatten() for owned in pieces for piece in owned]).to(row.payload)
         (message,) = row.messages(rank)
         received = sent.new_empty(sum(message.from_))
-        work = self._exchange(message, sent, received)
+        loan = Loan()
+        work = self._exchange(message, loan.lend(sent), loan.lend(received))
 
         def add_up(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
+            loan.end()
             self._take(own, _mean(received, ranks))
             whole: Tensor = buffer
             return whole
@@ -246,10 +249,12 @@ class OwnersHook:
         if not has_reduce_scatter(buffer.device) or row.payload != buffer.dtype:  # which would sum in that dtype
             sent = buffer.to(row.payload)
             parts = [sent.new_empty(sum(message.from_))]
-            work = self._exchange(message, sent, parts[0])
+            loan = Loan()
+            work = self._exchange(message, loan.lend(sent), loan.lend(parts[0]))
 
             def add_up(future: torch.futures.Future[Any]) -> None:
                 future.wait()
+                loan.end()
                 segment.mean = _mean(parts.pop(), ranks).to(row.payload)
 
             summed: torch.futures.Future[Any] = work.get_future().then(add_up)

@@ -9,6 +9,7 @@ from torch import Tensor
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launcher import has_reduce_scatter
 from kfac_optim.distributed.communication.launches import Cause
+from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Message, together
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import Batching, by_row, shares, to_owners
@@ -120,19 +121,25 @@ class Deliveries:
             sent = to_owners([row.segments for row in rows], rank, means)
             message = together(messages)
             received = [sent.new_empty(sum(message.from_))]
-            work = self._communicator.begin(message, Cause.COMPLETE, sent, received[0])
+            loan = Loan()
+            work = self._communicator.begin(message, Cause.COMPLETE, loan.lend(sent), loan.lend(received[0]))
             del sent, means  # what follows may be called at once
         except Exception as error:
             _fail(segments, error)
             return
-        work.get_future().then(lambda ended: _take(segments, messages, received, ended))
+        work.get_future().then(lambda ended: _take(segments, messages, received, loan, ended))
 
 
 def _take(
-    segments: list[Segment], messages: list[Message], received: list[Tensor], ended: torch.futures.Future[Any]
+    segments: list[Segment],
+    messages: list[Message],
+    received: list[Tensor],
+    loan: Loan,
+    ended: torch.futures.Future[Any],
 ) -> None:
     try:
         ended.wait()
+        loan.end()
         sections = by_row(received.pop(), [each.from_ for each in messages])
         for each in segments:
             each.take(sections.pop(0))
