@@ -184,7 +184,7 @@ class _Run:
     def _counted(self, run: Callable[[], object]) -> Phase:
         self._trace.clear()
         self._calls.clear()
-        with _Storages() as storages:  # type: ignore[no-untyped-call]
+        with Storages() as storages:  # type: ignore[no-untyped-call]
             run()
         sent, received = (sum(each) for each in zip(*self._calls, strict=True)) if self._calls else (0.0, 0.0)
         return Phase(list(self._trace), sent, received, storages.peak())
@@ -315,10 +315,10 @@ def _buckets(params: Sequence[nn.Parameter]) -> list[Any]:
     return [_Bucket(number, each, last=number == len(filled) - 1) for number, each in enumerate(filled)]
 
 
-class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage that is made, of the meta device too, until it is gone."""
 
-    def __enter__(self) -> _Storages:
+    def __enter__(self) -> Storages:
         self._clock = 0
         self._made: dict[int, tuple[int, int]] = {}  # of each storage when it came, and its bytes
         self._gone: dict[int, int] = {}
