@@ -1,4 +1,4 @@
-"""Each layer takes Muon's step or that of the natural gradient, whichever goes further downhill on what comes next."""
+"""Each layer takes Muon's step, or that of the natural gradient where it is far steeper on what comes next."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Si
 from kfac_optim.utils.validation import check_number
 
 _PERIOD = 5  # steps between two comparisons
+_STEEPER = 2.0  # times, at least, that the natural gradient has to be as steep as the orthogonal update
 _WEIGHT = 0.2  # what the last comparison counts for, of their average
 
 
@@ -42,9 +43,9 @@ class SelectedUpdates(StepSize):
 
     Which is better the next gradient tells. At the first steps, and then at every fifth, both are made of the momentum
     as it was before the new gradient, of examples that it has not seen, and the slopes of the loss along both are
-    compared, `⟨∇, update⟩`; the layer takes that update which was steeper on the average of late. So the choice needs
-    no unit of the loss and no other pass. `metrics()["natural_updates"]` is the share of layers that prefer the natural
-    gradient.
+    compared, `⟨∇, update⟩`. The layer takes the natural gradient where that was more than twice as steep, on the
+    average of late: it goes far along a few directions, and the loss may turn there. So the choice needs no unit of the
+    loss and no other pass. `metrics()["natural_updates"]` is the share of layers that prefer the natural gradient.
 
     Norm layers, and all parameters that belong to no layer, take AdamW's step, with the momentum for β₁. Leave the
     output layer to AdamW by `skip_layers`, as Muon's recipe does. With `l2_in_curvature` weight decay is part of every
@@ -174,7 +175,7 @@ class SelectedUpdates(StepSize):
         before: Mapping[nn.Parameter, Tensor | None],
         groups: Mapping[nn.Parameter, Group],
     ) -> None:
-        """Take into each layer's preference which of both updates the new gradient is steeper along.
+        """Take into each layer's preference how steep the new gradient is along both updates.
 
         Args:
             proposal: the step.
@@ -189,8 +190,9 @@ class SelectedUpdates(StepSize):
         for bundle, gradient, updates in zip(bundles, gradients, both, strict=True):
             shape = len(bundle.blocks), -1
             slopes = [(gradient.matrix * each).reshape(shape).sum(1) for each in updates if each is not None]
-            size = slopes[0].abs() + slopes[1].abs()
-            found = torch.where(size > 0, (slopes[1] - slopes[0]) / size, 0.0).nan_to_num(nan=0.0)
+            orthogonal, natural = _STEEPER * slopes[0], slopes[1]
+            size = orthogonal.abs() + natural.abs()
+            found = torch.where(size > 0, (natural - orthogonal) / size, 0.0).nan_to_num(nan=0.0)
             held = bundle.preferences(proposal)
             new = if_taken(proposal, held.lerp(found.to(held), _WEIGHT), held)
             for block, preference in zip(bundle.blocks, new.unbind(), strict=True):
@@ -303,7 +305,7 @@ def _parts(block: KFACBlock, tensors: Mapping[nn.Parameter, Tensor | None]) -> l
 
 
 def _preference(proposal: Proposal, block: KFACBlock) -> Tensor:
-    """Return what the comparisons of late say, `[]`: above 0 the natural gradient was steeper."""
+    """Return what the comparisons of late say, `[]`: above 0 the natural gradient was steep enough."""
     param = block.params[0]
     held: Tensor | None = proposal.state[param].get(PREFERENCE)
     # In the dtype of the parameter, which loading a checkpoint would cast it to.

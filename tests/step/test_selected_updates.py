@@ -61,7 +61,7 @@ def gradient(layer: nn.Module) -> Tensor:
 
 @settings(deadline=None, max_examples=8)
 @given(nesterov=st.booleans(), maximize=st.booleans(), decay=st.sampled_from([0.0, 0.3]))
-def test_each_layer_goes_by_the_update_that_the_next_gradients_found_steeper(
+def test_a_layer_goes_by_the_natural_gradient_where_the_next_gradients_found_it_twice_as_steep(
     nesterov: bool, maximize: bool, decay: float
 ) -> None:
     ours, theirs = mlp(), mlp()
@@ -81,8 +81,9 @@ def test_each_layer_goes_by_the_update_that_the_next_gradients_found_steeper(
             assert g is not None
             new = gradient(layer)
             if name in means and (step < 5 or step % 5 == 0):
-                slopes = [float((new * update).sum()) for update in updates(means[name], a[0], g[0])]
-                preference[name] += 0.2 * ((slopes[1] - slopes[0]) / sum(map(abs, slopes)) - preference[name])
+                orthogonal, steep = (float((new * update).sum()) for update in updates(means[name], a[0], g[0]))
+                found = (steep - 2 * orthogonal) / (abs(steep) + 2 * abs(orthogonal))
+                preference[name] += 0.2 * (found - preference[name])
             means[name] = 0.8 * means.get(name, torch.zeros_like(new)) + 0.2 * new
             ahead = 0.8 * means[name] + 0.2 * new if nesterov else means[name]
             natural = preference[name] > 0

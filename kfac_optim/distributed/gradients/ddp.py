@@ -252,10 +252,11 @@ class OwnersHook:
             loan = Loan()
             work = self._exchange(message, loan.lend(sent), loan.lend(parts[0]))
 
-            def add_up(future: torch.futures.Future[Any]) -> None:
+            def add_up(future: torch.futures.Future[Any]) -> Tensor:
                 future.wait()
                 loan.end()
                 segment.mean = _mean(parts.pop(), ranks).to(row.payload)
+                return _awaited(segment.mean)
 
             summed: torch.futures.Future[Any] = work.get_future().then(add_up)
             return summed
@@ -274,12 +275,21 @@ class OwnersHook:
         if self._observe is not None:
             self._observe(Launch.of(message, Cause.COMPLETE))
 
-        def divide(future: torch.futures.Future[Any]) -> None:
+        def divide(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
             segment.mean = total[:length] / ranks
+            return _awaited(segment.mean)
 
         divided: torch.futures.Future[Any] = scattering.get_future().then(divide)
         return divided
+
+
+def _awaited(made: Tensor) -> Tensor:
+    """Return what a future ends with, so that whoever waits for it on an accelerator waits for the kernels behind it.
+
+    A future waits for the streams of those devices alone on which its result has tensors. This one has no memory.
+    """
+    return made.new_empty(0)
 
 
 class _NoHook:

@@ -34,16 +34,17 @@ class Segment:
         self.mean: Tensor | None = None
         self._buffer = buffer
         self._error: Exception | None = None
-        self._ended: torch.futures.Future[None] = torch.futures.Future(devices=_devices(buffer))
+        self._ended: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(buffer))
         self.done: torch.futures.Future[Tensor] = self._ended.then(self._result)
 
     def finish(self, error: Exception | None = None) -> None:
         """End, well or by an error, which the wrapper then raises."""
         if not self._ended.done():
             self._error = error
-            self._ended.set_result(None)
+            # A tensor, as on an accelerator the wrapper then waits for the kernels behind it as well.
+            self._ended.set_result(self._buffer)
 
-    def _result(self, _: torch.futures.Future[None]) -> Tensor:
+    def _result(self, _: torch.futures.Future[Tensor]) -> Tensor:
         if self._error is not None:
             raise self._error
         return self._buffer
