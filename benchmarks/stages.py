@@ -93,7 +93,6 @@ _RATE = (
 )
 _RATE_NAMED = "--seeds 2 --optimizers Muon KFAC-named KFAC-selected --threads 1 --data-dir data"
 _RATE_MUON = "--trials 10 --seeds 2 --optimizers Muon KFAC-selected --threads 1 --data-dir data"
-_RATE_LARGE = "--trials 4 --seeds 2 --optimizers Muon SOAP KFAC-default KFAC-selected --data-dir data --threads 1"
 _RANGE_TEST = "range-test digits mnist-mlp scales curves mnist-b lstm transformer"
 
 STAGES = (
@@ -110,8 +109,7 @@ STAGES = (
     *_compared("compare", _ON_PHOTOGRAPHS, {"resnet20-plain": 80, "resnet20": 100}),
     Stage(("compare/rate-alone/digits", "compare/rate-alone/scales"), f"compare digits scales {_RATE}", 8),
     *_compared("compare/rate-alone", _RATE, {"mnist-mlp": 10}),
-    *_compared("compare/rate-alone", f"--steps 120 --trials 12 {_RATE_NAMED}", {"curves": 6}),
-    *_compared("compare/rate-alone", f"--steps 120 --trials 4 {_RATE_NAMED}", {"mnist-b": 14}),
+    *_compared("compare/rate-alone", f"--steps 120 --trials 12 {_RATE_NAMED}", {"curves": 6, "mnist-b": 24}),
     Stage(
         ("compare/rate-alone/lstm",),
         "compare lstm --trials 12 --seeds 3 --optimizers Muon KFAC-default KFAC-selected --threads 1 --data-dir data",
@@ -124,8 +122,7 @@ STAGES = (
         47,
     ),
     *_compared("compare/rate-alone", _RATE_MUON, {"unet": 26}, "--steps 468 "),
-    *_compared("compare/rate-alone", _RATE_MUON, {"resnet20-plain": 20}, "--steps 390 "),
-    *_compared("compare/rate-alone", _RATE_LARGE, {"vit": 67, "cnn": 87}, "--steps 390 "),
+    *_compared("compare/rate-alone", _RATE_MUON, {"resnet20-plain": 20, "cnn": 39, "vit": 39}, "--steps 390 "),
     Stage(
         ("compare/rate-alone/resnet20",),
         "compare resnet20 --steps 390 --trials 4 --seeds 2 --optimizers Muon KFAC-selected SOAP KFAC-default "

@@ -16,7 +16,7 @@ def test_the_complete_script_trains_as_it_stands(tmp_path: Path) -> None:
     script = re.search(r"<!-- a complete script -->\n```python\n(.*?)```", README, flags=re.DOTALL)
     assert script is not None
     (tmp_path / "script.py").write_text(script[1])
-    ended = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, timeout=300, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     loss = re.match(r"training loss (\d+\.\d+)\n", ended.stdout)
     assert loss is not None
