@@ -16,8 +16,9 @@ _STEPS = 5
 # Elements of a matrix from which on a launch takes no longer than its products.
 _SMALL = 2**18
 
-# Narrower matrices are multiplied no faster in bfloat16 (one CPU core with AVX-512, torch 2.13).
-_NARROW = 64
+# Products of so few multiplications take longer in bfloat16 than in float32, as a call does (one CPU core with AVX-512,
+# torch 2.13); and so do all of matrices that are narrower.
+_FEW, _NARROW = 2**20, 64
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
@@ -25,8 +26,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
     Each matrix is divided by its Frobenius norm first, so that its length has no effect. After five steps singular
     values of 0.0015 of that norm and more are between 0.68 and 1.21; smaller ones are multiplied by up to 485. The
-    singular vectors stay. Products of float32 matrices at least 64 wide are taken in bfloat16, as in Muon: rounding is
-    less than what the polynomial leaves, and they take half the time.
+    singular vectors stay. Products of float32 matrices are taken in bfloat16 where they take half the time so, as in
+    Muon: rounding is less than what the polynomial leaves.
 
     Args:
         matrix: `[n, rows, columns]`.
@@ -41,7 +42,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     found = found / torch.where(largest > 0, largest, 1)
     norm = torch.linalg.matrix_norm(found, keepdim=True)
     found = found / torch.where(norm > 0, norm, 1)
-    if matrix.dtype is torch.float32 and found.shape[-2] >= _NARROW:
+    width = found.shape[-2]
+    if matrix.dtype is torch.float32 and width >= _NARROW and found.numel() * width > _FEW:
         found = found.bfloat16()
     a, b, c = _COEFFICIENTS
     for _ in range(_STEPS):

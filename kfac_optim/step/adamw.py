@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, SECOND_MOMENT
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.step.step_size import Group, Proposal
 
 
@@ -34,11 +35,19 @@ def adamw_update(proposal: Proposal, param: nn.Parameter, group: Group, *, beta2
     for key, tensor in new.items():
         held[key] = if_taken(proposal, tensor, held[key])
     # In float64, as 1 - β₂ᵗ is a small difference at first, and at least in float32, where eps is not zero.
-    taken, wide = new[ADAM_STEPS].double(), torch.promote_types(param.dtype, torch.float32)
-    root = (new[SECOND_MOMENT].to(wide) / (1 - beta2**taken).to(wide)).sqrt()
-    correction: Tensor = 1 - group["momentum"] ** taken
-    update: Tensor = new[MOMENTUM].to(wide) / correction.to(wide) / (root + eps)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    mean_share, square_share = (_share(new[ADAM_STEPS], beta, wide) for beta in (group["momentum"], beta2))
+    root = (new[SECOND_MOMENT].to(wide) / square_share).sqrt_()
+    update: Tensor = (new[MOMENTUM].to(wide) / mean_share).div_(root.add_(eps))
     return update.to(param.dtype)
+
+
+def _share(steps: Tensor, beta: float, dtype: torch.dtype) -> Tensor | float:
+    """Return `1 - βᵗ`, what an average that began with zero has taken in; as a number where nothing is waited for."""
+    if on_host(steps):
+        return 1 - float(beta) ** steps.item()
+    share: Tensor = 1 - beta ** steps.double()
+    return share.to(dtype)
 
 
 def mean_before(proposal: Proposal, param: nn.Parameter) -> Tensor | None:
