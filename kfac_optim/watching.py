@@ -251,9 +251,10 @@ def _left_out(run: _Window) -> str | None:
     measured = run.last.get("measured_parameters", 1.0)
     if not layers or (measured >= _HALF and sum(each > 0 for each in layers) <= _HALF * len(layers)):
         return None
+    without = f", and {layers[-1]:.0f} layers went without an inverse in the last step" if layers[-1] else ""
     return (
-        f"{measured:.0%} of the parameters have statistics, and {layers[-1]:.0f} layers went without an inverse in the "
-        "last step. print(optimizer.summary()) says which take the plain step, and why."
+        f"{measured:.0%} of the parameters have statistics{without}. print(optimizer.summary()) says which take the "
+        "plain step, and why."
     )
 
 

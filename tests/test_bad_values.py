@@ -114,7 +114,11 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     ],
     "inverse": [
         ("cholesky", TypeError, r"inverse must be an Inverse, an InverseRule or a mapping .*, got 'cholesky'"),
-        (Cholesky, TypeError, r"inverse must be an Inverse, an InverseRule or a mapping .*, got <class .*Cholesky'>"),
+        (
+            Cholesky,
+            TypeError,
+            r"inverse must be an Inverse, .*, got <class .*Cholesky'>\. Pass an instance: Cholesky",
+        ),
         ({"0": None}, TypeError, r"inverse must be an Inverse, an InverseRule or a mapping .*, got None"),
         ({"encoder": Cholesky()}, ValueError, rf"inverse entry 'encoder' matches no module\. {MODULES}"),
         ({nn.Conv2d: Cholesky()}, ValueError, rf"inverse entry 'Conv2d' matches no module\. {MODULES}"),
@@ -131,7 +135,16 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     ],
     "estimate": [
         ("empirical", TypeError, r"estimate must be an Estimate, got 'empirical'"),
-        (Empirical, TypeError, r"estimate must be an Estimate, got <class .*Empirical'>"),
+        (
+            Empirical,
+            TypeError,
+            r"estimate must be an Estimate, got <class .*Empirical'>\. Pass an instance: Empirical\(",
+        ),
+        (
+            nn.MSELoss(),
+            TypeError,
+            r"estimate must be an Estimate, got MSELoss\(\)\. To .* pass MonteCarlo\(criter",
+        ),
         (None, TypeError, r"estimate must be an Estimate, got None"),
     ],
     "loss_terms": [
@@ -165,7 +178,7 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     ],
     "step_size": [
         (None, TypeError, r"step_size must be a StepSize, got None"),
-        (QuadraticModel, TypeError, r"step_size must be a StepSize, got <class"),
+        (QuadraticModel, TypeError, r"step_size must be a StepSize, got <class .*>\. Pass an instance: QuadraticModel"),
         (
             QuadraticModel(),
             TypeError,

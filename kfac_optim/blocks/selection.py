@@ -8,6 +8,7 @@ from torch import nn
 
 from kfac_optim.utils.sharded_params import Shards
 from kfac_optim.utils.text import listed
+from kfac_optim.utils.validation import instance_remedy
 
 Pattern = str | type[nn.Module]
 """A glob over fully qualified names (`"encoder.*"`), or a module class (subclasses match)."""
@@ -102,7 +103,7 @@ class Choice(Generic[V]):
             if not isinstance(chosen, kinds):
                 raise TypeError(
                     f"kfac_optim: {argument} must be {_articles(kinds)} or a mapping from name globs or module "
-                    f"classes to such values, got {chosen!r}."
+                    f"classes to such values, got {chosen!r}.{instance_remedy(chosen, *kinds)}"
                 )
 
     def of(self, names: ModuleNames, path: str) -> V:

@@ -68,7 +68,7 @@ class Choices:
                 f"kfac_optim: {self.step_size!r} evaluates the closure at other parameters, among which adapt_damping "
                 "finds no step to judge. Drop one of the two."
             )
-        check_kind("estimate", self.estimate, Estimate)
+        check_kind("estimate", self.estimate, Estimate, "To name the loss pass MonteCarlo(criterion).")
         if self.judges and not isinstance(self.estimate, NamedLoss):
             raise TypeError(
                 f"kfac_optim: {self.judges[0]} needs the curvature of the loss, and estimate={self.estimate!r} does "

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-_PARTS = ("dataset", "datasets", "data_source", "sampler", "batch_sampler", "collate_fn")  # of a loader
+_PARTS = (  # of a loader
+    *("dataset", "datasets", "data_source", "sampler", "batch_sampler", "collate_fn"),
+    *("transform", "transforms", "target_transform"),  # as data sets of torchvision have them, and its Compose
+)
 _MISSING = object()
 
 
@@ -91,7 +94,7 @@ def _random_states() -> list[Callable[[], object]]:
 
 
 def _parts(loader: Any) -> list[Any]:
-    """Return the loader with its samplers and its data sets, those that have attributes."""
+    """Return the loader with its samplers, its data sets and their transforms, those that have attributes."""
     seen: dict[int, Any] = {}
     todo = [loader]
     while todo:
@@ -105,7 +108,7 @@ def _parts(loader: Any) -> list[Any]:
 
 
 def _generators(loader: Any) -> list[Any]:
-    """Return the generators that a loader, its samplers and its data sets hold as attributes."""
+    """Return the generators that a loader and its parts hold as attributes; see `_PARTS`."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)

@@ -156,11 +156,16 @@ def check_dtype(name: str, value: object) -> None:
         )
 
 
-def check_kind(name: str, value: object, kind: type) -> None:
+def check_kind(name: str, value: object, kind: type, remedy: str = "") -> None:
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        remedy = f" Pass an instance: {kind.__name__}(...)." if value is kind else ""
-        raise TypeError(f"kfac_optim: {name} must be {article} {kind.__name__}, got {value!r}.{remedy}")
+        words = instance_remedy(value, kind) or (remedy and f" {remedy}")
+        raise TypeError(f"kfac_optim: {name} must be {article} {kind.__name__}, got {value!r}.{words}")
+
+
+def instance_remedy(value: object, *kinds: type) -> str:
+    """Say how a class is passed that one of `kinds` was asked for, with a space before; nothing of what is no class."""
+    return f" Pass an instance: {value.__name__}(...)." if isinstance(value, type) and issubclass(value, kinds) else ""
 
 
 def given_model(params: object, model: nn.Module | None) -> nn.Module | None:

@@ -121,18 +121,42 @@ def test_random_numbers_go_on_as_they_would() -> None:
     np.testing.assert_equal(np.random.get_state(legacy=False), states[2])
 
 
+class Stretch:
+    """Multiplies by a number of a generator of its own."""
+
+    def __init__(self) -> None:
+        self.of_numpy = np.random.default_rng(6)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.of_numpy.random()
+
+
+class Composed:
+    """Applies several transforms in turn, as torchvision's `Compose` does."""
+
+    def __init__(self, *transforms: Stretch) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for transform in self.transforms:
+            x = transform(x)
+        return x
+
+
 class Noisy(TensorDataset):
     """Adds noise of generators of its own."""
 
     def __init__(self) -> None:
         super().__init__(torch.randn(32, 4), torch.randn(32, 3))
+        self.transform, self.target_transform = Composed(Stretch()), Stretch()
         self.generator = torch.Generator().manual_seed(3)
         self.of_python, self.of_numpy = random.Random(3), np.random.default_rng(3)
 
     def __getitem__(self, index: Any) -> Any:
         x, y = super().__getitem__(index)  # type: ignore[no-untyped-call]
         scale = self.of_python.random() + self.of_numpy.random()
-        return x + 0.1 * scale * torch.randn(x.shape, generator=self.generator), y
+        noise = 0.1 * scale * torch.randn(x.shape, generator=self.generator)
+        return self.transform(x) + noise, self.target_transform(y)
 
 
 def test_a_loader_goes_on_with_the_batches_that_it_would_have_given() -> None:
@@ -144,7 +168,7 @@ def test_a_loader_goes_on_with_the_batches_that_it_would_have_given() -> None:
         loader = DataLoader(data, batch_size=8, sampler=sampler, generator=torch.Generator().manual_seed(5))
         if tests:
             range_test(KFACOptimizer(model), loader, loss_with(model), steps=FEW)
-        epochs.append([x for x, _ in loader])
+        epochs.append([torch.cat([x, y], dim=1) for x, y in loader])
     assert all(torch.equal(one, other) for one, other in zip(*epochs, strict=True))
 
 
