@@ -2,8 +2,7 @@
 
 Each file of tests that is asked about runs once under coverage.py, its quick tests alone, and each test leaves its
 seconds and the lines that it has executed. Ranks are processes that outlive a test: what they execute counts for the
-test that called them. Not seen are lines of other processes, of threads that torch starts and of compiled graphs, nor
-what runs when a module is imported.
+test that called them. Not seen are lines of other processes, of threads that torch starts and of compiled graphs.
 
 What was seen is kept in the folder of temporary files, under a name that is made from the code of the package; a file
 of tests that has changed runs again.
@@ -94,7 +93,10 @@ class Covering:
 
 
 def lines_of(mutant: Mutant, text: str) -> set[int]:
-    """Return the lines of the statements that a mutant changes, of functions whose arguments it changes the bodies."""
+    """Return the lines of the statements that a mutant changes.
+
+    What runs when the module is imported stands for the function, the class or the file that it belongs to.
+    """
     at, old, new = text.index(mutant.old), mutant.old, mutant.new
     begin = _alike(old, new)
     end = len(old) - _alike(old[begin:][::-1], new[begin:][::-1])
@@ -103,16 +105,18 @@ def lines_of(mutant: Mutant, text: str) -> set[int]:
     lines = set(changed)
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
     for line in changed:
-        around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or line)]
-        if not around:
-            continue
-        inner = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
-        body: list[ast.stmt] = getattr(inner, "body", [])
-        if isinstance(inner, ast.FunctionDef):
-            lines.update(range(body[0].lineno, (inner.end_lineno or line) + 1))
+        around = sorted((node for node in nodes if line in _rows(node)), key=lambda node: len(_rows(node)))
+        if any(isinstance(node, ast.FunctionDef) and line >= node.body[0].lineno for node in around):
+            body: list[ast.stmt] = getattr(around[0], "body", [])
+            lines.update(range(around[0].lineno, body[0].lineno) if body else _rows(around[0]))
         else:
-            lines.update(range(inner.lineno, body[0].lineno if body else (inner.end_lineno or line) + 1))
+            scopes = [_rows(node) for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            lines.update([*scopes, range(1, text.count("\n") + 2)][0])
     return lines
+
+
+def _rows(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _alike(one: str, other: str) -> int:

@@ -343,6 +343,7 @@ def test_a_step_with_gradients_but_no_statistics_counts_its_blocks_as_unprecondi
     with pytest.warns(UserWarning, match="2 layers have gradients but no statistics"):
         optimizer.step()
     assert optimizer.metrics()["unpreconditioned_blocks"] == 2
+    assert "Statistics were taken of 0 (0%) so far." in str(optimizer.summary())
     for param, start in zip(model.parameters(), before, strict=True):
         assert torch.equal(param, start - 0.1), "the plain step"
     train(model, optimizer, 1)
