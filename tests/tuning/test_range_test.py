@@ -294,6 +294,13 @@ def test_another_damping_has_to_do_much_better(gains: tuple[float, float], dampi
     assert search(trials_of(lambda _, tried: by_damping[tried]), START).damping == damping
 
 
+def test_another_damping_has_to_do_better_by_more_than_two_standard_errors_of_the_difference() -> None:
+    def run(_: float, damping: float) -> Trial:  # the better one gains (-1, 4) more: 1.5, and two errors are 5
+        return Trial(0.1, damping, (9.0, 9.0), (1.0, 6.0) if damping == 1 else (2.0, 2.0))
+
+    assert search(run, START).damping == 0.1
+
+
 def test_a_trial_learns_that_gains_more_than_two_standard_errors_of_the_mean() -> None:
     """Of four numbers two such errors are one standard deviation: 1.29 of these, whose means are 2.5 and 1.25."""
     above, below = (Trial(0.1, 0.1, (5.0,), gains) for gains in ((1.0, 2.0, 3.0, 4.0), (-0.25, 0.75, 1.75, 2.75)))
