@@ -22,7 +22,7 @@ killed goes first; survivors are judged again whenever the command runs, as ther
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -243,6 +243,8 @@ def runs_of(
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.covering and importlib.util.find_spec("coverage") is None:
+        raise UsageError('argument --covering: coverage.py is not installed. Run: pip install -e ".[dev]"')
     os.environ["OMP_NUM_THREADS"] = "1"
     for heavy in ("torch", "torch.distributed.fsdp", "pytest", "hypothesis"):  # once, and not for each run of tests
         importlib.import_module(heavy)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.covering import Covering, lines_of
+from benchmarks.covering import Covering
 from benchmarks.mutants import Copy, GoneError, runs_of
-from benchmarks.mutation import ROOT, Mutant, files_about, load
+from benchmarks.mutation import ROOT, Mutant, files_about, lines_of, load
 
 SEED, SAMPLE = 29, 5
 QUICK = 45.0  # seconds for all of a mutant's tests, where all were judged
