@@ -48,7 +48,7 @@ SUMS = Mutant(
 def test_quick_tests_that_execute_a_mutated_line_go_from_the_quickest_on(tmp_path: Path) -> None:
     (line,) = lines_of(SUMS, (ROOT / "kfac_optim" / SUMS.file).read_text())
     near, far = "tests/distributed/test_reducer.py", "tests/distributed/test_plan.py"
-    lines = {"first": line, "second": line, "elsewhere": line + 1}
+    lines = {"first": line, "second": line, "first_elsewhere": line + 1}
     asked = []
 
     def trace(words: Sequence[str]) -> tuple[int, None]:
@@ -68,6 +68,7 @@ def test_quick_tests_that_execute_a_mutated_line_go_from_the_quickest_on(tmp_pat
     assert found == [f"{file}::{name}" for file in (near, far) for name in ("first", "second")]
     assert list(covering.of(SUMS, [near])) == found
     assert asked == [far, near]  # each once
+    assert covering.deselected(found[:2]) == [f"--deselect={near}::second"]  # the other would take one more along
     ((name, words),) = runs_of(SUMS, [], room_alone=True, covering=covering)
     assert name == "covering"
     assert set(found) < set(words)  # and those of other files of the room
