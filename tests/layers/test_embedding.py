@@ -248,6 +248,19 @@ def test_a_part_of_a_tensor_of_tokens_is_as_good_as_a_copy() -> None:
     assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("otherwise", [{"padding_idx": 1}, {"scale_grad_by_freq": True}])
+def test_a_forward_of_ones_own_that_looks_up_otherwise_is_left_to_sgd(otherwise: dict[str, int]) -> None:
+    class Table(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return nn.functional.embedding(ids, self.weight, **otherwise)
+
+    table = Table(TOKENS, 4)
+    optimizer = KFACOptimizer(table, factor_update_period=1)
+    table(torch.tensor([[1, 2], [3, 1]])).square().sum().backward()
+    with pytest.warns(UserWarning, match="'weight' is used by embedding in a way that is not measured"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
