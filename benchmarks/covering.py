@@ -134,6 +134,9 @@ class _Recorder:
 
         Ranks.run = traced
 
+    def pytest_sessionfinish(self) -> None:
+        self._folder.cleanup()  # processes that are forked for tests end without
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._lines: Lines = defaultdict(set)
         self._seconds, self._passed = 0.0, True
