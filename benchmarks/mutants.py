@@ -62,7 +62,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 _GONE = re.compile(r"^ERROR: (?:file or directory )?not found: ", re.MULTILINE)
 Tests = Literal["killer", "given", "covering", "near", "near, slow", "room", "others", "slow"]
 _PASSED, _FAILED_TESTS, _INTERRUPTED, _NONE_COLLECTED = 0, 1, 2, 5  # exit codes of pytest
-_BROKEN = 4
+_USAGE, _BROKEN = 4, 6  # pytest's, and one that is none of its own
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,12 @@ class Copy:
             text = output.read()
         if code is None or code in (_PASSED, _FAILED_TESTS, _INTERRUPTED, _NONE_COLLECTED):
             return code, _FAILED.findall(text)
+        if code == _USAGE and (failed := _FAILED.findall(text)):  # a file with a test that is named cannot be imported
+            return code, failed
         if code < 0:  # a signal, as by a fault of memory
             return code, []
         kind = GoneError if _GONE.search(text) else RuntimeError
-        raise kind(f"pytest was called wrongly or broke down: {' '.join(words)}\n{text[-4000:]}")
+        raise kind(f"pytest was called wrongly or broke down: {' '.join(words)[:1000]}\n{text[-4000:]}")
 
     def judge(self, mutant: Mutant, runs: Iterable[tuple[Tests, Sequence[str]]]) -> Verdict:
         """Make a mutant, and run tests until one fails."""

@@ -583,6 +583,11 @@ def test_an_embedding_with_sparse_gradients_steps_as_under_sgd(momentum: float) 
         optimizer.step()
         reference.step()
         assert torch.equal(model[0].weight, twin.weight)
+    again = KFACOptimizer(copy.deepcopy(model), **options)
+    again.load_state_dict(optimizer.state_dict())
+    if momentum:
+        held, loaded = (each.state[each.param_groups[0]["params"][0]]["momentum_buffer"] for each in (optimizer, again))
+        assert torch.equal(loaded.to_dense(), held.to_dense())
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
