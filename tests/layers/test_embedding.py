@@ -208,6 +208,15 @@ def test_counts_do_not_saturate_in_narrow_factors(dtype: torch.dtype) -> None:
     torch.testing.assert_close(a, torch.tensor([[0.75, 0.25, 0.0]], dtype=dtype), rtol=1e-2, atol=0)
 
 
+def test_one_token_without_a_dimension_is_an_example() -> None:
+    table = nn.Embedding(TOKENS, 3)
+    optimizer = KFACOptimizer(table, factor_update_period=1)
+    optimizer.set_loss_terms(1)
+    table(torch.tensor(2)).square().sum().backward()
+    optimizer.step()
+    assert_same(optimizer.factors()[""][0], torch.eye(TOKENS)[2:3])
+
+
 def test_a_model_of_tokens_trains_in_each_shape_of_batch() -> None:
     model = nn.Sequential(nn.Embedding(TOKENS, 4, padding_idx=0, max_norm=1.0), nn.Tanh(), nn.Linear(4, TOKENS))
     optimizer = KFACOptimizer(
