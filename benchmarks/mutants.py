@@ -5,21 +5,26 @@ that is off by one, state that is not restored. They were written from the packa
 tests. One after the other is made in a copy of the checkout, in a temporary folder, and the tests run there until one
 fails: first the files that seem to be about the mutated one, then the others of its room, then the quick tests of
 everything else, then the slow ones of its room. A run that takes longer than --timeout counts as killed, as does one
-whose tests cannot even be imported. In the end every test that has killed a mutant runs once without any: what fails
-there is no proof, and is judged again the next time.
+whose tests cannot even be imported. In the end every test that has just killed a mutant runs once without any: what
+fails there is no proof, and is judged again the next time.
+
+With --covering, the quick tests of those files and of the room that execute the mutated line come first, from the
+quickest on, a minute of them. Which these are is found by a run of each file under coverage.py (`covering.py`), which
+is kept in the folder of temporary files. With --room-alone too, other tests run only where no test executes the line.
 
 With --random, mutants are drawn from the code instead (`random_mutants.py`). Where one changes nothing that a user
 could see, tests/mutants/random/explained.toml says why, and it is not judged again.
 
-Each verdict is written at once. A kill holds until the mutated file or the mutant changes; survivors are judged again
-whenever the command runs, as there may be new tests.
+Each verdict is written at once. A kill holds until the mutated file or the mutant changes, and then the test that
+killed goes first; survivors are judged again whenever the command runs, as there may be new tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -34,6 +39,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
@@ -41,6 +47,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from benchmarks.arguments import UsageError
+from benchmarks.covering import Covering
 from benchmarks.harness import write_json
 from benchmarks.mutation import MUTANTS, ROOT, Mutant, files_about, load
 from benchmarks.random_mutants import draw, texts
@@ -48,10 +55,14 @@ from benchmarks.random_mutants import draw, texts
 EXPLAINED = MUTANTS / "random" / "explained.toml"
 """Why mutants that were drawn, and survived, hurt nobody: a sentence for each name."""
 
+_MOST = 60.0
+"""Seconds of tests that execute a mutated line, before all others run."""
+
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-Tests = Literal["given", "near", "near, slow", "room", "others", "slow"]
+_GONE = re.compile(r"^ERROR: (?:file or directory )?not found: ", re.MULTILINE)
+Tests = Literal["killer", "given", "covering", "near", "near, slow", "room", "others", "slow"]
 _PASSED, _FAILED_TESTS, _INTERRUPTED, _NONE_COLLECTED = 0, 1, 2, 5  # exit codes of pytest
-_BROKEN = 4
+_USAGE, _BROKEN = 4, 6  # pytest's, and one that is none of its own
 
 
 @dataclass(frozen=True)
@@ -61,9 +72,10 @@ class Verdict:
     Attributes:
         killed: whether a test failed.
         by: the test, ``"time-out"``, or ``"import"`` where no test could run; None of a survivor.
-        tests: of the last run: those given, quick or slow ones of the files that seem to be about the mutated one, the
-            quick ones of its room, those of everything else, or the slow ones of the room.
-        seconds: of all runs.
+        tests: of the last run: the one that killed before, those given, those that execute the mutated line, quick or
+            slow ones of the files that seem to be about the mutated one, the quick ones of its room, those of
+            everything else, or the slow ones of the room.
+        seconds: of all runs, those under coverage.py included.
         file_print: a fingerprint of the mutated file.
     """
 
@@ -72,6 +84,10 @@ class Verdict:
     tests: Tests
     seconds: float
     file_print: str
+
+
+class GoneError(RuntimeError):
+    """Some of the named tests are not there."""
 
 
 class Copy:
@@ -113,9 +129,12 @@ class Copy:
             text = output.read()
         if code is None or code in (_PASSED, _FAILED_TESTS, _INTERRUPTED, _NONE_COLLECTED):
             return code, _FAILED.findall(text)
+        if code == _USAGE and (failed := _FAILED.findall(text)):  # a file with a test that is named cannot be imported
+            return code, failed
         if code < 0:  # a signal, as by a fault of memory
             return code, []
-        raise RuntimeError(f"pytest was called wrongly or broke down: {' '.join(words)}\n{text[-4000:]}")
+        kind = GoneError if _GONE.search(text) else RuntimeError
+        raise kind(f"pytest was called wrongly or broke down: {' '.join(words)[:1000]}\n{text[-4000:]}")
 
     def judge(self, mutant: Mutant, runs: Iterable[tuple[Tests, Sequence[str]]]) -> Verdict:
         """Make a mutant, and run tests until one fails."""
@@ -123,8 +142,13 @@ class Copy:
         last: Tests = "near"
         with self.mutated(mutant):
             for name, words in runs:
+                try:
+                    code, failed = self.pytest(["-x", *words])
+                except GoneError:
+                    if name == "killer":  # a test that has another name by now
+                        continue
+                    raise
                 last = name
-                code, failed = self.pytest(["-x", *words])
                 if code not in (_PASSED, _NONE_COLLECTED):
                     by = "time-out" if code is None else (*failed, "import")[0]
                     break
@@ -132,8 +156,12 @@ class Copy:
         return Verdict(by is not None, by, last, seconds, mutant.print_of())
 
     def fail_alone(self, tests: Sequence[str]) -> set[str]:
-        """Return which of these tests fail without a mutant."""
-        return set(self.pytest(["-m", "", *tests])[1]) if tests else set()
+        """Return which of these tests fail without a mutant, or take too long."""
+        found: set[str] = set()
+        for few in (tests[at : at + 10] for at in range(0, len(tests), 10)):
+            code, failed = self.pytest(["-m", "", *few])
+            found.update(few if code is None else failed)
+        return found
 
 
 def _run_tests(folder: Path, words: Sequence[str], output: int) -> NoReturn:
@@ -179,16 +207,35 @@ def _wait(child: int, timeout: float) -> int | None:
     return code
 
 
-def runs_of(mutant: Mutant, given: Sequence[str], *, room_alone: bool) -> Iterator[tuple[Tests, Sequence[str]]]:
+def runs_of(
+    mutant: Mutant,
+    given: Sequence[str],
+    *,
+    room_alone: bool,
+    killer: str | None = None,
+    covering: Covering | None = None,
+) -> Iterator[tuple[Tests, Sequence[str]]]:
     """Yield what pytest is asked for, until a test fails."""
+    if killer is not None:
+        yield "killer", ["-m", "", killer]
     if given:
         yield "given", ["-m", "", *given]
         return
     near, room, others = files_about(mutant)
-    yield "near", near[:1]
-    yield "near", near[1:]
+    without: list[str] = []
+    if covering is not None:
+        seconds = covering.of(mutant, [*near, *room])
+        in_all = accumulate(seconds.values())
+        first = [test for test, until in zip(seconds, in_all, strict=True) if until < _MOST] or list(seconds)[:1]
+        if first:
+            yield "covering", ["-m", "", *first]
+            if room_alone:
+                return
+        without = covering.deselected(first)
+    yield "near", [*near[:1], *without]
+    yield "near", [*near[1:], *without]
     if room:
-        yield "room", room
+        yield "room", [*room, *without]
     if not room_alone:
         yield "near, slow", ["-m", "slow", *near]  # the quick run keeps a few cases of each test
         yield "others", others
@@ -198,6 +245,8 @@ def runs_of(mutant: Mutant, given: Sequence[str], *, room_alone: bool) -> Iterat
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.covering and importlib.util.find_spec("coverage") is None:
+        raise UsageError('argument --covering: coverage.py is not installed. Run: pip install -e ".[dev]"')
     os.environ["OMP_NUM_THREADS"] = "1"
     for heavy in ("torch", "torch.distributed.fsdp", "pytest", "hypothesis"):  # once, and not for each run of tests
         importlib.import_module(heavy)
@@ -211,20 +260,23 @@ def run(args: argparse.Namespace) -> None:
     verdicts = {mutant.name: Verdict(**before[mutant.name]) for mutant in known if mutant.name in before}
     stale = [mutant.name for mutant in known if mutant.name in verdicts
              and verdicts[mutant.name].file_print != mutant.print_of()]  # fmt: skip
-    for name in stale:
-        del verdicts[name]
+    killers = {name: by for name in stale if (by := verdicts.pop(name).by) is not None and "::" in by}
     left = [mutant for mutant in chosen if mutant.name not in verdicts
             or not (verdicts[mutant.name].killed or mutant.name in explained)]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder), args.timeout)
+        copy, new = Copy(Path(folder, "mutated"), args.timeout), set[str]()
+        same = Copy(Path(folder, "same"), math.inf)
+        covering = Covering(same.folder, same.pytest) if args.covering else None
         for number, mutant in enumerate(left, 1):
-            verdict = copy.judge(mutant, runs_of(mutant, args.tests, room_alone=args.room_alone))
-            verdicts[mutant.name] = verdict
+            killer = killers.get(mutant.name)
+            runs = runs_of(mutant, args.tests, room_alone=args.room_alone, killer=killer, covering=covering)
+            verdict = verdicts[mutant.name] = copy.judge(mutant, runs)
+            if verdict.by is not None and "::" in verdict.by:
+                new.add(verdict.by)
             _write(out, known, verdicts, explained)
             said = f"killed by {verdict.by}" if verdict.killed else "SURVIVED"
             print(f"[{number}/{len(left)}] {mutant.name}: {said} ({verdict.seconds:.0f} s)", flush=True)
-        killers = sorted({v.by for v in verdicts.values() if v.by is not None and "::" in v.by})
-        no_proof = copy.fail_alone(killers)
+        no_proof = copy.fail_alone(sorted(new))
     for name, verdict in list(verdicts.items()):
         if verdict.by in no_proof:
             print(f"{name}: {verdict.by} fails without a mutant too; run the command again")

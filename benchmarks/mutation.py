@@ -66,6 +66,38 @@ def load(folder: Path = MUTANTS) -> list[Mutant]:
     return [mutant for _, mutant in sorted(found, key=lambda each: each[0])]
 
 
+def lines_of(mutant: Mutant, text: str) -> set[int]:
+    """Return the lines of the statements that a mutant changes.
+
+    What runs when the module is imported stands for the function, the class or the file that it belongs to.
+    """
+    at, old, new = text.index(mutant.old), mutant.old, mutant.new
+    begin = _alike(old, new)
+    end = len(old) - _alike(old[begin:][::-1], new[begin:][::-1])
+    first = text.count("\n", 0, at + begin) + 1
+    changed = range(first, max(first, text.count("\n", 0, at + end) + 1) + 1)
+    lines = set(changed)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    for line in changed:
+        around = sorted((node for node in nodes if line in _rows(node)), key=lambda node: len(_rows(node)))
+        if any(isinstance(node, ast.FunctionDef) and line >= node.body[0].lineno for node in around):
+            body: list[ast.stmt] = getattr(around[0], "body", [])
+            lines.update(range(around[0].lineno, body[0].lineno) if body else _rows(around[0]))
+        else:
+            scopes = [_rows(node) for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            lines.update([*scopes, range(1, text.count("\n") + 2)][0])
+    return lines
+
+
+def _rows(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _alike(one: str, other: str) -> int:
+    """Count the characters at the beginning that two texts have in common."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def files_about(mutant: Mutant) -> tuple[list[str], list[str], list[str]]:
     """Return the files of tests that seem to be about a mutant's file, the others of its room, and all others.
 

@@ -502,6 +502,9 @@ def _mutants(parser: argparse.ArgumentParser) -> None:
         "--room-alone", action="store_true", help="run the tests of the mutant's room alone, which takes minutes"
     )
     parser.add_argument(
+        "--covering", action="store_true", help="run quick tests that execute the mutated line first (needs coverage)"
+    )
+    parser.add_argument(
         "--tests", nargs="+", default=[], metavar="TEST", help="run these alone, slow ones too: files, or tests by name"
     )
     parser.add_argument(

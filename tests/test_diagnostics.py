@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -343,10 +344,22 @@ def test_a_step_with_gradients_but_no_statistics_counts_its_blocks_as_unprecondi
     with pytest.warns(UserWarning, match="2 layers have gradients but no statistics"):
         optimizer.step()
     assert optimizer.metrics()["unpreconditioned_blocks"] == 2
+    assert "Statistics were taken of 0 (0%) so far." in str(optimizer.summary())
     for param, start in zip(model.parameters(), before, strict=True):
         assert torch.equal(param, start - 0.1), "the plain step"
     train(model, optimizer, 1)
     assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+
+
+def test_a_layer_without_statistics_counts_again_after_a_step_that_did_not_use_it() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    for step, gradient in enumerate((1.0, 0.0, 1.0)):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, gradient)
+        with pytest.warns(UserWarning, match="gradients but no statistics") if step == 0 else nullcontext():
+            optimizer.step()
+        assert optimizer.metrics()["unpreconditioned_blocks"] == 2 * gradient
 
 
 def test_the_cosine_of_a_zero_gradient_is_not_a_number_and_the_step_is_none() -> None:

@@ -483,6 +483,29 @@ def test_a_weight_that_is_also_used_out_of_sight_is_left_to_sgd_as_in_eager_mode
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 
 
+class HalfFrozen(nn.Module):
+    """Multiplies by two matrices, of which one is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.trained = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.trained) @ self.frozen
+
+
+def test_a_frozen_matrix_in_a_graph_is_not_measured() -> None:
+    torch.manual_seed(0)
+    model = HalfFrozen().double()
+    twin = copy.deepcopy(model)
+    optimizers = [KFACOptimizer(each, lr=0.1, factor_update_period=1) for each in (model, twin)]
+    case = Case(HalfFrozen, lambda seed: ((random(seed, 6, 4),), {}))
+    for call, each in zip((torch.compile(model, backend="aot_eager", fullgraph=True), twin), optimizers, strict=True):
+        train(call, each, case, range(2))
+    assert_identical(*(each.factors() for each in optimizers))
+
+
 def recording(graphs: list[list[Any]]) -> Callable[..., Any]:
     """A backend that notes what each graph calls."""
 

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kfac_optim import Cholesky, LayerSpec
 from kfac_optim.distributed import CostModel, Covered, Plan, Sharded, differences, make_plan
+from kfac_optim.distributed.communication import collectives
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.launches import Event, InFlight, Launch
 from kfac_optim.distributed.communication.layouts import Contributions, ReduceBucket, Slot
@@ -123,6 +125,25 @@ def test_a_reduce_scatter_gives_the_same_and_is_taken_for_even_sections_on_accel
         for (total, mass), (same_total, same_mass) in zip(scattered.values(), exchanged.values(), strict=True):
             assert torch.equal(total, same_total)
             assert mass == same_mass
+
+
+def scatter_segments(_: int) -> list[Tensor]:
+    bucket = ReduceBucket("even", (Slot("a", 3, 1), Slot("b", 2, 0)), 2, torch.float64, segmented=True)
+    found = []
+    for scatters in (False, True):
+        with communicator() as comm, mock.patch.object(collectives, "has_reduce_scatter", return_value=scatters):
+            contributions = Contributions(bucket, comm.rank, CPU)
+            for slot in bucket.slots:
+                if slot.owner != comm.rank:
+                    contributions.put(slot.name, *given_by(comm.rank, slot))
+            found.append(comm.reduce_to_segments(bucket, contributions).wait())
+    return found
+
+
+def test_segments_that_are_scattered_are_those_that_are_exchanged(two_ranks: Ranks) -> None:
+    for exchanged, scattered in two_ranks.run(scatter_segments):
+        assert exchanged.numel() > 0
+        assert torch.equal(scattered, exchanged)
 
 
 # -- parcels -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Choices that do not go together on several processes: `distributed/refusals.py`, `training_group.py`."""
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from helpers.ranks import Ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, SampleSpace, SelectedUpdates
 from kfac_optim.distributed import Auto, DistributedConfig, Replicated, Sharded
@@ -65,11 +68,28 @@ def test_an_inverse_in_the_space_of_residuals_is_for_one_process(inverse: Any) -
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
+        ({"bucket_bytes": 0.5}, TypeError, "bucket_bytes of DistributedConfig must be an integer, got 0.5"),
         ({"timeout": timedelta(0)}, ValueError, "timeout of DistributedConfig must be above 0, got 0:00:00"),
         ({"observe": 3}, TypeError, "must be a function of a Launch, or None, got 3"),
     ],
-    ids=["timeout", "observe"],
+    ids=["bytes", "timeout", "observe"],
 )
 def test_a_config_of_no_use_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         DistributedConfig(**options)
+
+
+def built_before_sharding(_: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = KFACOptimizer(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model(torch.randn(5, 4)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(each.message) for each in told]
+
+
+def test_an_optimizer_that_was_built_before_its_model_was_sharded_is_warned_of(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(built_before_sharding):
+        assert any("If fully_shard was, it has put others in their place" in each for each in told), told

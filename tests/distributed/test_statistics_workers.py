@@ -78,8 +78,9 @@ def test_a_layer_that_workers_cannot_measure_is_left_to_sgd_and_the_others_are_n
 
 
 @pytest.mark.slow
-def test_without_staleness_each_round_is_waited_for(two_ranks: Ranks) -> None:
-    case = Served(StatisticsWorkers(max_staleness=0))
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "l2_in_curvature": True}], ids=["plain", "decay"])
+def test_without_staleness_each_round_is_waited_for(options: dict[str, Any], two_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(max_staleness=0), options=options)
     trained, _ = two_ranks.run(on_rank, case)
     _check([trained], case)
 

@@ -449,6 +449,22 @@ def test_the_inputs_of_the_exact_estimate_are_those_of_all_positions_with_a_loss
     torch.testing.assert_close(a, (rows.mT @ rows / len(rows))[None])
 
 
+def test_what_the_loss_reads_is_looked_for_on_steps_with_statistics_alone() -> None:
+    taken, asked = [], []
+
+    def outputs(output: Tensor) -> Tensor:
+        asked.append(len(taken))
+        return output
+
+    model, criterion = nn.Linear(3, 4), nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, estimate=MonteCarlo(criterion, outputs=outputs), factor_update_period=2)
+    for step in range(4):
+        criterion(model(torch.randn(5, 3)), torch.arange(5) % 4).backward()
+        optimizer.step()
+        taken.append(step)
+    assert asked == [0, 2]
+
+
 @pytest.mark.parametrize("estimate", [MonteCarlo, CurvaturePropagation])
 def test_forwards_without_a_backward_draw_nothing(estimate: type[NamedLoss]) -> None:
     factors = []

@@ -400,6 +400,16 @@ def test_conjugate_gradients_that_end_too_early_are_warned_of(monkeypatch: pytes
         step(model, optimizer, criterion)
 
 
+def test_one_conjugate_gradient_step_is_exact_where_the_curvature_is_one_kronecker_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kfac_optim.inverses.sample_system._MOST_ITERATIONS", 2)  # a warning, if it takes these
+    model, criterion = network(sizes=(2, 1)), nn.MSELoss()
+    optimizer = optimizer_of(model, criterion, damping=0.1, inverse=SampleSpace(dense_limit=1))
+    expected = of_squares(model, lambda f: (f(X) - Y[:, :1]).flatten() * (2 / len(X)) ** 0.5, 0.1)
+    assert_same(flat_step(model, optimizer, lambda: criterion(model(X), Y[:, :1])), expected, rtol=1e-8)
+
+
 def test_terms_without_curvature_leave_the_parameters_finite() -> None:
     model, criterion = network(sizes=(2, 6, 2)), nn.CrossEntropyLoss()
     optimizer, before = optimizer_of(model, criterion, damping=0.1), clones(model.parameters())

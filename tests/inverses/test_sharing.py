@@ -284,6 +284,15 @@ def test_opposed_uses_that_were_aged_are_combined_anew(inverse: Inverse[Any]) ->
     assert_identical(state.factors(), again.factors())
 
 
+def test_one_row_of_one_rank_is_a_sample() -> None:
+    spec = LayerSpec("layer", ("weight",), 4, 3)
+    ranks = Ranks(Cholesky(), spec, 2, {"A": 0, "G": 1}, {0, 1}, tells=True)
+    ranks.fold([[sample(spec, 5)], [sample(spec, 4)]])
+    ranks.fold([[sample(spec, 1, positions=1)], []])
+    ranks.refresh(DAMPING)
+    assert_one_process(ranks)
+
+
 def test_nothing_is_kept_of_a_refresh_where_neither_rank_has_a_sample() -> None:
     spec = LayerSpec("layer", ("weight",), 4, 3)
     for inverse in PAIRS[:4]:

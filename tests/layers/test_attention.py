@@ -342,3 +342,11 @@ def test_a_checkpoint_says_whether_the_inputs_are_shared(loaded: str) -> None:
     train(resumed, optimizer, range(3, 6))
     for left, right in zip(resumed.parameters(), straight.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+def test_a_layer_that_is_called_by_itself_leaves_no_mode_behind() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "head": nn.Linear(4, 3)})
+    optimizer = KFACOptimizer(model)
+    model["attention"](*[torch.randn(5, 2, 4)] * 3)
+    assert torch.overrides._get_current_function_mode() is None
+    optimizer.remove_hooks()

@@ -208,6 +208,15 @@ def test_counts_do_not_saturate_in_narrow_factors(dtype: torch.dtype) -> None:
     torch.testing.assert_close(a, torch.tensor([[0.75, 0.25, 0.0]], dtype=dtype), rtol=1e-2, atol=0)
 
 
+def test_one_token_without_a_dimension_is_an_example() -> None:
+    table = nn.Embedding(TOKENS, 3)
+    optimizer = KFACOptimizer(table, factor_update_period=1)
+    optimizer.set_loss_terms(1)
+    table(torch.tensor(2)).square().sum().backward()
+    optimizer.step()
+    assert_same(optimizer.factors()[""][0], torch.eye(TOKENS)[2:3])
+
+
 def test_a_model_of_tokens_trains_in_each_shape_of_batch() -> None:
     model = nn.Sequential(nn.Embedding(TOKENS, 4, padding_idx=0, max_norm=1.0), nn.Tanh(), nn.Linear(4, TOKENS))
     optimizer = KFACOptimizer(
@@ -246,6 +255,19 @@ def test_a_part_of_a_tensor_of_tokens_is_as_good_as_a_copy() -> None:
             optimizer.step()
         weights.append(model.weight.detach())
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("otherwise", [{"padding_idx": 1}, {"scale_grad_by_freq": True}])
+def test_a_forward_of_ones_own_that_looks_up_otherwise_is_left_to_sgd(otherwise: dict[str, int]) -> None:
+    class Table(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return nn.functional.embedding(ids, self.weight, **otherwise)
+
+    table = Table(TOKENS, 4)
+    optimizer = KFACOptimizer(table, factor_update_period=1)
+    table(torch.tensor([[1, 2], [3, 1]])).square().sum().backward()
+    with pytest.warns(UserWarning, match="'weight' is used by embedding in a way that is not measured"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,14 @@ def test_moments_do_not_depend_on_how_many_examples_are_worked_on_at_a_time(
         assert_same(moment, expected if structure is Structure.DENSE else expected.diagonal(dim1=1, dim2=2))
 
 
+def test_examples_may_be_drawn() -> None:
+    layer = nn.LayerNorm(4).double()
+    optimizer = KFACOptimizer(layer, lr=0.0, subsample=Subsample(1), factor_update_period=1)
+    layer(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    assert torch.linalg.matrix_rank(optimizer.factors()[""][1]).eq(1).all()
+
+
 class _Mean(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         return features.mean(1)

@@ -115,3 +115,15 @@ def test_the_first_step_of_a_warm_up_from_zero_counts() -> None:
     optimizer.step()
     scheduler.step()
     assert next(iter(optimizer.state_dict()["state"].values()))["kfac"]["clock"]["step"] == 1
+
+
+def test_every_step_counts_of_an_optimizer_that_has_a_state() -> None:
+    (model, optimizer), (other, loaded) = (new(momentum=0.9) for _ in range(2))
+    train(model, optimizer, 3)
+    loaded.load_state_dict(optimizer.state_dict())
+    for param in other.parameters():
+        param.grad = torch.zeros_like(param)
+    for group in loaded.param_groups:
+        group["lr"] = 0.0
+    loaded.step()
+    assert next(iter(loaded.state_dict()["state"].values()))["kfac"]["clock"]["step"] == 4

@@ -35,11 +35,23 @@ class Wave(nn.Module):
         return result
 
 
+class Places(nn.Module):
+    """A layer that each example goes through at two positions."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(d, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.leave(self.enter(torch.stack([x.sin(), x.cos()], 1)).tanh().sum(1))
+        return result
+
+
 def plain(d: int) -> nn.Module:
     return nn.Sequential(nn.Linear(d, 4), nn.Tanh(), nn.Linear(4, 3), nn.SiLU(), nn.Linear(3, 1))
 
 
-@pytest.mark.parametrize("make", [plain, Wave])
+@pytest.mark.parametrize("make", [plain, Wave, Places])
 @given(examples=st.integers(1, 4), d=st.integers(1, 3))
 def test_rows_of_a_residual_add_up_to_its_jacobian_for_each_example(
     make: type[nn.Module], examples: int, d: int

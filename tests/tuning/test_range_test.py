@@ -242,6 +242,16 @@ def test_a_trial_trains_as_the_optimizer_would() -> None:
     assert train(model, optimizer, 8) == list(trial.losses)
 
 
+@pytest.mark.parametrize(("second", "ended"), [(1.9, False), (2.1, True)])
+def test_a_trial_ends_where_the_loss_has_doubled(second: float, ended: bool) -> None:
+    model = network()
+    losses = [(Tensor([1.0]), Tensor([0.0])), (Tensor([second]), Tensor([0.0]))]
+    result = range_test(
+        KFACOptimizer(model), losses, lambda batch: batch[0] + 0 * model(batches()[0][0]).sum(), steps=FEW
+    )
+    assert result.records[0].losses == pytest.approx([1.0, second] if ended else [1.0, second] * 4)
+
+
 def test_param_groups_keep_their_ratios() -> None:
     """Plain steps of one group are three times those of the other, whatever the rate."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
@@ -316,6 +326,13 @@ def test_another_damping_has_to_do_much_better(gains: tuple[float, float], dampi
     """More of it a little less than less of it, which looks good in few steps."""
     by_damping = {0.01: gains[0], 0.1: 5.0, 1.0: gains[1]}
     assert search(trials_of(lambda _, tried: by_damping[tried]), START).damping == damping
+
+
+def test_another_damping_has_to_do_better_by_more_than_two_standard_errors_of_the_difference() -> None:
+    def run(_: float, damping: float) -> Trial:  # the better one gains (-1, 4) more: 1.5, and two errors are 5
+        return Trial(0.1, damping, (9.0, 9.0), (1.0, 6.0) if damping == 1 else (2.0, 2.0))
+
+    assert search(run, START).damping == 0.1
 
 
 def test_a_trial_learns_that_gains_more_than_two_standard_errors_of_the_mean() -> None:
@@ -439,6 +456,7 @@ def averaged(model: nn.Module, optimizer: KFACOptimizer) -> None:
         ({}, {"loader": iter(batches())}, None, "use up the batches of a list_iterator"),
         ({}, {"loader": []}, None, "yields no batch"),
         ({}, {"steps": 20}, None, "at least 56 steps, got 20"),
+        ({}, {"steps": 60.5}, None, "steps of range_test must be an integer, got 60.5"),
         ({}, {"loss_of": lambda _: 3.0}, None, "got float"),
         ({}, {"loss_of": lambda _: torch.tensor(3.0)}, None, "requires_grad=False"),
         ({}, {"loss_of": lambda _: torch.tensor(math.inf, requires_grad=True)}, None, "not finite before any step"),
@@ -448,7 +466,20 @@ def averaged(model: nn.Module, optimizer: KFACOptimizer) -> None:
         ({}, {}, released, "remove_hooks() has ended them"),
         ({"factor_update_period": 1}, {}, stepless, "between backward() and step()"),
     ],
-    ids=["iterator", "empty", "steps", "number", "graph", "loss", "rate", "scaler", "averages", "hooks", "gradients"],
+    ids=[
+        "iterator",
+        "empty",
+        "steps",
+        "part",
+        "number",
+        "graph",
+        "loss",
+        "rate",
+        "scaler",
+        "averages",
+        "hooks",
+        "gradients",
+    ],
 )
 def test_refusals_leave_no_trace(
     options: dict[str, Any], arguments: dict[str, Any], prepare: Callable[..., None] | None, words: str
