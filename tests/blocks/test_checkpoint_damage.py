@@ -5,6 +5,7 @@
 
 import io
 import random
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -35,6 +36,32 @@ def test_numbers_of_a_clock_that_others_are_multiplied_or_divided_by_are_not_zer
     damaged = case.saved()
     damaged["state"][0]["kfac"]["clock"][field] = 0.0
     with pytest.raises(ValueError, match=f"'{field}' of 'clock' of '0' is 0.0, not a finite number above 0"):
+        case.optimizer.load_state_dict(damaged)
+    assert_identical(case.held(), case.before)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda kfac: kfac["clock"].update(folds=kfac["clock"]["step"] + 2),
+            r"'folds' of 'clock' of '0' is \d+, beyond",
+        ),
+        (lambda kfac: kfac["clock"].update(folds=0, folds_at_refresh=0), r"though 'folds' is 0"),
+        (lambda kfac: kfac["clock"].update(folded_at=-1), r"'folded_at' of 'clock' of '0' is -1, though 'folds' is"),
+        (lambda kfac: kfac["clock"].pop("step"), r"'clock' of '0' lacks 'step'"),
+        (lambda kfac: kfac.update(version=99), r"by a later version of kfac_optim, in format 99"),
+        (lambda kfac: kfac.pop("inverse"), r"'inverse' of '0' is missing"),
+    ],
+    ids=["more folds than steps", "folded and not", "folds and when not", "no step", "later", "no inverse"],
+)
+def test_what_contradicts_itself_is_refused_and_nothing_changes(
+    damage: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    case = case_of((0, 1))
+    damaged = case.saved()
+    damage(damaged["state"][0]["kfac"])
+    with pytest.raises(ValueError, match=message):
         case.optimizer.load_state_dict(damaged)
     assert_identical(case.held(), case.before)
 
