@@ -160,7 +160,7 @@ STAGES = (
     Stage(("distributed/statistics-workers",), "statistics-workers --dataset mnist --data-dir mnist --steps 150", 3),
     Stage(("distributed/statistics-workers-curves",), "statistics-workers", 2),
     Stage(("mutants/mutants",), "mutants", 25),
-    Stage(("mutants/random",), "mutants --random 300 --room-alone --covering --timeout 300", 100),
+    Stage(("mutants/random",), "mutants --random 300 --room-alone --covering --timeout 600", 100),
     Stage(("range-test/range-test",), f"{_RANGE_TEST} --data-dir data", 10),
     Stage(("range-test/selected",), f"{_RANGE_TEST} --optimizers KFAC-selected --data-dir data", 10, "range-test"),
     Stage(("defaults/defaults",), "defaults regression regression-1000 classifier mnist-a mnist-b --data-dir data", 12),
