@@ -16,8 +16,8 @@ _STEPS = 5
 # Elements of a matrix from which on a launch takes no longer than its products.
 _SMALL = 2**18
 
-# Products of so few multiplications take longer in bfloat16 than in float32, as a call does (one CPU core with AVX-512,
-# torch 2.13); and so do all of matrices that are narrower.
+# Products of at most so many multiplications take longer in bfloat16 than in float32, because each call costs more, and
+# those of matrices that are narrower take as long (one CPU core with AVX-512, torch 2.13).
 _FEW, _NARROW = 2**20, 64
 
 
@@ -26,8 +26,8 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
     Each matrix is divided by its Frobenius norm first, so that its length has no effect. After five steps singular
     values of 0.0015 of that norm and more are between 0.68 and 1.21; smaller ones are multiplied by up to 485. The
-    singular vectors stay. Products of float32 matrices are taken in bfloat16 where they take half the time so, as in
-    Muon: rounding is less than what the polynomial leaves.
+    singular vectors stay. Large products of float32 matrices are taken in bfloat16, as in Muon: they take half the
+    time, and rounding is less than what the polynomial leaves.
 
     Args:
         matrix: `[n, rows, columns]`.

@@ -164,7 +164,7 @@ def check_kind(name: str, value: object, kind: type, remedy: str = "") -> None:
 
 
 def instance_remedy(value: object, *kinds: type) -> str:
-    """Say how a class is passed that one of `kinds` was asked for, with a space before; nothing of what is no class."""
+    """Return a remedy, after a space, where a class was given in the place of an instance of `kinds`; else nothing."""
     return f" Pass an instance: {value.__name__}(...)." if isinstance(value, type) and issubclass(value, kinds) else ""
 
 
