@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,13 +29,18 @@ def profiled(name: str) -> AbstractContextManager[Any]:
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Call `hook` with the gradient of `tensor` in every backward that comes to it; what it returns replaces it."""
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    """Call `hook` with the gradient of `tensor` in every backward that brings one; what it returns replaces it."""
+    tensor.register_hook(partial(_if_brought, hook))  # type: ignore[no-untyped-call]
+
+
+def _if_brought(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
+    """Call `hook`, but where an `autograd.Function` has returned None for the gradient of its input."""
+    return None if gradient is None else hook(gradient)
 
 
 def on_gradient_first(leaf: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
     """Call `hook` with each gradient that backward brings to `leaf`, before the hooks that others have set on it."""
-    handle: RemovableHandle = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = leaf.register_hook(partial(_if_brought, hook))  # type: ignore[no-untyped-call]
     hooks = leaf._backward_hooks
     assert hooks is not None
     # The engine calls them in the order in which the dict was filled.
@@ -106,15 +112,17 @@ class _PassedOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, hook: Callable[..., Tensor], anchor: Tensor | None, *kept: Tensor) -> Tensor:
         ctx.hook, ctx.is_anchored = hook, anchor is not None
+        ctx.set_materialize_grads(False)  # zeros in the place of None would be a gradient of the layer
         ctx.save_for_backward(*kept)
         same: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
         return same
 
     @staticmethod
     @inline_only
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         zero = torch.zeros((), device="cpu") if ctx.is_anchored else None
-        return call_as_it_is(ctx.hook, *ctx.saved_tensors, *gradients), None, zero, *(None for _ in ctx.saved_tensors)
+        passed_on = None if gradient is None else call_as_it_is(ctx.hook, *ctx.saved_tensors, gradient)
+        return passed_on, None, zero, *(None for _ in ctx.saved_tensors)
 
 
 def with_hook(output: Tensor, hook: Callable[..., Tensor], anchor: Tensor | None, *kept: Tensor) -> Tensor:

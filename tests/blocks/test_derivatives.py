@@ -212,6 +212,27 @@ def test_factors_are_those_of_the_jacobians_whatever_the_style(style: str) -> No
         assert_same((a[0], g[0]), (right / right.trace(), left))
 
 
+def test_terms_of_a_loss_that_differ_in_size_have_one_pair_of_factors() -> None:
+    torch.manual_seed(0)
+    model, criterion = linear().double(), nn.MSELoss()
+    points = [torch.randn(5, 6, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64) + 2]
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+    sizes = [(2 / 5) ** 0.5, 10 * (2 / 2) ** 0.5]
+    expected = [jacobians(model, x, slope)["2.weight"] * size for x, size in zip(points, sizes, strict=True)]
+    for _ in range(2):
+        optimizer.zero_grad()
+        inside, outside = (slope(model, x) for x in points)
+        loss = criterion(inside, torch.zeros_like(inside)) + criterion(10 * outside, torch.zeros_like(outside))
+        loss.backward()
+        optimizer.step()
+    each = torch.cat(expected)
+    left, right = (each @ each.mT).sum(0), (each.mT @ each).sum(0)
+    a, g = optimizer.factors()["2"]
+    assert a is not None
+    assert g is not None
+    assert_same((a[0], g[0]), (right / right.trace(), left))
+
+
 @pytest.mark.parametrize("style", ["reverse", "forward", "directions"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_tables_and_what_is_added_have_the_same_factors_within_torch_func(style: str, tied: bool) -> None:

@@ -95,17 +95,18 @@ def test_triangles_take_half_of_what_matrices_take() -> None:
 
 
 @given(rows=st.lists(st.integers(0, 6), min_size=1, max_size=4), groups=st.integers(1, 2), dim=st.integers(1, 4))
-def test_the_merged_mean_is_that_of_all_rows_however_they_are_spread(rows: list[int], groups: int, dim: int) -> None:
+def test_the_merged_sum_is_that_of_all_rows_however_they_are_spread(rows: list[int], groups: int, dim: int) -> None:
     """Those of the ranks that do not own it."""
     bucket = ReduceBucket("bucket", (Slot("A", groups * triangle_size(dim), 0),), len(rows) + 1, torch.float64)
     inputs = [torch.randn(groups, count, dim, dtype=torch.float64) for count in rows]
     contributions = [Contributions(bucket, rank, CPU) for rank in range(len(rows) + 1)]
     for each, x, count in zip(contributions[1:], inputs, rows, strict=True):
         each.put("A", pack_triangle(x.mT @ x / count), count)  # 0/0 where a rank saw nothing
-    mean = exchanged(bucket, contributions)["A"].mean()
+    total, mass = exchanged(bucket, contributions)["A"]
+    assert mass == sum(rows)
     together = torch.cat(inputs, 1)
-    expected = together.mT @ together / max(sum(rows), 1)
-    merged = unpack_triangle(mean.view(groups, -1), dim)
+    expected = together.mT @ together
+    merged = unpack_triangle(total.view(groups, -1), dim)
     torch.testing.assert_close(merged, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -119,7 +120,8 @@ def test_what_weighs_nothing_counts_for_nothing_and_the_last_report_holds() -> N
     merged = exchanged(bucket, both)
     assert merged["a"].total.tolist() == [3, 6]
     assert merged["a"].mass == 3
-    assert merged["b"].mean().tolist() == [0, 0]
+    assert merged["b"].total.tolist() == [0, 0]
+    assert merged["b"].mass == 0
     for mass in (0, 0.0, torch.tensor(0), torch.tensor(torch.nan), -1.0):
         contributions.put("a", torch.ones(2), 1)
         contributions.put("a", torch.tensor([torch.nan, torch.inf]), mass)

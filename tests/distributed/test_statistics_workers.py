@@ -74,6 +74,7 @@ def test_a_layer_that_workers_cannot_measure_is_left_to_sgd_and_the_others_are_n
     refreshed, _ = two_ranks.run(with_a_hidden_use, Served(FIXED, steps=12, options=EVERY_STEP))
     assert set(refreshed.pop("first")) == {-1}
     for steps in refreshed.values():
+        assert 2 in steps, "the round that told of the layer brought nothing of the others"
         assert steps[-1] >= 6
 
 

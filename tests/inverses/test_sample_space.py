@@ -17,6 +17,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from kfac_optim import ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, SampleSpace, Structure
+from kfac_optim.factors.example_rows import ExampleRows
+from kfac_optim.inverses.sample_rows import SampleRows
 from kfac_optim.specs import BlockDiagonal
 
 Residual = Callable[[nn.Module, Tensor], Tensor]
@@ -408,6 +410,26 @@ def test_one_conjugate_gradient_step_is_exact_where_the_curvature_is_one_kroneck
     optimizer = optimizer_of(model, criterion, damping=0.1, inverse=SampleSpace(dense_limit=1))
     expected = of_squares(model, lambda f: (f(X) - Y[:, :1]).flatten() * (2 / len(X)) ** 0.5, 0.1)
     assert_same(flat_step(model, optimizer, lambda: criterion(model(X), Y[:, :1])), expected, rtol=1e-8)
+
+
+def test_of_a_wide_layer_few_jacobians_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, g = (torch.randn(256, 3, 1, 128, dtype=torch.float32) for _ in range(2))  # of 2²² elements each example
+    held: list[int] = []
+    whole = ExampleRows.jacobians
+
+    def jacobians(rows: ExampleRows) -> Tensor:
+        found = whole(rows)
+        held.append(found.numel())
+        return found
+
+    monkeypatch.setattr(ExampleRows, "jacobians", jacobians)
+    key = (0, 0)
+    rows = SampleRows({key: 3}, {key: ExampleRows(3, None, [(z, g)])}, 1.0, False, torch.empty(256, 128, 128), z.dtype)
+    left, right = rows.moments()
+    assert max(held) <= 2**23
+    assert sum(held) == 3 * 2**22
+    torch.testing.assert_close(left.sum(0), torch.einsum("gnpi,gnpj,gnpk->jk", z.square(), g, g), rtol=1e-3, atol=1)
+    torch.testing.assert_close(right.sum(0), torch.einsum("gnpi,gnpj,gnpk->jk", g.square(), z, z), rtol=1e-3, atol=1)
 
 
 def test_terms_without_curvature_leave_the_parameters_finite() -> None:

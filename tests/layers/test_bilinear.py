@@ -34,3 +34,17 @@ def test_with_one_example_the_kronecker_product_is_its_gradient_times_itself() -
     optimizer.step()
     gradient = torch.cat([model.weight.grad.flatten(1), model.bias.grad[:, None]], dim=1).flatten()[None]
     assert_same(oracles.kronecker(*optimizer.factors()[""]), gradient.unsqueeze(2) * gradient.unsqueeze(1))
+
+
+@pytest.mark.parametrize("batch", [(5,), ()], ids=["five", "one"])
+def test_the_examples_of_its_batch_are_the_terms_of_a_mean(batch: tuple[int, ...]) -> None:
+    model, x, y = nn.Bilinear(3, 2, 4), torch.randn(*batch, 3), torch.randn(*batch, 2)
+    optimizer = KFACOptimizer(model, lr=0.0)
+    output = model(x, y)
+    output.retain_grad()
+    terms = len(x) if batch else 1
+    (output.square().sum() / terms).backward()
+    optimizer.step()
+    a = oracles.linear_rows(torch.einsum("...i,...j->...ij", x, y).flatten(-2))
+    expected = oracles.factors(a, oracles.linear_rows(output.grad), terms=terms, bias=True)
+    assert_same(optimizer.factors()[""], expected)

@@ -245,12 +245,6 @@ class Merged(NamedTuple):
     mass: Tensor | None
     """`Σ w`, `[masses]`, 0 where none of them had anything; None of a plain sum."""
 
-    def mean(self) -> Tensor:
-        """Return `Σ w·S / Σ w`, `[elements]`; zeros if no rank had anything."""
-        assert self.mass is not None, "a plain sum has no mean"
-        mass = self.mass.unsqueeze(-1)
-        return torch.where(mass > 0, _by_mass(self.total, len(mass)) / mass, 0.0).flatten()
-
 
 class Contributions:
     """Collects what one rank gives to one launch of a bucket: zeros, until something is put in.
