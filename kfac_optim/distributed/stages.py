@@ -1,6 +1,6 @@
 """The stages of a pipeline: each rank has an optimizer for its part of the model, and one trust region bounds all."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -11,6 +11,7 @@ from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.step.choices import Choices
+from kfac_optim.step.scalars import Scalar, scalars
 from kfac_optim.step.stages import Stages
 
 
@@ -57,9 +58,16 @@ class PipelineStages(Stages):
             )
         return not unfinished, most
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum `[n]` over the stages, in float64, the same bits on each."""
-        return self._communicator(values.device).all_reduce("trust region", values.double()).wait()
+    def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
+        """Return sums over all stages, in float64, the same bits on each.
+
+        Args:
+            own: sums over this stage, numbers or tensors on the device of the model.
+            slopes: more of them, `[n]`.
+        """
+        tensors = [torch.as_tensor(each, dtype=torch.float64, device=slopes.device) for each in own]
+        mine = torch.stack([*tensors, *slopes.double()])
+        return scalars(self._communicator(mine.device).all_reduce("trust region", mine).wait())
 
     def _communicator(self, device: torch.device) -> Communicator:
         """Return what launches on the stages; the first time this is a collective."""

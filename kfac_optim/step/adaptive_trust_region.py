@@ -27,7 +27,6 @@ from kfac_optim.step.scaling import (
     covered_here,
     lengths,
     momenta,
-    over_stages,
     scale_all,
     scale_momentum,
     summed_terms,
@@ -85,9 +84,8 @@ class AdaptiveTrustRegion(StepSize):
             return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         buffers = momenta(proposal)
         slopes = proposal.executor.gradients.sum_over_updaters(_slopes(proposal, buffers))
-        decrease, quadratic, added, slope, promised = over_stages(
-            proposal, [*lengths(proposal.products), _added(proposal.products)], slopes
-        )
+        own = [*lengths(proposal.products), _added(proposal.products)]
+        decrease, quadratic, added, slope, promised = proposal.executor.stages.sums(own, slopes)
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
         multiplier = follow(multiplier, slope_ratio(slope, slope_before), held > 0)
         size = exponential(multiplier)

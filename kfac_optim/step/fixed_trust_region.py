@@ -14,7 +14,6 @@ from kfac_optim.step.scaling import (
     counted,
     lengths,
     momenta,
-    over_stages,
     scale_all,
     scale_momentum,
     summed_terms,
@@ -48,7 +47,7 @@ class TrustRegion(StepSize):
         summed = summed_terms(proposal)
         buffers = [each for each in momenta(proposal) if each.group["momentum"] != 0]
         promises = proposal.executor.gradients.sum_over_updaters(_promised(proposal, buffers).reshape(1))
-        decrease, quadratic, promised = over_stages(proposal, lengths(proposal.products), promises)
+        decrease, quadratic, promised = proposal.executor.stages.sums(lengths(proposal.products), promises)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         held = momentum_scale(promised, summed, proposal.kl_clip)
         scale_all(chain.from_iterable(proposal.parts), scale)

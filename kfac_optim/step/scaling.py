@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.preconditioning import regularised
-from kfac_optim.step.scalars import Scalar, chosen, scalar_beside, scalars, scalars_beside, total
+from kfac_optim.step.scalars import Scalar, chosen, scalar_beside, total
 from kfac_optim.step.step_size import Group, Proposal
 from kfac_optim.utils.sharded_params import local
 
@@ -61,21 +61,6 @@ def lengths(products: Sequence[tuple[Group, Scalar]]) -> tuple[Scalar, Scalar]:
     """Return `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇` of the products of a proposal."""
     rates = [(scalar_beside(group["lr"], product), product) for group, product in products]
     return total([rate * product for rate, product in rates]), total([rate * rate * product for rate, product in rates])
-
-
-def over_stages(proposal: Proposal, sums: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
-    """Return sums over this stage of a pipeline as those over all stages, as of one process.
-
-    Args:
-        proposal: the step.
-        sums: numbers, or tensors on the device of the model.
-        slopes: more of them, `[n]`.
-    """
-    stages = proposal.executor.stages
-    if not stages.several:
-        return [*sums, *scalars_beside(slopes, sums[0])]
-    own = [torch.as_tensor(each, dtype=torch.float64, device=slopes.device) for each in sums]
-    return scalars(stages.sum(torch.stack([*own, *slopes.double()])))
 
 
 def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:

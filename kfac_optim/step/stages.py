@@ -1,7 +1,11 @@
 """What the stages of a pipeline know together of one step; here is one stage alone."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from kfac_optim.step.scalars import Scalar, scalars_beside
 
 
 class Stages:
@@ -24,6 +28,11 @@ class Stages:
         """
         return finite, summed
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum `values` `[n]` over the stages."""
-        return values
+    def sums(self, own: Sequence[Scalar], slopes: Tensor) -> list[Scalar]:
+        """Return sums over this stage as those over all stages, as of one process.
+
+        Args:
+            own: numbers, or tensors on the device of the model.
+            slopes: more of them, `[n]`.
+        """
+        return [*own, *scalars_beside(slopes, own[0])]
