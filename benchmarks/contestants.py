@@ -1,13 +1,12 @@
 """The optimizers that are compared, and what of each is searched: log-uniform ranges, the same for all problems.
 
 A loss that sums several terms for an example, as over the pixels of an image, is so many times the loss of other
-problems: K-FAC's damping and trust region (in units of the loss) are multiplied by the number of those terms, learning
-rates of optimizers that follow the gradient's scale are divided by its root. (Gradients of n terms add up to √n of them
-where they have nothing to do with each other, to n where they agree. On the deep autoencoders √n puts the highest rates
-that train, 0.003 to 0.01, at the middle of the range.) ``one_minus_momentum`` is 1 minus the momentum, or minus Adam's
-β₁. Weight decay is searched where a problem says so and is each optimizer's own: added to the gradient, or decoupled
-from it. Where the learning rate decays, so is the length of the run, ``horizon``, as part of the problem's steps. All
-else is at each optimizer's defaults, unless stated here.
+problems: learning rates of optimizers that follow the gradient's scale are divided by the root of the number of those
+terms. (Gradients of n terms add up to √n of them where they have nothing to do with each other, to n where they agree.
+On the deep autoencoders √n puts the highest rates that train, 0.003 to 0.01, at the middle of the range.)
+``one_minus_momentum`` is 1 minus the momentum, or minus Adam's β₁. Weight decay is searched where a problem says so and
+is each optimizer's own: added to the gradient, or decoupled from it. Where the learning rate decays, so is the length
+of the run, ``horizon``, as part of the problem's steps. All else is at each optimizer's defaults, unless stated here.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from torch.optim import Optimizer
 
 from benchmarks.problem import Decay, Problem
 from benchmarks.search import Box, Range, Setting
-from benchmarks.settings import fast
-from kfac_optim import KFACOptimizer, SelectedUpdates, TrustRegion
+from kfac_optim import KFACOptimizer, SelectedUpdates
 
 _REFRESH = 20  # steps between two refreshes of Shampoo's roots
 _EVALUATIONS = 25  # of a step of L-BFGS: torch would allow 1.25 for each iteration, no line search in a step of one
@@ -197,14 +195,12 @@ def _distributed_shampoo(model: nn.Module, _: Problem, setting: Setting) -> Opti
 
 
 def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Optimizer:
-    tuned: dict[str, Any] = {name: setting[name] for name in ("damping", "kl_clip") if name in setting}
     return KFACOptimizer(
         model,
         setting["lr"],
         momentum=0.9,
         nesterov=True,  # as SGD has it
         weight_decay=setting["weight_decay"],
-        **tuned,
         **choices,
     )
 
@@ -232,12 +228,6 @@ def _known_terms(problem: Problem) -> dict[str, Any]:
 def _named_loss(problem: Problem) -> dict[str, Any]:
     """It knows what its mean runs over."""
     return {"estimate": problem.named_loss}
-
-
-def _fast_with_named_loss(problem: Problem) -> dict[str, Any]:
-    """The named loss knows what its mean runs over."""
-    fixed = {"step_size": TrustRegion()}  # the range of kl_clip is for a fixed region
-    return {"estimate": problem.named_loss, **fixed, **fast(problem.batch.first)}
 
 
 _ADAM_SPACE = {"lr": _RATE, "one_minus_momentum": _MOMENTUM}
@@ -274,14 +264,5 @@ CONTESTANTS = {
     "KFAC-named": Contestant(_kfac, {"lr": Range(0.001, 1)}, choices=_named_loss, baseline=False),
     "KFAC-selected": Contestant(
         _kfac_selected, {"lr": _RATE}, choices=_known_terms, weight_decay=_DECOUPLED, baseline=False
-    ),
-    "KFAC-fast": Contestant(
-        _kfac,
-        # Others have two ranges, and as many trials.
-        {"lr": Range(0.01, 1), "damping": Range(3e-5, 3e-3), "kl_clip": Range(3e-4, 1e-1)},
-        {"damping": 1, "kl_clip": 1},
-        choices=_fast_with_named_loss,
-        weight_decay=_ADDED,
-        baseline=False,
     ),
 }

@@ -20,7 +20,7 @@ PROBLEMS = (
 )
 CONTESTANTS = (
     *("SGD", "AdamW", "Muon", "L-BFGS", "Shampoo", "LAMB", "MADGRAD", "AdaBelief", "SOAP", "DistributedShampoo"),
-    *("KFAC-default", "KFAC-named", "KFAC-selected", "KFAC-fast"),
+    *("KFAC-default", "KFAC-named", "KFAC-selected"),
 )
 SETTINGS = ("default", "whole")
 DATASETS = ("digits", "mnist")
@@ -229,7 +229,7 @@ def _range_test(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tuned",
         type=Path,
-        default=RESULTS / "compare" / "rate-alone",
+        default=RESULTS / "compare",
         metavar="PATH",
         help="folder of what compare has left of tuned runs (default: the results that come with the benchmarks)",
     )
@@ -520,7 +520,7 @@ def _mutants(parser: argparse.ArgumentParser) -> None:
 
 
 def _everything(parser: argparse.ArgumentParser) -> None:
-    named = "a benchmark, a result (compare/digits) or a folder of results (compare/rate-alone)"
+    named = "a benchmark, a result (compare/digits) or a folder of results (quickstart/seeds)"
     parser.add_argument(
         "stages", nargs="*", type=stages.matching, metavar="STAGE", help=f"make these alone: {named} (default: all)"
     )

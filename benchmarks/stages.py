@@ -77,57 +77,35 @@ def chosen(wanted: Sequence[Sequence[Stage]], skipped: Sequence[Sequence[Stage]]
     return [stage for stage in STAGES if stage in kept]
 
 
-def _compared(folder: str, arguments: str, minutes: dict[str, float], steps: str = "") -> Iterator[Stage]:
+def _compared(arguments: str, minutes: dict[str, float]) -> Iterator[Stage]:
     """Give a stage for each problem of `compare`, by its name."""
     for name, each in minutes.items():
-        yield Stage((f"{folder}/{name}",), f"compare {name} {steps}{arguments}", each)
+        yield Stage((f"compare/{name}",), f"compare {name} {arguments}", each)
 
 
-# Minutes are 1.3 times the processor's that training took where results were committed without their wall time (which
-# leaves out evaluation), and guesses where those do not tell it.
-_TUNED = "--trials 5 --seeds 2 --optimizers SGD Muon SOAP KFAC-fast --data-dir data"
-_OFTEN_TUNED = "--trials 10 --seeds 2 --optimizers SGD AdamW Muon SOAP KFAC-default KFAC-fast --data-dir data"
-_ON_PHOTOGRAPHS = "--steps 390 --trials 5 --seeds 2 --optimizers SGD Muon KFAC-default KFAC-fast --data-dir data"
-_RATE = (
-    "--trials 10 --seeds 3 --optimizers SGD Muon SOAP KFAC-default KFAC-named KFAC-selected --threads 1 --data-dir data"
-)
-_RATE_NAMED = "--seeds 2 --optimizers Muon KFAC-named KFAC-selected --threads 1 --data-dir data"
-_RATE_MUON = "--trials 10 --seeds 2 --optimizers Muon KFAC-selected --threads 1 --data-dir data"
+_KFAC = "KFAC-default KFAC-named KFAC-selected"
+_BASELINES = "SGD AdamW Muon L-BFGS Shampoo LAMB MADGRAD AdaBelief SOAP DistributedShampoo"
+_ONE_CORE = "--threads 1 --data-dir data"
+_NAMED = f"--steps 120 --trials 12 --seeds 2 --optimizers SGD Muon KFAC-named KFAC-selected {_ONE_CORE}"
+_TEXTS = f"--optimizers SGD AdamW Muon KFAC-default KFAC-selected {_ONE_CORE}"
+_PICTURES = f"--trials 10 --seeds 2 --optimizers SGD Muon KFAC-selected {_ONE_CORE}"
 _RANGE_TEST = "range-test digits mnist-mlp scales curves mnist-b lstm transformer"
 
 STAGES = (
-    Stage(("compare/digits",), "compare digits --trials 10 --seeds 2", 7),
-    *_compared("compare", _OFTEN_TUNED, {"mnist-mlp": 10, "lstm": 33}),
-    *_compared("compare", _TUNED, {"mnist-a": 135, "mnist-b": 140}),
-    *_compared("compare", "--trials 10 --seeds 2 --optimizers SGD Muon KFAC-fast --data-dir data", {"curves": 37}),
-    Stage(
-        ("compare/transformer",),
-        "compare transformer --steps 600 --trials 8 --seeds 2 --optimizers SGD AdamW Muon KFAC-default KFAC-fast "
-        "--data-dir data",
-        60,
+    *_compared(f"--trials 10 --seeds 3 --optimizers {_BASELINES} {_KFAC} {_ONE_CORE}", {"digits": 5}),
+    *_compared(
+        f"--trials 10 --seeds 3 --optimizers SGD AdamW Muon SOAP {_KFAC} {_ONE_CORE}", {"scales": 4, "mnist-mlp": 10}
     ),
-    *_compared("compare", _ON_PHOTOGRAPHS, {"resnet20-plain": 80, "resnet20": 100}),
-    Stage(("compare/rate-alone/digits", "compare/rate-alone/scales"), f"compare digits scales {_RATE}", 8),
-    *_compared("compare/rate-alone", _RATE, {"mnist-mlp": 10}),
-    *_compared("compare/rate-alone", f"--steps 120 --trials 12 {_RATE_NAMED}", {"curves": 6, "mnist-b": 24}),
-    Stage(
-        ("compare/rate-alone/lstm",),
-        "compare lstm --trials 12 --seeds 3 --optimizers Muon KFAC-default KFAC-selected --threads 1 --data-dir data",
-        14,
-    ),
-    Stage(
-        ("compare/rate-alone/transformer",),
-        "compare transformer --steps 600 --trials 12 --seeds 2 --optimizers Muon KFAC-default KFAC-selected "
-        "--threads 1 --data-dir data",
-        47,
-    ),
-    *_compared("compare/rate-alone", _RATE_MUON, {"unet": 26}, "--steps 468 "),
-    *_compared("compare/rate-alone", _RATE_MUON, {"resnet20-plain": 20, "cnn": 39, "vit": 39}, "--steps 390 "),
-    Stage(
-        ("compare/rate-alone/resnet20",),
-        "compare resnet20 --steps 390 --trials 4 --seeds 2 --optimizers Muon KFAC-selected SOAP KFAC-default "
-        "--data-dir data --threads 1",
-        70,
+    *_compared(_NAMED, {"curves": 8, "mnist-b": 30}),
+    *_compared(f"--trials 12 --seeds 3 {_TEXTS}", {"lstm": 25}),
+    *_compared(f"--steps 600 --trials 12 --seeds 2 {_TEXTS}", {"transformer": 60}),
+    *_compared(f"--steps 468 {_PICTURES}", {"unet": 35}),
+    *_compared(f"--steps 390 {_PICTURES}", {"resnet20-plain": 30, "cnn": 60}),
+    *_compared(f"--steps 390 --trials 10 --seeds 2 --optimizers SGD AdamW Muon KFAC-selected {_ONE_CORE}", {"vit": 80}),
+    *_compared(
+        "--steps 390 --trials 4 --seeds 2 --optimizers Muon KFAC-selected SOAP KFAC-default --data-dir data "
+        "--threads 1",
+        {"resnet20": 70},
     ),
     Stage(("batch-size/mnist-mlp",), "batch-size --trials 5 --seeds 2 --examples 300000 --data-dir data", 50),
     Stage(("pinn/poisson-2d",), "pinn poisson-2d --seeds 3 --threads 1", 12),

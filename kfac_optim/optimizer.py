@@ -126,7 +126,7 @@ class KFACOptimizer(Optimizer):
             hides it. None averages nothing.
         inverse: the representation of the inverse curvature; one for all layers, or a mapping from name globs or module
             classes. None is what suits the step size, which for most is `AutoInverse()`: what suits each layer, whole
-            factors and sketches of those 256 wide and more. `Cholesky()` keeps all factors whole.
+            factors and sketches of those 256 wide and more. `Cholesky()`, that of `QuadraticModel`, keeps all whole.
         estimate: which output gradients make `G`: those of the training loss, or of a loss that the estimate names
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kfac_optim.blocks.block import l2
 from kfac_optim.blocks.preconditioning import regularised
+from kfac_optim.inverses.base import Inverse, InverseRule
+from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.step.quadratic import change, minimum
 from kfac_optim.step.scalars import scalar_beside
 from kfac_optim.step.scaling import scale_all
@@ -33,10 +36,14 @@ class QuadraticModel(StepSize):
     place of the trust region: `kl_clip` is not looked at. Parameters that no layer covers go along their gradient, by
     `α`.
 
+    Where no `inverse` is named, factors are whole (`Cholesky()`): adapted damping falls low, and sketches leave out of
+    wide factors what only larger damping would hide.
+
     It needs `step(closure)`, or a step after an ordinary backward; and `estimate=` an estimate that names the loss, as
     `MonteCarlo(criterion)` does. Forwards run again with the random numbers they drew, so that dropout is allowed.
     """
 
+    usual_inverse: ClassVar[Inverse[Any] | InverseRule] = Cholesky()
     needs_objective = True
 
     takes_shards = False

@@ -72,7 +72,7 @@ def test_targets_are_that_of_sgd_and_that_of_the_best_baseline(
 ) -> None:
     repeated = {
         name: [Run(name, 0, 1, {}, Ending.FINISHED, (Reading(0, 0.0, lowest, 0.0),))]
-        for name, lowest in {**baselines, "KFAC-fast": 0.5}.items()
+        for name, lowest in {**baselines, "KFAC-named": 0.5}.items()
     }
     assert compare.set_targets(repeated, list(baselines), Aim.TRAINING, 0.0) == expected
 
@@ -187,7 +187,7 @@ def test_list_shows_problems_and_spaces_and_runs_nothing(
     run("compare", "--list")
     printed = " ".join(capsys.readouterr().out.split())
     assert all(name in printed for name in (*PROBLEMS, *contestants.CONTESTANTS))
-    assert "KFAC-fast lr 0.01 - 1, damping 3e-05 - 0.003" in printed
+    assert "L-BFGS lr 0.1 - 1, history_size 5 - 100" in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -196,7 +196,7 @@ def test_list_shows_problems_and_spaces_and_runs_nothing(
     [
         (["compare", "imagenet"], "PROBLEM: expected one of digits, mnist-a.*got 'imagenet'"),
         (["compare", "--optimizers", "Newton"], "--optimizers: invalid choice: 'Newton'"),
-        (["compare", "--optimizers", "KFAC-fast"], "--optimizers: digits has no baseline among KFAC-fast"),
+        (["compare", "--optimizers", "KFAC-named"], "--optimizers: digits has no baseline among KFAC-named"),
         (["compare", "mnist-b", "--data-dir", "nowhere"], "no folder 'nowhere/mnist'.*folder that has it as 'mnist'"),
         (
             ["compare", "lstm", "--data-dir", "nowhere"],

@@ -49,7 +49,7 @@ def test_range_test_leaves_a_table_a_picture_and_figures_and_goes_on_from_them(
         assert "Runs as the range test recommends" in " ".join(printed.split())
     assert (tmp_path / "digits-KFAC-default-1.png").read_bytes().startswith(b"\x89PNG")
     (digits,) = json.loads((tmp_path / "range-test.json").read_text())["problems"]
-    committed = json.loads((Path(benchmarks.__file__).parent / "results/compare/rate-alone/digits.json").read_text())
+    committed = json.loads((Path(benchmarks.__file__).parent / "results/compare/digits.json").read_text())
     tuned = read_tuned(committed, "KFAC-default")
     assert (digits["optimizer"], digits["tuned"]["steps"]) == ("KFAC-default", tuned.arrival)
     assert digits["recommended"][0]["setting"].keys() == {"lr", "damping"}

@@ -44,7 +44,7 @@ REPORTS = [
         optimizer("SGD", (100, 10.0), (None, None)),
         optimizer("Muon", (40, 8.0), (80, 16.0)),
         optimizer("KFAC", (20, 5.0), (60, 12.0), baseline=False),
-        optimizer("KFAC-fast", (20, 4.0), (None, None), baseline=False),
+        optimizer("KFAC-named", (20, 4.0), (None, None), baseline=False),
     ),
     report(
         "two",
@@ -65,7 +65,7 @@ def test_the_table_has_multiples_of_what_the_setter_of_each_target_needs(
     main(["scoreboard", *map(str, paths), "--out", str(plot)])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["problem", "target, set by", "its steps, seconds", "KFAC", "KFAC-fast"]
+    assert cells[0] == ["problem", "target, set by", "its steps, seconds", "KFAC", "KFAC-named"]
     assert cells[2:] == [
         ["one", "0.5, SGD", "100, 10", "×0.20, ×0.50", "×0.20, ×0.40"],
         ["", "0.25, Muon", "80, 16", "×0.75, ×0.75", "1 of 2 seeds"],
@@ -90,7 +90,7 @@ def test_slowdowns_are_over_the_fastest_to_the_best_baselines_target_where_it_wa
         "SGD": [math.inf, 1.0],
         "Muon": [16 / 12],
         "KFAC": [1.0, 1.5],
-        "KFAC-fast": [math.inf],
+        "KFAC-named": [math.inf],
     }
 
 

@@ -99,7 +99,7 @@ def test_trials_of_all_optimizers_are_kept_and_a_study_that_was_stopped_ends_as_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, examples = small_digits()
-    chosen = {name: CONTESTANTS[name] for name in ("SGD", "L-BFGS", "KFAC-fast")}
+    chosen = {name: CONTESTANTS[name] for name in ("SGD", "L-BFGS", "KFAC-named")}
     whole = study(tmp_path / "whole", problem, examples, chosen).tune(QUIET)
     assert {name: [run.trial for run in runs] for name, runs in whole.items()} == {name: [0, 1] for name in chosen}
 
@@ -165,11 +165,11 @@ def test_runs_of_an_optimizer_with_other_numbers_are_refused(name: str, tmp_path
 
 def test_runs_of_an_optimizer_with_other_choices_are_refused(tmp_path: Path) -> None:
     problem, examples = small_digits()
-    kfac = CONTESTANTS["KFAC-fast"]
-    study(tmp_path, problem, examples, {"KFAC-fast": kfac}, trials=1).tune(QUIET)
+    kfac = CONTESTANTS["KFAC-named"]
+    study(tmp_path, problem, examples, {"KFAC-named": kfac}, trials=1).tune(QUIET)
     empirical = replace(kfac, choices=lambda problem: {**kfac.choices(problem), "estimate": Empirical()})
     with pytest.raises(UsageError, match=r"was made with choices .*MonteCarlo.*this study has .*Empirical\(\)"):
-        study(tmp_path, problem, examples, {"KFAC-fast": empirical}, trials=1).tune(QUIET)
+        study(tmp_path, problem, examples, {"KFAC-named": empirical}, trials=1).tune(QUIET)
 
 
 def test_seconds_of_two_machines_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

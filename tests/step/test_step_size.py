@@ -440,3 +440,10 @@ def test_momentum_is_bounded_by_the_slope_of_the_loss_with_its_weight_decay() ->
     promised = -0.5 * 0.9 * sum(float(slope.sum()) for slope in slopes)
     optimizer.step()
     assert optimizer.metrics()["momentum_scale"] == pytest.approx(-(1e-6**0.5) / promised)
+
+
+def test_wide_factors_are_whole_where_no_inverse_is_named() -> None:
+    model = nn.Linear(300, 3, dtype=torch.float32)
+    model(torch.randn(5, 300, dtype=torch.float32))
+    assert "301×301 " in str(build(model).summary())
+    assert "301×301 from 64" in str(build(model, step_size=TrustRegion()).summary())
