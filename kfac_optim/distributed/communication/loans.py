@@ -22,7 +22,7 @@ class Loan:
     def lend(self, tensor: Tensor) -> Tensor:
         """Return what the group is given in the place of a tensor: the same memory, until the loan has ended."""
         if tensor.device.type != "cpu":
-            return tensor
+            return tensor  # pragma: cuda
         # Not `detach`, whose result shares the version: nobody has written to the tensor when the loan ends.
         lent = tensor.data
         self._lent.append(lent)
