@@ -100,8 +100,10 @@ STAGES = (
     *_compared(f"--trials 12 --seeds 3 {_TEXTS}", {"lstm": 25}),
     *_compared(f"--steps 600 --trials 12 --seeds 2 {_TEXTS}", {"transformer": 60}),
     *_compared(f"--steps 468 {_PICTURES}", {"unet": 35}),
-    *_compared(f"--steps 390 {_PICTURES}", {"resnet20-plain": 30, "cnn": 60}),
-    *_compared(f"--steps 390 --trials 10 --seeds 2 --optimizers SGD AdamW Muon KFAC-selected {_ONE_CORE}", {"vit": 80}),
+    *_compared(f"--steps 390 {_PICTURES}", {"resnet20-plain": 30}),
+    *_compared(
+        f"--steps 390 --trials 10 --seeds 2 --optimizers Muon KFAC-selected {_ONE_CORE}", {"cnn": 40, "vit": 40}
+    ),
     *_compared(
         "--steps 390 --trials 4 --seeds 2 --optimizers Muon KFAC-selected SOAP KFAC-default --data-dir data "
         "--threads 1",
@@ -137,7 +139,7 @@ STAGES = (
     ),
     Stage(("distributed/statistics-workers",), "statistics-workers --dataset mnist --data-dir mnist --steps 150", 3),
     Stage(("distributed/statistics-workers-curves",), "statistics-workers", 2),
-    Stage(("mutants/mutants",), "mutants", 25),
+    Stage(("mutants/mutants",), "mutants --covering --timeout 900", 25),
     Stage(("mutants/random",), "mutants --random 300 --room-alone --covering --timeout 600", 100),
     Stage(("range-test/range-test",), f"{_RANGE_TEST} --data-dir data", 10),
     Stage(("range-test/selected",), f"{_RANGE_TEST} --optimizers KFAC-selected --data-dir data", 10, "range-test"),
