@@ -282,18 +282,18 @@ WORDS = (
 )
 
 
+def test_choices_that_do_not_go_with_experts_are_refused_by_name(four_ranks: Ranks) -> None:
+    for messages in four_ranks.run(of_choices):
+        for message, words in zip(messages, WORDS, strict=True):
+            assert re.match(f"kfac_optim: .*{words}", message), message
+
+
 def test_layers_are_those_that_were_named_whatever_becomes_of_the_list() -> None:
     named = ["*.experts"]
     experts = Experts(named)
     named.append("head")
     assert experts == Experts(("*.experts",))
     assert hash(experts) == hash(Experts(["*.experts"]))
-
-
-def test_choices_that_do_not_go_with_experts_are_refused_by_name(four_ranks: Ranks) -> None:
-    for messages in four_ranks.run(of_choices):
-        for message, words in zip(messages, WORDS, strict=True):
-            assert re.match(f"kfac_optim: .*{words}", message), message
 
 
 def of_layouts(rank: int) -> tuple[list[str], str]:
