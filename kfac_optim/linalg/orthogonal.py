@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,14 +54,25 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 def _polynomial(rows: Tensor, b: float, c: float) -> Tensor:
-    """Return `b S + c S²` of `S = rows rowsᵀ`, `[n, d, d]`; of a wide one in which products are taken by halves."""
-    if rows.shape[-2] <= WHOLE or not rows.is_cpu:
-        gram = rows @ rows.mT
+    """Return `b S + c S²` of `S = rows rowsᵀ`, `[n, d, d]`.
+
+    On a CPU products of wide matrices are taken by halves, but not in bfloat16 where the CPU has AMX: there whole ones
+    are quicker (400 × 785: five steps in 4.2 ms, by halves in 6.5; one core, torch 2.13).
+    """
+    if rows.shape[-2] <= WHOLE or not rows.is_cpu or (rows.dtype is torch.bfloat16 and _has_amx()):
+        # Of one matrix in bfloat16 `bmm` takes up to three times as long as `mm` (a CPU with AMX, torch 2.13).
+        gram = (rows[0] @ rows[0].mT).unsqueeze(0) if len(rows) == 1 else rows @ rows.mT
         return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
     gram, square = (rows.new_empty(*rows.shape[:-1], rows.shape[-2]) for _ in range(2))
     symmetric_product(rows.mT, out=gram)
     symmetric_product(gram, out=square)
     return square.mul_(c).add_(gram, alpha=b)
+
+
+@lru_cache(maxsize=1)
+def _has_amx() -> bool:
+    """Return whether the CPU has matrix units for bfloat16."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 def orthogonal_factors(matrices: Sequence[Tensor]) -> list[Tensor]:

@@ -62,3 +62,14 @@ def test_wide_matrices_whose_products_are_taken_by_halves_come_out_alike(monkeyp
     for module in (orthogonal, products):
         monkeypatch.setattr(module, "WHOLE", 16)
     torch.testing.assert_close(orthogonalised(matrices), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("count", "amx"), [(1, True), (2, True), (2, False)])
+def test_products_in_bfloat16_are_right_on_every_cpu(monkeypatch: pytest.MonkeyPatch, count: int, amx: bool) -> None:
+    monkeypatch.setattr(orthogonal, "_has_amx", lambda: amx)
+    for module in (orthogonal, products):
+        monkeypatch.setattr(module, "WHOLE", 16)
+    torch.manual_seed(0)
+    matrices = torch.randn(count, 120, 110, dtype=torch.float64)
+    expected = torch.stack([written_out(matrix) for matrix in matrices])
+    assert torch.dist(orthogonalised(matrices.float()).double(), expected) < 0.03 * expected.norm()
