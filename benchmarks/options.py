@@ -148,6 +148,7 @@ def _compare(parser: argparse.ArgumentParser) -> None:
 
 def _scoreboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reports", nargs="+", type=Path, metavar="JSON", help="of compare")
+    parser.add_argument("--to", metavar="OPTIMIZER", help="that sets the targets (default: SGD, and the best baseline)")
     parser.add_argument(
         "--out",
         type=Path,

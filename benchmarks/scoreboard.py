@@ -3,7 +3,8 @@
 Reads the JSON that `compare` left: a table in Markdown, with K-FAC's steps and seconds to each target as multiples (×)
 of what the baseline needs that set it; and, of the targets set by the best baselines, the performance profile of every
 optimizer: on what part of the problems that it was run on it is within a factor of the fastest (Dolan & Moré 2002,
-"Benchmarking optimization software with performance profiles").
+"Benchmarking optimization software with performance profiles"). With --to the one target of a problem is what that
+optimizer reaches, in the median over seeds; problems that it was not run on are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ from rich.table import Table
 
 from benchmarks import arguments
 from benchmarks.plots import plot_profile
+from benchmarks.problem import Aim
+from benchmarks.scores import Arrival, target_of
+from benchmarks.study import Ending, Reading, Run
 
 Report = Mapping[str, Any]
 
 
 def run(args: argparse.Namespace) -> None:
     reports = [read_report(path) for path in args.reports]
+    if args.to is not None:
+        reports = [judged_by(report, args.to) for report in reports if args.to in _names(report["optimizers"])]
+        if not reports:
+            raise arguments.UsageError(f"argument --to: {args.to!r} is in none of these results")
     # Not cut at the width of a terminal: it is to be copied.
     console = Console(width=250, soft_wrap=True)
     console.print(score_table(reports))
@@ -50,6 +58,29 @@ def read_report(path: Path) -> Report:
             f"argument JSON: expected what `python -m benchmarks compare` leaves, got {str(path)!r}"
         )
     return report
+
+
+def judged_by(report: Report, setter: str) -> Report:
+    """The same runs, with what the optimizer ``setter`` reaches as their only target."""
+    aim = Aim(report["aim"])
+    runs = {
+        optimizer["name"]: [_run(optimizer, each) for each in optimizer["runs"]] for optimizer in report["optimizers"]
+    }
+    target = target_of(setter, runs[setter], aim, report["floor"])
+    optimizers = [
+        {**optimizer, "arrivals": [Arrival.of(runs[optimizer["name"]], aim, target).as_json()]}
+        for optimizer in report["optimizers"]
+    ]
+    return {**report, "targets": [{"setter": setter, "value": target.value}], "optimizers": optimizers}
+
+
+def _run(optimizer: Mapping[str, Any], run: Mapping[str, Any]) -> Run:
+    columns = run["readings"]
+    readings = tuple(
+        Reading(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)
+    )
+    ending = Ending(run["ending"])
+    return Run(optimizer["name"], optimizer["trial"], run["seed"], optimizer["setting"], ending, readings)
 
 
 def score_table(reports: Sequence[Report]) -> Table:

@@ -94,6 +94,33 @@ def test_slowdowns_are_over_the_fastest_to_the_best_baselines_target_where_it_wa
     }
 
 
+def test_another_optimizer_sets_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(with_readings()))
+    arguments = "scoreboard", str(path), "--out", str(tmp_path / "plot.png"), "--to"
+    main([*arguments, "AdamW"])
+    # AdamW's runs end at 0.4 and 0.5: its target is the higher one, and the seconds are medians of 3 and 2, of 2 and 2.
+    assert "0.5, AdamW" in (out := capsys.readouterr().out)
+    assert "2, 2.5" in out
+    assert "×0.50, ×0.80" in out
+    with pytest.raises(SystemExit):
+        main([*arguments, "LAMB"])
+    assert "'LAMB' is in none of these results" in capsys.readouterr().err
+
+
+def with_readings() -> dict[str, Any]:
+    def run(seed: int, seconds: list[float], losses: list[float]) -> dict[str, Any]:
+        readings = {"steps": [0, 1, 2], "seconds": seconds, "training": losses, "validation": [0.0] * 3}
+        return {"seed": seed, "ending": "finished", "readings": readings}
+
+    def of(name: str, baseline: bool, *runs: dict[str, Any]) -> dict[str, Any]:
+        return {**optimizer(name, baseline=baseline), "trial": 0, "setting": {}, "runs": list(runs)}
+
+    first = of("AdamW", True, run(1, [0, 1, 3], [1, 0.6, 0.4]), run(2, [0, 1, 2], [1, 0.7, 0.5]))
+    second = of("KFAC", False, run(1, [0, 2, 4], [1, 0.5, 0.1]), run(2, [0, 2, 4], [1, 0.4, 0.3]))
+    return {**report("one", {}, first, second), "aim": "training", "floor": 0.0}
+
+
 @pytest.mark.parametrize("content", ['{"benchmark": "batch-size"}', "[1]", "no JSON"])
 def test_other_files_are_refused(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
