@@ -647,8 +647,9 @@ class KFACOptimizer(Optimizer):
 
         `A` is `[groups, in, in]` (bias column last) and `G` `[groups, out, out]`; a diagonal factor is `[groups, d]`,
         an identity None. A factor kept by a `BlockDiagonal` is `[blocks, width, width]`, zero in what the last block
-        lacks: `torch.block_diag(*factor)[:d, :d]` is the whole. `A ⊗ G` approximates the Fisher of the loss as the user
-        wrote it.
+        lacks: `torch.block_diag(*factor)[:d, :d]` is the whole. Of a factor that is sketched, as wide ones are by
+        default, only the trace and the leading eigenpairs are known: all other directions have one eigenvalue, their
+        mean. `A ⊗ G` approximates the Fisher of the loss as the user wrote it.
         """
         return diagnostics.factors(self._binding.coverage.blocks)
 

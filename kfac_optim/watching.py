@@ -22,6 +22,8 @@ _HARDLY_TURNED = 0.95  # cosine
 _LOST = 10.0  # cutoff
 _HALF = 0.5
 _LITTLE = 0.1  # of the first loss
+_STANDS, _HIGHER = 0.9, 1.3  # of the first loss, which is of one batch: between them it has stayed, above it is worse
+_LONG = 100  # steps in which a loss that can fall has fallen
 _PANELS = (
     (("damping",), "log"),
     (("trust_region_scale", "kl_clip"), "log"),
@@ -47,7 +49,8 @@ def diagnose(history: History) -> list[str]:
     records = _records(history)
     if not records:
         return []
-    run = _Window(records[-_WINDOW:], records[0][1])
+    began, first = records[0]
+    run = _Window(records[-_WINDOW:], first, began)
     return [hint for ask in _HINTS if (hint := ask(run)) is not None]
 
 
@@ -110,10 +113,11 @@ def _records(history: History) -> list[tuple[float, Reported]]:
 
 @dataclass(frozen=True)
 class _Window:
-    """Holds the records that hints are read off, oldest first, and the metrics that the run began with."""
+    """Holds the records that hints are read off, oldest first, and the metrics and the step that the run began with."""
 
     records: Sequence[tuple[float, Reported]]
     first: Reported
+    began: float
 
     @property
     def where(self) -> str:
@@ -130,6 +134,28 @@ class _Window:
         found = [metrics[name] for _, metrics in self.records if not math.isnan(metrics.get(name, math.nan))]
         return found if len(found) >= _FEW else []
 
+    @property
+    def selects(self) -> bool:
+        """Whether the run takes `SelectedUpdates`, which look at no `damping`."""
+        return "natural_updates" in self.last
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a trust region of fixed size holds nearly every step."""
+        scales, bounds = self.of("trust_region_scale"), self.of("kl_clip")
+        if not scales or not bounds or min(bounds) != max(bounds):  # one that adapts moves while it binds
+            return False
+        return sum(scale < 1 for scale in scales) >= _NEARLY_ALL * len(scales)
+
+    @property
+    def first_loss(self) -> float:
+        return self.first.get("loss", math.nan)
+
+    def loss_over_first(self) -> float:
+        """Return the median loss over the first one; NaN where that is not known, or not above 0."""
+        losses = self.of("loss")
+        return median(losses) / self.first_loss if losses and self.first_loss > 0 else math.nan
+
     def grown(self, name: str) -> int:
         """Return by how much a count has grown; of a single record the count."""
         now = self.last.get(name, 0.0)
@@ -142,15 +168,15 @@ class _Window:
 
 def _short_steps(run: _Window) -> str | None:
     scales, bounds = run.of("trust_region_scale"), run.of("kl_clip")
-    if not scales or not bounds:
+    if not scales or not bounds or run.loss_over_first() > _HIGHER:
         return None
     middle = median(scales)
-    held = sum(scale < 1 for scale in scales) / len(scales)
-    if min(bounds) == max(bounds) and held >= _NEARLY_ALL:  # a region that adapts moves while it binds
+    if run.is_bounded:
+        held = sum(scale < 1 for scale in scales) / len(scales)
         return (
             f"The trust region binds in {held:.0%} of {run.where} (median trust_region_scale {middle:.1g}), and "
-            f"kl_clip stays {bounds[-1]:.1g}: raise kl_clip tenfold, or leave step_size at its default, which finds "
-            "how far steps may go."
+            f"kl_clip stays {bounds[-1]:.1g}. If the loss falls slowly, raise kl_clip tenfold, or leave step_size at "
+            "its default, which finds how far steps may go."
         )
     # Where noise has shrunk the region, steps may be as much shorter.
     shrunk = min(1.0, median(bounds) / run.first.get("kl_clip", median(bounds))) ** 0.5
@@ -158,7 +184,8 @@ def _short_steps(run: _Window) -> str | None:
         return None
     return (
         f"The trust region makes steps {middle:.0e} times as long as lr does (median trust_region_scale of "
-        f"{run.where}): divide lr by about {1 / middle:.0e}; where the loss hardly falls, raise kl_clip instead."
+        f"{run.where}), so that neither lr nor a schedule of it has an effect on layers. For it to have one, divide lr "
+        f"by about {1 / middle:.0e}; where the loss hardly falls, raise kl_clip instead."
     )
 
 
@@ -177,7 +204,7 @@ def _flat(run: _Window) -> str | None:
     flat, blocks = run.of("flat_blocks"), run.last.get("blocks", 0.0)
     if not flat or median(flat) <= _HALF * blocks or "reduction_ratio" in run.last or _hardly_turned(run) is not None:
         return None
-    if (losses := run.of("loss")) and median(losses) < _LITTLE * run.first.get("loss", math.inf):
+    if run.loss_over_first() < _LITTLE:
         return None  # it has come down, and the empirical Fisher with it
     return (
         f"Damping hides the curvature of {median(flat):.0f} of {blocks:.0f} layers (median flat_blocks of "
@@ -187,15 +214,44 @@ def _flat(run: _Window) -> str | None:
     )
 
 
+def _higher_loss(run: _Window) -> str | None:
+    if not run.loss_over_first() > _HIGHER:
+        return None
+    if run.is_bounded:
+        remedy = "Lower kl_clip tenfold, or leave step_size at its default"
+    else:
+        remedy = f"Divide lr by ten{'' if run.selects else ', or raise damping tenfold'}"
+    return (
+        f"The loss is higher than where it began: {median(run.of('loss')):.3g} in the median of {run.where}, "
+        f"{run.first_loss:.3g} at first. {remedy}."
+    )
+
+
 def _rising_loss(run: _Window) -> str | None:
     losses = run.of("loss")
     quarter = len(losses) // 4
-    if len(losses) < 4 * _FEW or median(losses[-quarter:]) <= max(losses[:quarter]):
+    if len(losses) < 4 * _FEW or median(losses[-quarter:]) <= max(losses[:quarter]) or _higher_loss(run) is not None:
         return None
     return (
         f"The loss rises over {run.where}, from a median of {median(losses[:quarter]):.3g} to "
-        f"{median(losses[-quarter:]):.3g}: raise damping tenfold, let the rate decay, or evaluate an average, "
-        "average=IterateAverage()."
+        f"{median(losses[-quarter:]):.3g}: {'lower lr' if run.selects else 'raise damping tenfold'}, let the rate "
+        "decay, or evaluate an average, average=IterateAverage()."
+    )
+
+
+def _staying_loss(run: _Window) -> str | None:
+    part = run.loss_over_first()
+    if not _STANDS <= part <= _HIGHER or run.records[-1][0] - run.began < _LONG or "reduction_ratio" in run.last:
+        return None
+    if any(ask(run) is not None for ask in (_short_steps, _hardly_turned, _flat, _rising_loss)):
+        return None
+    if run.selects:
+        remedy = "try three times lr, and a third of it"
+    else:
+        remedy = "lower damping tenfold or a hundredfold, or pass step_size=SelectedUpdates()"
+    return (
+        f"The loss has stayed where it began: {median(run.of('loss')):.3g} in the median of {run.where}, "
+        f"{run.first_loss:.3g} at first. If it can fall, {remedy}."
     )
 
 
@@ -205,7 +261,7 @@ def _skipped(run: _Window) -> str | None:
         return None
     return (
         f"{count} steps of {run.where} were skipped, as a gradient was not finite. Look at the loss and the data; "
-        "lower lr, raise damping, or lower the loss scale."
+        f"lower lr{'' if run.selects else ', raise damping'}, or lower the loss scale."
     )
 
 
@@ -224,9 +280,10 @@ def _failed(run: _Window) -> str | None:
     if not failed and not retried:
         return None
     worst = max(run.last.get("condition_A", 0.0), run.last.get("condition_G", 0.0))
+    more = "pass a larger inverse=InverseAndRoot(damping=...)" if run.selects else "raise damping tenfold"
     return (
         f"{failed} refreshes of inverses failed and {retried} took more damping (largest condition number "
-        f"{worst:.0e}): raise damping tenfold, or pass factor_dtype=torch.float64."
+        f"{worst:.0e}): {more}, or pass factor_dtype=torch.float64."
     )
 
 
@@ -272,7 +329,9 @@ _HINTS: tuple[Callable[[_Window], str | None], ...] = (
     _short_steps,
     _hardly_turned,
     _flat,
+    _higher_loss,
     _rising_loss,
+    _staying_loss,
     _skipped,
     _refused,
     _failed,

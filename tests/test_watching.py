@@ -286,11 +286,11 @@ class InPlace(nn.Module):
 CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
     "lr far too large": (
         lambda: watched(network(), inputs(), lr=1e4),
-        r"makes steps \de-0\d times as long as lr does .* of the last 40 steps\): divide lr by about 1?\de\+0\d",
+        r"makes steps \de-0\d times as long as lr does .* of the last 40 steps\).* divide lr by about 1?\de\+0\d",
     ),
     "a fixed region that binds": (
         lambda: watched(network(), inputs(), step_size=TrustRegion(), kl_clip=1e-6),
-        r"binds in 100% of the last 40 steps \(median trust_region_scale 0\.\d+\), and kl_clip stays 1e-06: raise",
+        r"binds in 100% of the last 40 steps \(median trust_region_scale 0\.\d+\), and kl_clip stays 1e-06\. .* raise",
     ),
     "far too much damping": (
         lambda: watched(network(), inputs(), damping=1e4),
@@ -300,9 +300,21 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
         lambda: watched(vanishing(), inputs()),
         r"hides the curvature of [78] of 11 layers \(.* of the last 40 steps\), with damping 0\.001: .* a hundredfold",
     ),
+    "a fixed region that is too large": (
+        lambda: watched(network(), inputs(), lr=1e3, momentum=0.0, step_size=TrustRegion(), kl_clip=100.0),
+        r"The loss is higher than where it began: .* Lower kl_clip tenfold, or leave step_size at its default",
+    ),
+    "selected updates at too high a rate": (
+        lambda: watched(network(), inputs(), lr=3.0, step_size=SelectedUpdates()),
+        r"The loss is higher than where it began: \S+ in the median .* \S+ at first\. Divide lr by ten\.$",
+    ),
+    "a loss that stays": (
+        lambda: watched(network(), inputs(), steps=120, lr=1e-9),
+        r"The loss has stayed where it began: .* If it can fall, lower damping",
+    ),
     "a loss that rises": (
-        lambda: watched(network(), inputs(), maximize=True),
-        r"The loss rises over the last 40 steps, from a median of .* raise damping tenfold",
+        lambda: [{"loss": 9.0}, *({"loss": 1 + step / 100} for step in range(100))],
+        r"The loss rises over the last 100 steps, from a median of 1\.12 to 1\.87: raise damping tenfold",
     ),
     "gradients that are not finite": (
         lambda: watched(network(), spoilt(4, float("nan"))),

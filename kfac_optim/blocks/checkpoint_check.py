@@ -85,7 +85,8 @@ def check_forms(states: Mapping[str, object]) -> None:
     Args:
         states: what the checkpoint holds for each block, or for what stands where a block should, by what to call it.
     """
-    _raise_damaged([problem for at, state in states.items() for problem in _form(state, at)])
+    problems = [problem for at, state in states.items() for problem in _form(state, at)]
+    _raise_damaged(problems, "Load another one, or give the fields that are named what they should hold")
 
 
 def check_layers(
@@ -124,7 +125,11 @@ def check_layers(
             f"kfac_optim: the checkpoint belongs to other layers or other options: {_shown(problems)}. Build the "
             "optimizer as it was when the checkpoint was saved; nothing has been changed."
         )
-    _raise_damaged(damaged)
+    _raise_damaged(
+        damaged,
+        "Load another one; or go on without the statistics of a layer, which then start from zero: in its entry 'kfac' "
+        f"of the checkpoint's 'state' set 'factors' to False and delete 'inverse' (and {STEP_SIZE!r}, if it is named)",
+    )
 
 
 def described(value: object) -> str:
@@ -288,13 +293,11 @@ def _size(value: Any) -> str:
     return "missing" if value is None else str(list(value.shape)) if isinstance(value, Tensor) else described(value)
 
 
-def _raise_damaged(problems: Iterable[str]) -> None:
+def _raise_damaged(problems: Iterable[str], remedy: str) -> None:
     found = list(problems)
     if found:
         raise ValueError(
-            f"kfac_optim: the checkpoint cannot be loaded: {_shown(found)}. Load another one; or go on without the "
-            "statistics of a layer, which then start from zero: in its entry 'kfac' of the checkpoint's 'state' set "
-            "'factors' to False and delete 'inverse'. Nothing has been changed."
+            f"kfac_optim: the checkpoint cannot be loaded: {_shown(found)}. {remedy}. Nothing has been changed."
         )
 
 

@@ -27,7 +27,7 @@ from kfac_optim.specs import LayerSpec
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 # Modules of torch's own that hold parameters for others to use.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
-_UNLESS_A_FUNCTION = "; a matrix is preconditioned once a function multiplies by it"
+_UNLESS_A_FUNCTION = "; a matrix is preconditioned once F.linear, @ or an einsum of two multiplies by it"
 
 
 def build_blocks(
@@ -60,7 +60,8 @@ def build_blocks(
         if adapter is not None and adapter.owns_children:
             owners.append(f"{path}." if path else "")
         owned = _owned(names, path, module, adapter, group_of, options, coverage)
-        for local in [local for local, param in owned.items() if param in excluded]:
+        out = [local for local, param in owned.items() if param in excluded]
+        for local in out:
             param = owned.pop(local)
             coverage.uncovered[param] = excluded[param]
         if not owned:
@@ -70,7 +71,8 @@ def build_blocks(
         trained = {local for local, param in owned.items() if param.requires_grad or param in known}
         coverage.frozen.update(param for local, param in owned.items() if local not in trained)
         if adapter is not None and not adapter.specs(module, name, trained):
-            adapter, reason = None, "the weight it belongs to is not trained by this optimizer"
+            adapter = None
+            reason = f"the weight it belongs to is {'left out' if out else 'not trained by this optimizer'}"
         coverage.lazy.update(param for param in owned.values() if is_lazy(param))
         if reason.endswith(_UNLESS_A_FUNCTION):
             coverage.candidates.update(param for param in owned.values() if param.requires_grad)

@@ -92,12 +92,17 @@ class Factor:
     def average(self) -> Tensor:
         """Return `[groups, d, d]`, a new tensor; of a diagonal factor `packed` itself, `[groups, d]`.
 
-        Of a sketched factor it is what the sketch tells: the matrix of its eigenpairs (`linalg.nystrom`).
+        Of a sketched factor it is what the sketch tells: the matrix of its eigenpairs (`linalg.nystrom`), with one
+        eigenvalue for all other directions, by which it has the trace of the factor.
         """
         if isinstance(self.structure, Sketched):
             sketch = self.sketch().to(self.mass.dtype)
             pairs = nystrom(sketch, sketch_directions(self.dim, self.structure.columns, like=sketch))
-            return (pairs.vectors * pairs.values.unsqueeze(-2) @ pairs.vectors.mT).to(self.dtype)
+            left = self.trace().to(sketch.dtype).unsqueeze(-1) - pairs.values.sum(-1, keepdim=True)
+            rest = left.clamp(min=0) / (self.dim - self.structure.columns)
+            matrix = pairs.vectors * (pairs.values - rest).unsqueeze(-2) @ pairs.vectors.mT
+            matrix.diagonal(dim1=-2, dim2=-1).add_(rest)
+            return matrix.to(self.dtype)
         return unpack_triangle(self.packed, self.dim) if self._is_dense else self.packed
 
     def sketch(self) -> Tensor:

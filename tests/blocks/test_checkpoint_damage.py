@@ -4,6 +4,7 @@
 """
 
 import io
+import math
 import random
 from collections.abc import Callable
 from dataclasses import fields
@@ -127,10 +128,22 @@ def test_a_layer_whose_statistics_are_damaged_goes_on_without_them_as_the_error_
     damaged = case.saved()
     held = damaged["state"][0]["kfac"]
     held["inverse"]["factors"]["G"]["average"].fill_(torch.nan)
-    with pytest.raises(ValueError, match="set 'factors' to False and delete 'inverse'"):
+    held["step_size"] = held["step_size"] * torch.nan
+    with pytest.raises(ValueError, match=r"set 'factors' to False and delete 'inverse' \(and 'step_size'"):
         case.optimizer.load_state_dict(damaged)
     held["factors"] = False
-    del held["inverse"]
+    del held["inverse"], held["step_size"]
+    assert outcome(case, damaged) == "loaded"
+
+
+def test_a_field_that_is_given_a_sound_value_as_the_error_says_loads() -> None:
+    case = case_of((0, 1))
+    damaged = case.saved()
+    clock = damaged["state"][0]["kfac"]["clock"]
+    sound, clock["damping"] = clock["damping"], math.nan
+    with pytest.raises(ValueError, match=r"'damping' of 'clock' of '0' is nan.* give the fields that are named what"):
+        case.optimizer.load_state_dict(damaged)
+    clock["damping"] = sound
     assert outcome(case, damaged) == "loaded"
 
 

@@ -219,7 +219,7 @@ def test_blocks_of_bare_matrices_have_the_names_of_their_parameters() -> None:
     assert set(before.values()) == {None}
     assert (
         reasons(optimizer)["first"]
-        == "no adapter for Several; a matrix is preconditioned once a function multiplies by it"
+        == "no adapter for Several; a matrix is preconditioned once F.linear, @ or an einsum of two multiplies by it"
     )
     train(model, optimizer, 2)
     assert owners(optimizer) == {

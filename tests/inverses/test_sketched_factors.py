@@ -201,6 +201,26 @@ def test_by_default_factors_from_a_width_of_256_are_sketched() -> None:
     assert [block.structure for block in whole] == [(sketch, dense), (dense, dense), (dense, dense)]
 
 
+def test_factors_shows_the_trace_and_one_eigenvalue_for_all_that_a_sketch_does_not_tell() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(90, 40)  # white noise, of which a sketch tells least
+    found = []
+    for inverse in (LowRank(2, sketch=6), LowRank(2)):
+        torch.manual_seed(1)
+        model = nn.Linear(40, 3, bias=False)
+        optimizer = free_optimizer(model, inverse=inverse)
+        model(x).square().mean().backward()
+        optimizer.step()
+        found.append(optimizer.factors()[""][0])
+    sketched, whole = found
+    assert sketched is not None
+    assert whole is not None
+    assert_same(sketched[0].trace(), whole[0].trace(), rtol=1e-9)
+    values = torch.linalg.eigvalsh(sketched[0])
+    assert_same(values[:34], values[0].expand(34), rtol=1e-9)
+    assert values[0] > 0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
