@@ -108,12 +108,14 @@ def score_table(reports: Sequence[Report]) -> Table:
 
 def _multiples(optimizer: Mapping[str, Any], target: int, setter: Mapping[str, Any]) -> str:
     arrival = optimizer["arrivals"][target]
+    seeds = f"{arrival['reached']} of {len(optimizer['runs'])} seeds"
     if arrival["steps"]["median"] is None:
-        return f"{arrival['reached']} of {len(optimizer['runs'])} seeds"
-    return ", ".join(
+        return seeds
+    multiples = ", ".join(
         f"×{arrival[quantity]['median'] / setter[quantity]['median']:.2f}" if setter[quantity]["median"] else "at start"
         for quantity in ("steps", "seconds")
     )
+    return multiples if arrival["reached"] == len(optimizer["runs"]) else f"{multiples} ({seeds})"
 
 
 def slowdowns(reports: Sequence[Report]) -> dict[str, list[float]]:

@@ -162,7 +162,7 @@ def metrics(
     *,
     dropped_calls: int,
     skipped_steps: Scalar,
-    rejected_steps: int,
+    rejected_steps: int | None,
     reduction_ratio: float | None,
     counters: Callable[[KFACBlock], Mapping[str, float | Tensor]],
     report: Mapping[str, Scalar],
@@ -174,10 +174,11 @@ def metrics(
         ("blocks_without_statistics", len(blocks) - len(known)),
         ("dropped_calls", dropped_calls),
         ("skipped_steps", skipped_steps),
-        ("rejected_steps", rejected_steps),
         *_shares(blocks, params).items(),
         *report.items(),
     ]
+    if rejected_steps is not None:
+        numbers.append(("rejected_steps", rejected_steps))
     if reduction_ratio is not None:
         numbers.append(("reduction_ratio", reduction_ratio))
     if record is not None:

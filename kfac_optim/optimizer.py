@@ -352,10 +352,13 @@ class KFACOptimizer(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a covered parameter has a sparse gradient; `nonfinite_limit` is reached; `adapt_damping` has
-                no closure, or one that draws other examples at each call; the curvature of the loss cannot be had; a
-                refresh in the background raised; this is a copy without the `grad_scaler` that was named.
-            ValueError: a number of a param group is out of range, or groups disagree on `kl_clip`.
+            RuntimeError: a covered parameter has a sparse gradient; `nonfinite_limit` is reached; `adapt_damping` or
+                `LineSearch` has no closure, or one that draws other examples at each call; the curvature of the loss
+                cannot be computed; a refresh in the background raised; this is a copy without the `grad_scaler` that
+                was named; or the model holds averages, since `eval()`.
+            TypeError: an entry of a param group is of the wrong kind.
+            ValueError: a number of a param group is out of its range (those of SGD, as in `optim.SGD`, may be any that
+                are finite), or groups disagree on `kl_clip`.
         """
         check_closure(closure)
         if closure is None and self._is_asked_for_state():
@@ -424,6 +427,8 @@ class KFACOptimizer(Optimizer):
 
         `model.zero_grad()` does the same, as the model's next forward finds the gradients gone; with
         `set_to_none=False` nothing shows it, so use this after a backward whose gradients are to be thrown away.
+        Statistics go as the next forward of the model counts: backwards through one retained graph add up in `G`,
+        dropped gradients among them, since a loop may have kept these to combine them by hand.
         """
         super().zero_grad(set_to_none)
         self._window.mark_stale()
@@ -636,7 +641,7 @@ class KFACOptimizer(Optimizer):
             self._record,
             dropped_calls=self._window.dropped_calls,
             skipped_steps=self._skipped.so_far() + self._window.left_out,
-            rejected_steps=0 if self._judge is None else self._judge.rejected,
+            rejected_steps=None if self._judge is None else self._judge.rejected,
             reduction_ratio=None if self._judge is None else self._judge.ratio,
             counters=self._executor.statistics.counters,
             report=self._choices.step_size.report(self.state, blocks),
@@ -808,6 +813,7 @@ class KFACOptimizer(Optimizer):
         self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
         self._warnings.assumed_terms(record.count, self._window.rule)
         self._warnings.mixed_terms(record.count)
+        self._warnings.repeated_terms(record.count)
         return admission
 
     def _is_asked_for_state(self) -> bool:

@@ -315,7 +315,6 @@ def test_before_the_first_step_what_is_unknown_is_absent() -> None:
         "left_out_parameters": 0.0,
         "dropped_calls": 0.0,
         "skipped_steps": 0.0,
-        "rejected_steps": 0.0,
     }
 
 
@@ -327,7 +326,7 @@ def test_the_metrics_are_plain_floats_after_a_step() -> None:
     assert {type(value) for value in metrics.values()} == {float}
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics.keys() == {
-        *("blocks", "blocks_without_statistics", "dropped_calls", "skipped_steps", "rejected_steps"),
+        *("blocks", "blocks_without_statistics", "dropped_calls", "skipped_steps"),
         *("covered_parameters", "measured_parameters", "left_out_parameters", "unpreconditioned_blocks"),
         *("trust_region_scale", "momentum_scale", "kl_clip", "cosine", "gradient_norm", "direction_norm"),
         *("damping", "factor_age", "inverse_age", "condition_A", "condition_G", "flat_blocks"),

@@ -147,6 +147,8 @@ def _claim_tensor(
     weight = product.weight
     if weight not in coverage.candidates or not weight.requires_grad or not weight.is_floating_point():
         return None
+    if options.matrices_only and _is_vector(weight):
+        return None
     names = ModuleNames(model)
     path, module = _owner(names, weight)
     local = _local_name(names, module, weight)
@@ -162,6 +164,10 @@ def _claim_tensor(
     if block is not None:
         cover(coverage, block)
     return block
+
+
+def _is_vector(param: nn.Parameter) -> bool:
+    return not is_lazy(param) and param.dim() < 2
 
 
 def _owner(names: ModuleNames, weight: nn.Parameter) -> tuple[str, nn.Module]:
@@ -236,6 +242,8 @@ def _adapter_for(
         foreign = not type(module).__module__.startswith("torch.nn") or isinstance(module, _CONTAINERS)
         multiplied = foreign and any(not is_lazy(param) and param.dim() >= 2 for param in owned.values())
         return None, f"no adapter for {type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
+    if options.matrices_only and all(_is_vector(param) for param in owned.values()):
+        return None, "it is no matrix"
     for local, param in owned.items():
         if is_lazy(param):
             return None, f"{local} is uninitialised: preconditioned from the step after its first forward on"

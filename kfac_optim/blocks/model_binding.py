@@ -312,7 +312,7 @@ class ModelBinding:
             self._hooks.follow(self.model, coverage.blocks)
             self._functional.know(coverage.blocks, coverage.candidates, coverage.owners(names))
         if not self._several:
-            self._window.probe.choose(param for block in coverage.blocks for param in block.params)
+            self._window.probe.choose([block.params for block in coverage.blocks])
         self.rebind(self._groups)
         for block in coverage.blocks:
             self._restore_waiting(block)

@@ -32,6 +32,8 @@ class BlockOptions:
     subsample: Choice[Subsample]
     max_factor_dim: int
     factor_dtype: torch.dtype | None
+    matrices_only: bool = False
+    """Whether layers without a matrix are left out, as they would be preconditioned for nothing."""
 
     def check_patterns(self, model: nn.Module) -> None:
         """Raise ValueError for a pattern that matches no module of `model`."""
@@ -47,6 +49,7 @@ def block_options(
     skip_layers: Sequence[Pattern],
     inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None,
     usual_inverse: Inverse[Any] | InverseRule,
+    matrices_only: bool,
     weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing],
     structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None,
     subsample: Subsample | Mapping[Pattern, Subsample] | None,
@@ -75,6 +78,7 @@ def block_options(
         subsample=Choice("subsample", SOME_ROWS if subsample is None else subsample, (Subsample,), SOME_ROWS),
         max_factor_dim=max_factor_dim,
         factor_dtype=factor_dtype,
+        matrices_only=matrices_only,
     )
     for pair in (options.structure.default, *options.structure.by_pattern.values()):
         if len(pair) != 2 or not all(isinstance(side, Structure | BlockDiagonal) for side in pair):

@@ -115,11 +115,16 @@ class Ledger:
             return
         if not self.is_reached(in_graph=in_graph):
             return
-        if self.tally.has_counted(root):
-            self._stale = False
-            return
-        if self._stale:
+        self.count(root)
+
+    def count(self, root: RootCall) -> None:
+        """Count the terms of a forward that a backward comes to, and forget those of gradients that were thrown away.
+
+        These are not forgotten where the backward goes on through the same forward.
+        """
+        if self._stale and not self.tally.has_counted(root):
             self.discard()
+        self._stale = False
         self.tally.count(root)
 
     def is_reached(self, *, in_graph: bool = False) -> bool:

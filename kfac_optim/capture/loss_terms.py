@@ -28,6 +28,8 @@ class LossCount(NamedTuple):
     """Whether the output gradients behind the statistics are scaled as the criterion was seen to scale its terms."""
     mixed: bool = False
     """Whether there are such gradients, and others of a forward whose output no criterion read."""
+    repeated: bool = False
+    """Whether a second backward came through one call of the criterion, which is weighed as the first one had it."""
 
 
 class RootCall:
@@ -106,6 +108,7 @@ class LossTally:
     Attributes:
         by_criterion: whether a backward has come through the criterion itself, which then says what its terms weigh.
         by_output: whether one has come to the output of a model that no criterion has read.
+        repeated: whether one has come through a call of the criterion that had one before.
         calls: of criteria since the last step, in order, where a choice asks for them: terms of the loss, or None for
             what none was made of.
     """
@@ -118,9 +121,10 @@ class LossTally:
         self._outside: dict[int, RootCall] = {}
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
-        self.by_criterion = self.by_output = False
+        self.by_criterion = self.by_output = self.repeated = False
         self._criteria, self._awaited = 0, False
         self.calls: list[object | None] = []
+        self._draws = 0
 
     def name_loss(self, *, mean: bool) -> None:
         """Take note of the loss, and with it of the terms of each call of the model."""
@@ -153,6 +157,11 @@ class LossTally:
         """Return the number of a call of the criterion, counted since the last step."""
         self._criteria += 1
         return self._criteria - 1
+
+    def next_draw(self) -> int:
+        """Return the number of a draw of random targets, counted since the last step or dropped gradient."""
+        self._draws += 1
+        return self._draws - 1
 
     def count(self, root: RootCall) -> None:
         """Count the terms of a call of the model that a backward went through."""
@@ -237,13 +246,13 @@ class LossTally:
         """Return the terms so far."""
         mixed = self.by_criterion and self.by_output
         if self.is_sum:
-            return LossCount(1, self.summed(), by_criterion=self.by_criterion, mixed=mixed)
+            return LossCount(1, self.summed(), False, self.by_criterion, mixed, self.repeated)
         if self._stated is not None:
-            return LossCount(self._stated, 1, by_criterion=self.by_criterion, mixed=mixed)
+            return LossCount(self._stated, 1, False, self.by_criterion, mixed, self.repeated)
         averaged, assumed = self._most()
         if self.by_criterion:
             averaged, assumed = max(averaged, 1), False
-        return LossCount(averaged, 1, assumed, self.by_criterion, mixed)
+        return LossCount(averaged, 1, assumed, self.by_criterion, mixed, self.repeated)
 
     def counted(self) -> int | None:
         """Return the terms that the loss is taken to be the mean of; None if that was stated, or no backward came."""
@@ -267,8 +276,8 @@ class LossTally:
     def reset(self) -> None:
         """Begin the next step."""
         self._number += 1
-        self.by_criterion = self.by_output = False
-        self._stated = None
+        self.by_criterion = self.by_output = self.repeated = False
+        self._stated, self._draws = None, 0
         self._counted.clear()
         self._unread.clear()
         self._outside.clear()

@@ -2,13 +2,14 @@
 
 `G` is made of output gradients as backward has them. Where a schedule of micro-batches divides `.grad` afterwards by
 their number, or a loop of somebody's own takes a constant loss scale off it, the same number belongs to the output
-gradients. Where a loop clips, it does not: clipping says nothing of the loss. So one small gradient is kept as backward
-left it, and compared with itself at the step.
+gradients. Where a loop clips, it does not: clipping says nothing of the loss. So parts of two gradients are kept as
+backward left them, and compared with themselves at the step: of two layers, as some loops change the gradients of one.
 """
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from kfac_optim.utils.autograd import on_accumulated
 from kfac_optim.utils.hooks import weakly
 
-# Elements that a gradient needs for a common factor of theirs to be no chance.
-_ENOUGH = 8
+# Elements that a gradient needs for a common factor of theirs to be no chance, and as many as are looked at.
+_ENOUGH, _MOST = 8, 4096
 
 # Relative error of one multiplication, in units of the dtype's, and a little room.
 _ROUNDINGS = 4
@@ -41,53 +42,70 @@ class ScaleChange(NamedTuple):
 
 
 class ScaleProbe:
-    """Keeps the gradient of one parameter as backward leaves it, on steps with statistics."""
+    """Keeps gradients of two parameters as backward leaves them, on steps with statistics."""
 
     def __init__(self) -> None:
-        self._param: weakref.ref[nn.Parameter] | None = None
-        self._handle: RemovableHandle | None = None
-        self._kept: Tensor | None = None
-        self._backwards = 0
+        self._params: list[weakref.ref[nn.Parameter]] = []
+        self._handles: list[RemovableHandle] = []
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._backwards: Counter[nn.Parameter] = Counter()
         self._known = 1.0  # the scale that a step without clipping has shown
 
-    def choose(self, params: Iterable[nn.Parameter]) -> None:
-        """Take the smallest of these parameters that has enough elements; none where there is no such one."""
+    def choose(self, layers: Iterable[Sequence[nn.Parameter]]) -> None:
+        """Take the smallest parameter that has enough elements, and the smallest matrix of another layer.
+
+        What is done to some parameters alone, as to the biases or to the first layer, then shows in one of the two at
+        most. Where no other layer has a matrix, any other parameter is taken; in a model of one parameter none.
+        """
         self.end()
-        fit = [param for param in params if param.numel() >= _ENOUGH]
-        self._param = weakref.ref(min(fit, key=lambda param: param.numel())) if fit else None
+        fit = [(param, layer) for layer in layers for param in layer if param.numel() >= _ENOUGH]
+        self._params = []
+        if fit:
+            first, layer = min(fit, key=lambda each: each[0].numel())
+            others = [each for each in fit if each[0] is not first]
+            apart = [(param, its) for param, its in others if its is not layer and param.dim() > 1] or others
+            chosen = [first, min(apart, key=lambda each: each[0].numel())[0]] if apart else [first]
+            self._params = [weakref.ref(param) for param in chosen]
 
     def listen(self) -> None:
         """Keep what the coming backwards leave."""
-        param = None if self._param is None else self._param()
-        if self._handle is None and param is not None and param.requires_grad:
-            self._handle = on_accumulated(param, weakly(self.keep))
+        if not self._handles:
+            params = [param for each in self._params if (param := each()) is not None and param.requires_grad]
+            self._handles = [on_accumulated(param, weakly(self.keep)) for param in params]
 
-    def keep(self, param: Tensor) -> None:
-        """Note the gradient of the parameter after a backward."""
-        self._backwards += 1
-        gradient = param.grad
-        dense = gradient is not None and gradient.layout is torch.strided
-        self._kept = gradient.detach().clone() if gradient is not None and dense else None
+    def keep(self, param: nn.Parameter) -> None:
+        """Note the gradient of a parameter after a backward."""
+        self._backwards[param] += 1
+        if param.grad is not None and param.grad.layout is torch.strided:
+            self._kept[param] = _part_of(param.grad).clone()
+        else:
+            self._kept.pop(param, None)
 
     def end(self) -> None:
         """Forget this step."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle, self._kept, self._backwards = None, None, 0
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._kept.clear()
+        self._backwards.clear()
 
     def measure(self) -> ScaleChange:
-        """Tell what has become of the gradient since. Waits for the device."""
-        param = None if self._param is None else self._param()
-        if param is None or self._kept is None or param.grad is None or param.grad.shape != self._kept.shape:
+        """Tell what has become of the gradients since. Waits for the device."""
+        found = [
+            (before, _part_of(param.grad))
+            for param, before in self._kept.items()
+            if param.grad is not None and param.grad.layout is torch.strided
+        ]
+        if not found or any(before.shape != after.shape for before, after in found):
             return ScaleChange()
-        if param.grad.layout is not torch.strided:  # which the step refuses where it preconditions
-            return ScaleChange()
-        before, after = self._kept, param.grad.detach()
+        before, after = (
+            torch.cat([part.to(found[0][0].device) for part in parts]) for parts in zip(*found, strict=True)
+        )
         ratio, spread = _common_factor(before, after)
         if ratio == 1 and spread == 0:
             self._known = 1.0
             return ScaleChange()
-        tolerance = _ROUNDINGS * torch.finfo(param.dtype).eps
+        tolerance = _ROUNDINGS * max(torch.finfo(part.dtype).eps for part, _ in found)
         if not (math.isfinite(ratio) and ratio > 0) or spread > tolerance * ratio:
             return ScaleChange()
         power = 2.0 ** round(math.log2(ratio))
@@ -95,8 +113,8 @@ class ScaleProbe:
         if torch.equal(after, before * power):
             self._known = min(power, 1.0)
             return ScaleChange(power)
-        count = self._backwards
-        if torch.equal(after, before / count) or torch.equal(after, before * (1 / count)):
+        count = max(self._backwards.values())
+        if _is_mean(found, count):
             self._known = 1 / count
             return ScaleChange(self._known)
         if ratio > 1 + tolerance:
@@ -104,6 +122,18 @@ class ScaleProbe:
         if ratio <= self._known < 1:
             return ScaleChange(self._known)  # and the rest is clipping
         return ScaleChange(is_doubtful=ratio < _SMALL)
+
+
+def _part_of(gradient: Tensor) -> Tensor:
+    """Return as many elements as it takes to see a common factor, `[n]`; no copy of a contiguous gradient."""
+    return gradient.detach().reshape(-1)[:_MOST]
+
+
+def _is_mean(found: Sequence[tuple[Tensor, Tensor]], count: int) -> bool:
+    """Return whether all gradients were divided by the number of backwards, in the dtype that they are in."""
+    return all(
+        torch.equal(after, before / count) or torch.equal(after, before * (1 / count)) for before, after in found
+    )
 
 
 def _common_factor(before: Tensor, after: Tensor) -> tuple[float, float]:

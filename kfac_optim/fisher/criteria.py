@@ -239,6 +239,8 @@ class _Weighed:
         _note_criterion(self._behind)
         if self._term.factor is None:
             self._term.factor = gradient.detach()
+        else:
+            window.tally.repeated = True
 
 
 def _note_criterion(behind: Behind) -> None:

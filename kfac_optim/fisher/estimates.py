@@ -15,11 +15,12 @@ The passes are made on statistics steps alone: with a larger `factor_update_peri
 autoencoders`) `MonteCarlo` is far ahead.
 """
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,7 @@ class NamedLoss(Estimate):
         if loss_terms is not None:
             check_kind(f"loss_terms of {type(self).__name__}", loss_terms, LossTerms)
         self.criterion = criterion
+        self._called: tuple[nn.Module, ...] = (criterion,) if isinstance(criterion, nn.Module) else ()
         self.likelihood = likelihood_of(criterion, class_dim)
         self.loss_terms = loss_terms
         self.seed = seed
@@ -119,6 +121,19 @@ class NamedLoss(Estimate):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.criterion!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy that knows the criterion that the training loop has as well as the copy of it.
+
+        Where a loop copies its model and optimizer, it goes on calling its own criterion, unless it copies that too.
+        """
+        made = copy.copy(self)
+        memo[id(self)] = made
+        for name, value in vars(self).items():
+            setattr(made, name, value if name == "_called" else copy.deepcopy(value, memo))
+        known = (*self._called[:1], self.criterion, made.criterion)  # of copies of copies the first is the loop's own
+        made._called = tuple(dict.fromkeys(each for each in known if isinstance(each, nn.Module)))
+        return made
 
     several = False
     """Whether `vectors` gives several for one forward, whose statistics add up."""
@@ -135,8 +150,8 @@ class NamedLoss(Estimate):
         window.terms_of = self.terms_of
         window.graphs.expect_passes()
         window.terms = terms = CriterionTerms(window, self.likelihood, self.vectors, self.several, watcher.seed)
-        if isinstance(self.criterion, nn.Module):
-            terms.watch(self.criterion)
+        for criterion in self._called:
+            terms.watch(criterion)
 
     def scale(self, count: LossCount, loss_scale: float) -> float | Tensor:
         if count.by_criterion:  # what the criterion was multiplied by is in them, by its root, and so is their number
@@ -177,7 +192,6 @@ class _Watcher:
     def __init__(self, estimate: NamedLoss, window: CaptureWindow) -> None:
         self._estimate = estimate
         self._window = weakref.ref(window)
-        self._step, self._forwards = -1, 0
 
     def __call__(self, root: RootCall, calls: Sequence[tuple[ForwardCall, GradientEdge]], output: Any) -> None:
         window = self._window()
@@ -212,10 +226,8 @@ class _Watcher:
         Their examples are others. Forwards without a backward draw nothing, so that an evaluation changes nothing.
         """
         window = self._window()
-        step, worker = (0, 0) if window is None else (window.step, window.worker)
-        self._forwards = self._forwards + 1 if step == self._step else 0
-        self._step = step
-        stream = (self._estimate.seed, step, self._forwards)
+        assert window is not None, "passes are made by the window's own forwards"
+        stream, worker = (self._estimate.seed, window.step, window.tally.next_draw()), window.worker
         return hash((*stream, worker) if worker else stream) % 2**63
 
 

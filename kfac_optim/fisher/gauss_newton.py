@@ -200,7 +200,7 @@ class ForwardRecorder:
         window = self._window()
         if window is not None and window.listening:
             root.terms = terms
-            window.tally.count(root)
+            window.count(root)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Refreshes on a thread of their own, and on accelerators in a stream of their own, whoever does the work."""
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,11 +31,20 @@ class BackgroundRefresher(Refresher):
     def __init__(self, executor: Executor, choice: Background) -> None:
         super().__init__(executor)
         self._choice = choice
-        self._worker = ThreadPoolExecutor(1, "kfac-refresh")  # one thread: refreshes run in the order they were begun
+        self._begin_worker()
         self._spares: WeakKeyDictionary[KFACBlock, KFACBlock] = WeakKeyDictionary()
         self._streams: dict[torch.device, torch.Stream] = {}
 
+    def _begin_worker(self) -> None:
+        self._worker = ThreadPoolExecutor(1, "kfac-refresh")  # one thread: refreshes run in the order they were begun
+        self._process = os.getpid()
+
     def collect(self, blocks: Sequence[KFACBlock]) -> Sequence[KFACBlock]:
+        if self._process != os.getpid():  # a fork has no threads: what was under way in the other process ends there
+            self._begin_worker()
+            for block in blocks:
+                if block.under_way is not None and not block.under_way.done.done():
+                    block.drop_refresh()
         collected = []
         for block in blocks:
             if block.under_way is not None and self._is_awaited(block, block.under_way):

@@ -84,6 +84,7 @@ class Choices:
             skip_layers=self.skip_layers,
             inverse=self.inverse,
             usual_inverse=self.step_size.usual_inverse,
+            matrices_only=self.step_size.matrices_only,
             weight_sharing=self.weight_sharing,
             structure=self.structure,
             subsample=self.subsample,

@@ -77,6 +77,8 @@ class QuadraticModel(StepSize):
                 direction[param].mul_(scalar_beside(group["lr"], direction[param]))
                 buffer = proposal.momentum(param)
                 if buffer is not None and group["momentum"] > 0:
+                    if buffer.dtype != param.dtype:  # the model was cast since the last step
+                        buffer = proposal.state[param]["momentum_buffer"] = buffer.to(param.dtype)
                     before[param] = buffer
         device = next(iter(gradient)).device
         # With v₀ = -Δ and v₁ = -buffer: torch's buffer after a step of rate 1 and momentum 1 is -δ.

@@ -47,7 +47,8 @@ class SelectedUpdates(StepSize):
     average of late: it goes far along a few directions, and the loss may turn there. So the choice needs no unit of the
     loss and no other pass. `metrics()["natural_updates"]` is the share of layers that prefer the natural gradient.
 
-    Norm layers, and all parameters that belong to no layer, take AdamW's step, with the momentum for β₁. Leave the
+    Norm layers, of which no statistics are taken then, and all parameters that belong to no layer take AdamW's step,
+    with the momentum for β₁. Leave the
     output layer to AdamW by `skip_layers`, as Muon's recipe does. With `l2_in_curvature` weight decay is part of every
     gradient, and not decoupled. There is no trust region: `kl_clip` is not looked at. As with Muon a layer whose
     gradient has become zero goes on along its momentum, at its full size. What it goes with:
@@ -77,6 +78,7 @@ class SelectedUpdates(StepSize):
     preconditions = False
     takes_shards = False
     directs_all = True
+    matrices_only = True
     plain = PlainSteps(layer="Muon", rest="AdamW")
 
     def __post_init__(self) -> None:

@@ -144,6 +144,9 @@ class StepSize(ABC):
     directs_all = False
     """Whether it gives a direction to all parameters, and not to those of covered blocks alone."""
 
+    matrices_only = False
+    """Whether it works on matrices alone, so that layers that have none, as norms, need no statistics."""
+
     plain = PLAIN_SGD
     """What is done with gradients that are not preconditioned."""
 

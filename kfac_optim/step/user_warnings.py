@@ -113,6 +113,15 @@ class UserWarnings:
                 "optimizer.observe() on what the others read."
             )
 
+    def repeated_terms(self, count: LossCount) -> None:
+        """Say once that a term of the loss is weighed as in its first backward."""
+        if count.repeated and self._is_first("repeated"):
+            warn(
+                "kfac_optim: backward came more than once through what one call of the criterion that estimate names "
+                "has returned. Its term counts in G as the first backward weighed it. Add up the losses and call "
+                "backward once, or call the criterion for each backward."
+            )
+
     def unaccounted_layers(self, names: Sequence[str]) -> None:
         """Say which layers are left to SGD since their captured calls do not add up to their gradient."""
         if names:

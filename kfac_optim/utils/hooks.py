@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.overrides import (  # type: ignore[attr-defined]
     TorchFunctionMode,
@@ -46,6 +47,8 @@ class PicklableHook:
 
     @inline_only
     def __call__(self, *args: Any) -> Any:
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return None  # a trace is compared with a second one, and is to hold nothing but the model
         return call_as_it_is(self._function, *args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:

@@ -357,7 +357,9 @@ def test_a_layer_with_a_bias_alone_and_norm_layers_go_by_adamw() -> None:
     for model in (ours, theirs):
         model[0].weight.requires_grad_(False)
         model[2].requires_grad_(False)
-    optimizer = KFACOptimizer(ours, **OPTIONS)
+    with pytest.warns(UserWarning, match="nothing is preconditioned; every parameter takes the plain AdamW step"):
+        optimizer = KFACOptimizer(ours, **OPTIONS)
+    assert "AdamW: it is no matrix" in str(optimizer.summary())
     trained = [param for param in theirs.parameters() if param.requires_grad]
     adamw = torch.optim.AdamW(trained, 0.02, (0.8, 0.999), weight_decay=0)
     for i in range(4):

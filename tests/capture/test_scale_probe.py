@@ -1,0 +1,57 @@
+"""What the loop multiplies all gradients by scales `G`; what it does to some of them does not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.plain import batch, mlp, square_loss
+from torch import nn
+
+from kfac_optim import KFACOptimizer
+
+Edit = Callable[[nn.Sequential], object]
+
+
+def all_by(number: float) -> Edit:
+    return lambda model: [param.grad.mul_(number) for param in model.parameters() if param.grad is not None]
+
+
+def some_by(number: float, which: Callable[[str], bool]) -> Edit:
+    return lambda model: [
+        param.grad.mul_(number) for name, param in model.named_parameters() if which(name) and param.grad is not None
+    ]
+
+
+def own_norms(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad /= param.grad.norm()
+
+
+CASES: dict[str, tuple[Edit, float]] = {
+    "all": (all_by(0.125), 1 / 64),
+    "biases": (some_by(2.0, lambda name: name.endswith("bias")), 1.0),
+    "weights": (some_by(2.0, lambda name: name.endswith("weight")), 1.0),
+    "the first layer": (some_by(0.5, lambda name: name.startswith("0.")), 1.0),
+    "the last layer": (some_by(0.5, lambda name: name.startswith("4.")), 1.0),
+    "own norms": (own_norms, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_a_factor_of_all_gradients_is_one_of_the_loss(name: str) -> None:
+    edit, expected = CASES[name]
+    found = []
+    for edits in (False, True):
+        model = mlp(sizes=(4, 9, 8, 10))
+        optimizer = KFACOptimizer(model, lr=0.0)
+        square_loss(model(batch())).backward()
+        if edits:
+            edit(model)
+        optimizer.step()
+        found.append(optimizer.factors())
+    for layer, (_, g) in found[1].items():
+        plain = found[0][layer][1]
+        assert g is not None
+        assert plain is not None
+        torch.testing.assert_close(g, expected * plain, rtol=1e-9, atol=0)
