@@ -102,14 +102,21 @@ STAGES = (
     *_compared(f"--steps 468 {_PICTURES}", {"unet": 35}),
     *_compared(f"--steps 390 {_PICTURES}", {"resnet20-plain": 30}),
     *_compared(
-        f"--steps 390 --trials 10 --seeds 2 --optimizers Muon KFAC-selected {_ONE_CORE}", {"cnn": 40, "vit": 40}
-    ),
-    *_compared(
-        "--steps 390 --trials 4 --seeds 2 --optimizers Muon KFAC-selected SOAP KFAC-default --data-dir data "
-        "--threads 1",
-        {"resnet20": 70},
+        f"--steps 390 --trials 10 --seeds 2 --optimizers Muon KFAC-selected {_ONE_CORE}",
+        {"cnn": 40, "vit": 40, "resnet20": 55},
     ),
     Stage(("batch-size/mnist-mlp",), "batch-size --trials 5 --seeds 2 --examples 300000 --data-dir data", 50),
+    Stage(
+        ("batch-size/digits",),
+        "batch-size --problem digits --examples 70400 --trials 5 --seeds 2 --batch-sizes 16 32 64 128 256 512 1024 "
+        f"{_ONE_CORE}",
+        4,
+    ),
+    Stage(
+        ("batch-size/lstm",),
+        f"batch-size --problem lstm --steps 400 --trials 5 --seeds 2 --batch-sizes 8 16 32 64 128 {_ONE_CORE}",
+        35,
+    ),
     Stage(("pinn/poisson-2d",), "pinn poisson-2d --seeds 3 --threads 1", 12),
     Stage(("pinn/heat",), "pinn heat --seeds 1 --threads 1", 14),
     Stage(("pinn/poisson-2d-deep",), "pinn poisson-2d-deep --seeds 1 --threads 1", 20),

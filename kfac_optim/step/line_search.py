@@ -70,7 +70,7 @@ class LineSearch(StepSize):
             if bool(group["weight_decay"] != 0) and not group["l2_in_curvature"]:
                 raise ValueError(
                     f"kfac_optim: weight_decay={group['weight_decay']!r} of param group {i} is no part of the loss "
-                    "that LineSearch lowers; put it into the loss, or pass weight_decay=0."
+                    "that LineSearch lowers. Pass l2_in_curvature=True, which makes it one, or weight_decay=0."
                 )
 
     def size(self, proposal: Proposal) -> Sized:
