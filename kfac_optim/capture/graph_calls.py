@@ -38,7 +38,7 @@ class GraphCalls:
     Args:
         ledger: commits the calls; held weakly, as it holds this object.
         roots: the forwards of the model.
-        probe: keeps a gradient on steps with statistics.
+        probe: keeps gradients on steps with statistics.
         forward_began: is called as a forward of the model begins, with whether it runs within another one; a bound
             method, held weakly.
 

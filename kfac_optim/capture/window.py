@@ -40,7 +40,7 @@ class CaptureWindow(Ledger):
         capturing: whether graphs are to capture; they are traced once with it and once without.
         idle: whether a forward of the model is running of which nobody wants to hear anything from its layers.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
-        probe: keeps a gradient, to find what it was multiplied by before the step.
+        probe: keeps two gradients, to find what they were multiplied by before the step.
         left_out: how many steps did not come because a scaler has found an overflow.
         estimate: is called after each forward of the model with the calls in it, the places where their gradients pass,
             and the output, by an estimate that backpropagates gradients of its own; None where those of the training
