@@ -29,7 +29,7 @@ class LossCount(NamedTuple):
     mixed: bool = False
     """Whether there are such gradients, and others of a forward whose output no criterion read."""
     repeated: bool = False
-    """Whether a second backward came through one call of the criterion, which is weighed as the first one had it."""
+    """Whether a call of the criterion is weighed as its first backward had it, and another came, of other weight."""
 
 
 class RootCall:
@@ -277,7 +277,8 @@ class LossTally:
         """Begin the next step."""
         self._number += 1
         self.by_criterion = self.by_output = self.repeated = False
-        self._stated, self._draws = None, 0
+        self._stated = None
+        self._draws = 0
         self._counted.clear()
         self._unread.clear()
         self._outside.clear()

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.utils.autograd import on_accumulated
 from kfac_optim.utils.hooks import weakly
+from kfac_optim.utils.sharded_params import is_sharded
 
 # Elements that a gradient needs for a common factor of theirs to be no chance, and as many as are looked at.
 _ENOUGH, _MOST = 8, 4096
@@ -55,14 +56,14 @@ class ScaleProbe:
         """Take the smallest parameter that has enough elements, and the smallest matrix of another layer.
 
         What is done to some parameters alone, as to the biases or to the first layer, then shows in one of the two at
-        most. Where no other layer has a matrix, any other parameter is taken; in a model of one parameter none.
+        most. Where no other layer has a matrix, any other parameter is taken. Of sharded ones the first is alone.
         """
         self.end()
         fit = [(param, layer) for layer in layers for param in layer if param.numel() >= _ENOUGH]
         self._params = []
         if fit:
             first, layer = min(fit, key=lambda each: each[0].numel())
-            others = [each for each in fit if each[0] is not first]
+            others = [] if is_sharded(first) else [each for each in fit if each[0] is not first]
             apart = [(param, its) for param, its in others if its is not layer and param.dim() > 1] or others
             chosen = [first, min(apart, key=lambda each: each[0].numel())[0]] if apart else [first]
             self._params = [weakref.ref(param) for param in chosen]
@@ -98,9 +99,7 @@ class ScaleProbe:
         ]
         if not found or any(before.shape != after.shape for before, after in found):
             return ScaleChange()
-        before, after = (
-            torch.cat([part.to(found[0][0].device) for part in parts]) for parts in zip(*found, strict=True)
-        )
+        before, after = (_joined(parts) for parts in zip(*found, strict=True))
         ratio, spread = _common_factor(before, after)
         if ratio == 1 and spread == 0:
             self._known = 1.0
@@ -125,8 +124,12 @@ class ScaleProbe:
 
 
 def _part_of(gradient: Tensor) -> Tensor:
-    """Return as many elements as it takes to see a common factor, `[n]`; no copy of a contiguous gradient."""
-    return gradient.detach().reshape(-1)[:_MOST]
+    """Return as many elements as it takes to see a common factor, `[n]`; all of a sharded gradient, in its shape."""
+    return gradient.detach() if is_sharded(gradient) else gradient.detach().reshape(-1)[:_MOST]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])
 
 
 def _is_mean(found: Sequence[tuple[Tensor, Tensor]], count: int) -> bool:

@@ -17,6 +17,7 @@ from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.graph_walk import Behind, look_behind
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.fisher.criterion_term import CriterionTerm
 from kfac_optim.fisher.extra_backward import ExtraBackward
 from kfac_optim.fisher.likelihoods import (
@@ -239,7 +240,7 @@ class _Weighed:
         _note_criterion(self._behind)
         if self._term.factor is None:
             self._term.factor = gradient.detach()
-        else:
+        elif not window.is_stale() or (on_host(gradient) and not torch.equal(gradient, self._term.factor)):
             window.tally.repeated = True
 
 

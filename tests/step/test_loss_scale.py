@@ -186,5 +186,5 @@ def test_nothing_is_kept_of_steps_without_statistics() -> None:
     optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=4)
     train(model, optimizer, 2)
     square_loss(model(batch())).backward()
-    assert optimizer._window.probe._kept is None
+    assert not optimizer._window.probe._kept
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
