@@ -136,12 +136,12 @@ class _Window:
 
     @property
     def selects(self) -> bool:
-        """Whether the run takes `SelectedUpdates`, which look at no `damping`."""
+        """Return whether the run takes `SelectedUpdates`, which look at no `damping`."""
         return "natural_updates" in self.last
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a trust region of fixed size holds nearly every step."""
+        """Return whether a trust region of fixed size holds nearly every step."""
         scales, bounds = self.of("trust_region_scale"), self.of("kl_clip")
         if not scales or not bounds or min(bounds) != max(bounds):  # one that adapts moves while it binds
             return False

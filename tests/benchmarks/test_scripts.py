@@ -94,7 +94,7 @@ def test_adapters_are_fine_tuned(
         pytest.importorskip(tool)
     names = run("adapters.py", "--steps-before", "20", "--steps", "50", monkeypatch=monkeypatch, folder=tmp_path)
     before, after = figures(capsys.readouterr().out, "held-out code")
-    assert after < before - 0.1
+    assert after < before - 0.03
     assert names["optimizer"].metrics()["measured_parameters"] == 1
 
 
