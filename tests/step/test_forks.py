@@ -2,6 +2,13 @@
 
 import subprocess
 import sys
+from concurrent.futures import Future
+
+import pytest
+from helpers.plain import mlp, train
+
+from kfac_optim import Background, KFACOptimizer
+from kfac_optim.step import background_refresh
 
 SCRIPT = """
 import os, torch
@@ -32,3 +39,19 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_the_child_refreshes_by_a_thread_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", SCRIPT], timeout=100).returncode == 0
+
+
+def test_what_was_under_way_in_the_other_process_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(
+        model, lr=0.1, refresh=Background(max_staleness=50), factor_update_period=1, inverse_update_period=2
+    )
+    (first, second) = optimizer._binding.coverage.blocks
+    train(model, optimizer, 2)
+    assert first.under_way is not None
+    first.under_way = never = first.under_way._replace(done=Future())
+    monkeypatch.setattr(background_refresh.os, "getpid", lambda: -1)
+    train(model, optimizer, 60, start=2)
+    assert first.under_way is not never
+    assert first.clock.refreshed_at > 10
+    assert second.clock.refreshed_at > 10
