@@ -46,12 +46,11 @@ def test_what_was_under_way_in_the_other_process_is_forgotten(monkeypatch: pytes
     optimizer = KFACOptimizer(
         model, lr=0.1, refresh=Background(max_staleness=50), factor_update_period=1, inverse_update_period=2
     )
-    (first, second) = optimizer._binding.coverage.blocks
+    first = optimizer._binding.coverage.blocks[0]
     train(model, optimizer, 2)
     assert first.under_way is not None
     first.under_way = never = first.under_way._replace(done=Future())
     monkeypatch.setattr(background_refresh.os, "getpid", lambda: -1)
-    train(model, optimizer, 60, start=2)
+    train(model, optimizer, 20, start=2)  # fewer than it would wait for
     assert first.under_way is not never
-    assert first.clock.refreshed_at > 10
-    assert second.clock.refreshed_at > 10
+    assert first.under_way is None or first.under_way.shadow.clock.step > 2
