@@ -56,14 +56,16 @@ class ScaleProbe:
         """Take the smallest parameter that has enough elements, and the smallest matrix of another layer.
 
         What is done to some parameters alone, as to the biases or to the first layer, then shows in one of the two at
-        most. Where no other layer has a matrix, any other parameter is taken. Of sharded ones the first is alone.
+        most. Where no other layer has a matrix, any other parameter is taken. A sharded one stands alone, as its
+        gradient cannot be joined with another.
         """
         self.end()
         fit = [(param, layer) for layer in layers for param in layer if param.numel() >= _ENOUGH]
         self._params = []
         if fit:
             first, layer = min(fit, key=lambda each: each[0].numel())
-            others = [] if is_sharded(first) else [each for each in fit if each[0] is not first]
+            alone = is_sharded(first)
+            others = [] if alone else [each for each in fit if each[0] is not first and not is_sharded(each[0])]
             apart = [(param, its) for param, its in others if its is not layer and param.dim() > 1] or others
             chosen = [first, min(apart, key=lambda each: each[0].numel())[0]] if apart else [first]
             self._params = [weakref.ref(param) for param in chosen]

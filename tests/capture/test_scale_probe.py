@@ -8,6 +8,7 @@ from helpers.plain import batch, mlp, square_loss
 from torch import nn
 
 from kfac_optim import KFACOptimizer
+from kfac_optim.capture.scale_probe import ScaleProbe
 
 Edit = Callable[[nn.Sequential], object]
 
@@ -55,3 +56,19 @@ def test_only_a_factor_of_all_gradients_is_one_of_the_loss(name: str) -> None:
         assert g is not None
         assert plain is not None
         torch.testing.assert_close(g, expected * plain, rtol=1e-9, atol=0)
+
+
+class Part(nn.Parameter):
+    """What looks like a parameter of which processes hold parts."""
+
+    def to_local(self) -> torch.Tensor:
+        return self
+
+
+@pytest.mark.parametrize("kinds", [(Part, Part), (nn.Parameter, Part), (Part, nn.Parameter)])
+def test_a_sharded_gradient_is_not_joined_with_another(kinds: tuple[type[nn.Parameter], type[nn.Parameter]]) -> None:
+    small, large = (kind(torch.randn(size, 4)) for kind, size in zip(kinds, (3, 5), strict=True))
+    probe = ScaleProbe()
+    probe.choose([(small,), (large,)])
+    (only,) = probe._params
+    assert only() is small

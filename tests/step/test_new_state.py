@@ -91,8 +91,8 @@ def test_a_state_that_was_asked_for_holds_no_step(choice: str) -> None:
     before = clones(model.parameters())
     get_optimizer_state_dict(model, optimizer)
     held = optimizer.state_dict()["state"].values()
-    steps = {each.pop("kfac")["clock"]["step"] for each in held if "kfac" in each}
-    assert steps == {0}
+    layers = 2 if choice == "selected updates" else 3  # which leave the norm layer to AdamW
+    assert [each.pop("kfac")["clock"]["step"] for each in held if "kfac" in each] == [0] * layers
     assert all("momentum_buffer" in each for each in held)
     assert not any(torch.as_tensor(value).any() for each in held for key, value in each.items() if key != "average")
     assert_identical(clones(model.parameters()), before)
