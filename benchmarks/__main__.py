@@ -74,11 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.error(f"argument --out: {folder} cannot be made: {error.strerror}")
     module = _imported(name)
     from benchmarks.arguments import UsageError
-    from benchmarks.data import DataError
 
     try:
         module.run(args)
-    except (UsageError, DataError) as error:
+    except UsageError as error:
         command.error(str(error))  # exits with 2
     except KeyboardInterrupt:
         kept = "the same command goes on where it stopped" if name in RESUMING else "nothing was written"

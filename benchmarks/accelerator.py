@@ -7,9 +7,9 @@ the tied matrix keeps a dense factor on its narrow side and a diagonal one on th
 and norm layers are preconditioned too.
 
 All variants of a model run interleaved, in blocks of whole inverse periods, each with weights of its own. The ratio is
-to SGD with fused kernels in the same round, that of compiled rows to SGD compiled. Then, of a model each: what a
-refresh takes by each representation on the widths that are met; how often the host waits for the device in a step; and
-a profile of one step with statistics and a refresh.
+to SGD with fused kernels in the same round, that of compiled rows to SGD compiled. Peaks and waits are those of the
+steps from a refresh to the second statistics after it. Then, of a model each: what a refresh takes by each
+representation on the widths that are met; and a profile of one step with statistics and a refresh.
 
 On a CPU nothing of this is of interest; --quick --device cpu shows that it runs.
 """
@@ -21,7 +21,7 @@ import functools
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -40,19 +40,31 @@ from benchmarks.arguments import Periods
 from benchmarks.harness import Contender, chosen_device, ratio_spread, synchronize, time_interleaved, write_json
 from benchmarks.memory import peak_growth
 from benchmarks.models import ResNet50, Transformer
-from benchmarks.variants import LR, MOMENTUM, NEVER, SHORTEST_BLOCK, Variant
-from kfac_optim import EKFAC, Background, Cholesky, Eigen, Inverse, KFACOptimizer, LossTerms, LowRank, NewtonSchulz
+from benchmarks.variants import LR, MOMENTUM, NEVER, Variant
+from kfac_optim import (
+    EKFAC,
+    Background,
+    Cholesky,
+    Eigen,
+    Inverse,
+    KFACOptimizer,
+    LossTerms,
+    LowRank,
+    NewtonSchulz,
+    SelectedUpdates,
+)
 from kfac_optim.step.execution import Statistics
 
 _BASELINE = "SGD, fused"
-_REPRESENTATIONS: tuple[Inverse[Any], ...] = (
-    Cholesky(),
-    LowRank(),
-    Eigen(),
-    EKFAC(),
-    NewtonSchulz(dtype=torch.bfloat16),
-)
+REPRESENTATIONS: dict[str, Inverse[Any]] = {
+    "Cholesky": Cholesky(),
+    "LowRank": LowRank(),
+    "Eigen": Eigen(),
+    "EKFAC": EKFAC(),
+    "NewtonSchulz": NewtonSchulz(dtype=torch.bfloat16),
+}
 _REFRESHES = 3
+_SHORTEST_BLOCK = 1.0  # seconds: the clock is read when the device has done all of a block
 _TOP = 8  # kernels listed of a profile
 
 
@@ -135,10 +147,10 @@ class StepCost:
         seconds: of a step, median over the rounds.
         ratio: to fused SGD, or where the model is compiled to that with a compiled model.
         ratios: its median, lowest and highest over the rounds.
-        peak_bytes: the most that any step of a period takes beyond what is held between steps.
+        peak_bytes: the most that any step takes beyond what is held between steps.
         state_bytes: that the optimizer holds between steps.
-        waits: how often the host waits for the device, in the median and the worst step of a period; None where that
-            is not to be known.
+        waits: how often the host waits for the device, in the median and the worst step; None where that is not to be
+            known.
     """
 
     name: str
@@ -193,7 +205,7 @@ def run(args: argparse.Namespace) -> None:
     costs = []
     for name in args.models:
         training = (QUICK if args.quick else MODELS)[name]
-        costs.append(measure(name, training, periods, device, args.repeats, args.quick, console))
+        costs.append(measure(name, training, periods, device, args, console))
         console.print(step_table(costs[-1]), refresh_table(costs[-1]), profile_table(costs[-1]))
     rounds = 1 if args.quick else args.repeats
     models = [asdict(cost) for cost in costs]
@@ -202,10 +214,10 @@ def run(args: argparse.Namespace) -> None:
     console.print(f"Figures: {args.out}")
 
 
-def settings(periods: Sequence[Periods]) -> list[Setting]:
-    """SGD, K-FAC at each of ``periods``, and at the first of them K-FAC with one thing changed."""
+def settings(periods: Sequence[Periods], names: Collection[str]) -> list[Setting]:
+    """SGD, K-FAC at each of ``periods``, and K-FAC with one thing changed, where ``names`` has it."""
     first = periods[0]
-    return [
+    every = [
         Setting(_BASELINE, options={"fused": True}),
         Setting("SGD, foreach", options={"foreach": True}),
         Setting("SGD, compiled", options={"fused": True}, compiled=True),
@@ -215,8 +227,11 @@ def settings(periods: Sequence[Periods]) -> list[Setting]:
         Setting("TF32", first, {"fused": True}, tf32=True),
         Setting("foreach", first, {"foreach": True}),
         Setting("background refresh", first, {"fused": True, "refresh": Background()}),
+        Setting("selected updates", first, {"fused": True, "step_size": SelectedUpdates(), "inverse": None}),
         Setting("compiled", first, {"fused": True}, compiled=True),
     ]
+    baselines = {_BASELINE} | ({"SGD, compiled"} if "compiled" in names else set())
+    return [each for each in every if each.name in baselines or each.name in names]
 
 
 def measure(
@@ -224,24 +239,23 @@ def measure(
     training: Training,
     periods: Sequence[Periods],
     device: torch.device,
-    rounds: int,
-    quick: bool,
+    args: argparse.Namespace,
     console: Console,
 ) -> ModelCost:
     """Train one model in all variants, then look at the parts of the default one."""
+    quick, rounds = args.quick, 1 if args.quick else args.repeats
     model = training.model().to(device)
     batch = [tensor.to(device) for tensor in training.batch()]
-    chosen = settings(periods)
+    chosen = settings(periods, args.variants)
     variants = [_variant(model, training, setting, quick) for setting in chosen]
     steps = [
         functools.partial(_step, variant, setting, batch) for variant, setting in zip(variants, chosen, strict=True)
     ]
-    shortest = 0.0 if quick else SHORTEST_BLOCK
+    shortest = 0.0 if quick else _SHORTEST_BLOCK
     contenders = [
         Contender(str(number), step, variant.warm_up(step, device, shortest))
         for number, (step, variant) in enumerate(zip(steps, variants, strict=True))
     ]
-    rounds = 1 if quick else rounds
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task(name, total=rounds * sum(contender.block for contender in contenders))
         seconds = time_interleaved(contenders, rounds, device, lambda done: progress.advance(task, done))
@@ -250,7 +264,7 @@ def measure(
         variant.check_finite(f"accelerator: {name}, {setting.name}")
         base = next(i for i, each in enumerate(chosen) if each.periods is None and each.compiled == setting.compiled)
         waits: list[int] = []
-        peak = peak_growth(functools.partial(_count_waits, step, variant.whole, device, waits), device)
+        peak = peak_growth(functools.partial(_count_waits, step, _watched(setting), device, waits), device)
         costs.append(
             StepCost(
                 name=setting.name,
@@ -274,9 +288,14 @@ def measure(
         parameters=sum(param.numel() for param in model.parameters()),
         widths=_widths(whole.optimizer),
         steps=costs,
-        refreshes=refresh_costs(model, training, batch, device, quick),
+        refreshes=refresh_costs(model, training, batch, device, args.representations, quick),
         profile=shares,
     )
+
+
+def _watched(setting: Setting) -> int:
+    """How many steps are looked at one by one: from a refresh to the second statistics after it."""
+    return 1 if setting.periods is None else min(setting.periods.common, 2 * setting.periods.factor + 1)
 
 
 def _variant(model: nn.Module, training: Training, setting: Setting, quick: bool) -> Variant:
@@ -354,11 +373,16 @@ def shares_of(step: Callable[[], None], device: torch.device) -> list[Share]:
 
 
 def refresh_costs(
-    model: nn.Module, training: Training, batch: Sequence[Tensor], device: torch.device, quick: bool
+    model: nn.Module,
+    training: Training,
+    batch: Sequence[Tensor],
+    device: torch.device,
+    representations: Sequence[str],
+    quick: bool,
 ) -> list[RefreshCost]:
     """A refresh of all blocks by each representation, by itself."""
     costs = []
-    for inverse in _REPRESENTATIONS:
+    for inverse in map(REPRESENTATIONS.__getitem__, representations):
         setting = Setting("", Periods(1, NEVER), {"inverse": inverse})
         variant = _variant(model, training, setting, quick)
         for _ in range(2):

@@ -23,8 +23,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from benchmarks.arguments import UsageError
 
-class DataError(ValueError):
+
+class DataError(UsageError):
     """The data asked for cannot be read; the message says what, where, got and remedy."""
 
 

@@ -29,6 +29,11 @@ DEFAULTS_PROBLEMS = (*WITHOUT_DOWNLOAD, "mnist-a", "mnist-b")
 LARGE_WORKLOADS = ("autoencoder", "resnet20", "transformer")
 WORKLOADS = (*LARGE_WORKLOADS, "digits", "narrow", "wide", "softmax", "resnet18")
 LARGE_MODELS = ("gpt2-small", "resnet50")
+LARGE_VARIANTS = (
+    *("SGD, fused", "SGD, foreach", "SGD, compiled", "K-FAC", "bf16 inverses", "low rank", "TF32", "foreach"),
+    *("background refresh", "selected updates", "compiled"),
+)
+REPRESENTATIONS = ("Cholesky", "LowRank", "Eigen", "EKFAC", "NewtonSchulz")
 AUTOENCODER_DATASETS = ("mnist", "curves")
 AUTOENCODER_BATCH = 2000  # images, where no other number is asked for
 METHODS = (
@@ -334,6 +339,22 @@ def _accelerator(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR,INVERSE",
         help="steps between statistics and between refreshes; the first pair has all variants "
         "(default: 10,100 1,10; with --quick 2,4 1,2)",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=LARGE_VARIANTS,
+        default=LARGE_VARIANTS,
+        metavar="NAME",
+        help=f"beside SGD: {', '.join(LARGE_VARIANTS)} (default: all)",
+    )
+    parser.add_argument(
+        "--representations",
+        nargs="*",
+        choices=REPRESENTATIONS,
+        default=REPRESENTATIONS,
+        metavar="NAME",
+        help=f"whose refresh is timed by itself: {', '.join(REPRESENTATIONS)} (default: all)",
     )
     parser.add_argument("--repeats", type=arguments.positive_int, default=3, metavar="N", help="rounds (default: 3)")
     parser.add_argument("--out", type=Path, default=Path("accelerator.json"), help="JSON file (default: %(default)s)")

@@ -60,12 +60,15 @@ class Variant:
         return self.whole * max(1, math.ceil(shortest / (self.whole * timed[""][0])))
 
     def age(self) -> None:
-        """Make the averages old, so that refreshes come by the period alone, as in all but the first steps of a run."""
+        """Make the averages old, so that refreshes come by the period alone, as in all but the first steps of a run.
+
+        The next step is the first of a period: it takes statistics and refreshes.
+        """
         state_dict = self.optimizer.state_dict()
         for state in state_dict["state"].values():
             if "kfac" in state:
                 clock = state["kfac"]["clock"]
-                clock |= {"step": clock["step"] + NEVER * self.whole, "folds": NEVER, "folds_at_refresh": NEVER}
+                clock |= {"step": NEVER * self.whole, "folds": NEVER, "folds_at_refresh": NEVER}
         self.optimizer.load_state_dict(state_dict)
 
     def check_finite(self, name: str) -> None:
