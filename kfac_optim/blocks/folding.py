@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
-from kfac_optim.factors.batched_fold import fold_together, shared_by
+from kfac_optim.factors.batched_fold import fold_together, most_together, shared_by
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.small_calls import SmallCall, add_moments
 
@@ -52,10 +52,19 @@ def fold_all(
         else:
             alike[block.decay(), shared].append((block, pair))
     for equal in alike.values():
-        first = equal[0][0]
-        if len(equal) == 1:
-            first.fold(count, gradient_scale)
-            continue
-        fold_together([pair for _, pair in equal], averaged, first.decay(), gradient_scale)
-        for block, _ in equal:
-            block.clock.note_fold(count)
+        most = most_together(equal[0][1])
+        for start in range(0, len(equal), most):
+            _fold_alike(equal[start : start + most], count, averaged, gradient_scale)
+
+
+def _fold_alike(
+    alike: Sequence[tuple[KFACBlock, FactorPair]], count: LossCount, averaged: float, gradient_scale: float
+) -> None:
+    """Fold blocks whose pairs can be folded together."""
+    first = alike[0][0]
+    if len(alike) == 1:
+        first.fold(count, gradient_scale)
+        return
+    fold_together([pair for _, pair in alike], averaged, first.decay(), gradient_scale)
+    for block, _ in alike:
+        block.clock.note_fold(count)

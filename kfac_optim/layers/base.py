@@ -134,6 +134,10 @@ class LayerAdapter(ABC, Generic[M]):
             sink: takes the statistics.
         """
 
+    packs_several = False
+    """Whether `pack` and `unpack` take the parameters of several equal layers, each stacked, as those of one layer with
+    so many times the groups."""
+
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
         """Return tensors shaped like the parameters of `spec` as one matrix `[groups, out, in]`.
 

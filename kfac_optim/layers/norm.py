@@ -165,6 +165,7 @@ class NormAdapter(WeightBiasAdapter[M]):
     """Handles a layer whose `weight` and `bias` scale and shift each feature of a normalised input."""
 
     in_rows = True  # its matrices are never wide, and NormStatistics can take some of the rows
+    packs_several = True
     family: ClassVar[type[nn.Module]]
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, Structure
 from kfac_optim.blocks import preconditioning
 from kfac_optim.blocks.preconditioning import Stacks, precondition, to_params
+from kfac_optim.specs import LayerSpec
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -95,7 +97,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, optimizer: KFACOptimizer) -> list[i
 
 
 def test_equal_layers_go_together_and_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert batches(monkeypatch, trained()) == [2, 3, 3]  # the frozen bias goes with those that have none
+    assert batches(monkeypatch, trained()) == [2, 2, 3, 3]  # the frozen bias goes with those that have none
 
 
 def test_a_damping_of_its_own_takes_a_layer_out_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +111,28 @@ def test_a_damping_of_its_own_takes_a_layer_out_of_its_batch(monkeypatch: pytest
     again = KFACOptimizer(groups, model=model, lr=0.1, **FREQUENT)
     again._model = model  # type: ignore[attr-defined]
     optimizer.remove_hooks()
-    assert batches(monkeypatch, again) == [2, 2, 3]
+    assert batches(monkeypatch, again) == [2, 2, 2, 3]
 
 
 def test_large_layers_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconditioning, "_SMALL", 15)
-    assert batches(monkeypatch, trained()) == [2]  # the convolutions alone are as small
+    assert batches(monkeypatch, trained()) == [2, 2]  # convolutions and norms alone are as small
+
+
+def test_on_an_accelerator_layers_go_together_whose_products_take_longer_on_a_cpu() -> None:
+    optimizer = trained(inverse=LowRank(1))
+    block = optimizer._binding.coverage.blocks[0]
+    spec = LayerSpec("wide", ("weight", "bias"), 3073, 768)
+    for device, small in (("cpu", False), ("cuda", True)):
+        wide = SimpleNamespace(spec=spec, home=(torch.float32, torch.device(device)), state=block.state)
+        assert preconditioning._is_small(wide) == small
+
+
+def test_not_more_go_together_than_fit_into_one_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconditioning, "_TOGETHER", 45)  # two of 5 x 4
+    optimizer = trained()
+    assert batches(monkeypatch, optimizer) == [2, 2, 2, 2]
+    assert agree(Stacks(), optimizer)
 
 
 def agree(kept: Stacks, optimizer: KFACOptimizer) -> bool:
@@ -157,7 +175,7 @@ def test_stacks_are_made_once_for_steps_without_a_refresh() -> None:
     agree(kept, optimizer)
     before = [stack.state for stack in kept._stacks.values()]
     agree(kept, optimizer)
-    assert len(before) == 3
+    assert len(before) == 4
     assert all(one is other.state for one, other in zip(before, kept._stacks.values(), strict=True))
 
 

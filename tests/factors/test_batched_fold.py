@@ -12,33 +12,47 @@ from kfac_optim import KFACOptimizer
 from kfac_optim.factors.batched_fold import fold_together, shared_by
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.several_pairs import make_pair
-from kfac_optim.specs import LayerSpec, Structure
+from kfac_optim.specs import Kept, LayerSpec, Sketched, Structure
 
-STRUCTURES = [
+STRUCTURES: list[tuple[Kept, Kept]] = [
     (Structure.DENSE, Structure.DENSE),
     (Structure.DIAGONAL, Structure.DENSE),
     (Structure.DENSE, Structure.IDENTITY),
 ]
 
 
-def moment(dim: int, structure: Structure) -> Tensor:
-    rows = torch.randn(6, dim)
-    return (rows.mT @ rows)[None] if structure is Structure.DENSE else rows.square().sum(0)[None]
+def moment(groups: int, dim: int, structure: Kept) -> Tensor:
+    rows = torch.randn(groups, 6, dim)
+    if isinstance(structure, Sketched):
+        products = rows.mT @ (rows @ torch.randn(dim, structure.columns))
+        return torch.cat([products.flatten(1), rows.square().sum((1, 2)).unsqueeze(1)], 1)
+    return rows.mT @ rows if structure is Structure.DENSE else rows.square().sum(1)
 
 
 def sampled(pair: FactorPair, spec: LayerSpec) -> FactorPair:
     for factor, structure, dim in zip((pair.a, pair.g), spec.structure, (spec.in_dim, spec.out_dim), strict=True):
         if factor is not None:
-            factor.add(moment(dim, structure).to(factor.dtype))
+            factor.add(moment(spec.groups, dim, structure).to(factor.dtype))
     pair.rows = 6
     return pair
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_a_batch_folds_as_each_pair_does(structure: tuple[Structure, Structure], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("structure", "dtype", "groups"),
+    [
+        *[(structure, dtype, 1) for structure in STRUCTURES for dtype in (torch.float32, torch.float64)],
+        (STRUCTURES[0], torch.bfloat16, 1),
+        (STRUCTURES[1], torch.float32, 3),
+        ((Sketched(2), Structure.DENSE), torch.float32, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("counted_by", ["the host", "the device"])
+def test_a_batch_folds_as_each_pair_does(
+    structure: tuple[Kept, Kept], dtype: torch.dtype, groups: int, counted_by: str
+) -> None:
     torch.manual_seed(0)
-    spec = LayerSpec("layer", ("weight",), 5, 3, structure=structure)
+    spec = LayerSpec("layer", ("weight",), 5, 3, groups=groups, structure=structure)
     together = [make_pair(spec, dtype=dtype, device=torch.device("cpu")) for _ in range(4)]
     alone = copy.deepcopy(together)
     for step in range(4):
@@ -47,13 +61,16 @@ def test_a_batch_folds_as_each_pair_does(structure: tuple[Structure, Structure],
             sampled(pair, spec)
             torch.manual_seed(step + 10 * together.index(pair))
             sampled(twin, spec)
+            if counted_by == "the device":  # which may find that there was no row
+                pair.rows = twin.rows = torch.tensor(step - together.index(pair)).clamp(min=0)
         for spoilt in (together[step], alone[step]):  # each is refused once, for one of its factors
             sides = [side for side in (spoilt.a, spoilt.g) if side is not None]
             factor = sides[step % len(sides)]
             assert factor.pending is not None
             factor.pending = factor.pending.clone()
-            factor.pending[..., 0] = math.inf
-        assert len({shared_by(pair) for pair in together}) == 1
+            factor.pending[..., -1] = math.inf
+        if not isinstance(structure[0], Sketched):  # which are small on accelerators alone
+            assert len({shared_by(pair) for pair in together}) == 1
         fold_together(together, 12, 0.9, 2.0)
         for twin in alone:
             twin.fold(12, 0.9, 2.0)
@@ -97,6 +114,7 @@ def test_pairs_that_differ_are_not_folded_together() -> None:
     ]
     assert shared(plain) == shared(plain)
     assert shared(plain) not in others
-    assert shared(plain, rows=torch.tensor(6)) is None, "only the device knows how many"
+    assert shared(plain) != shared(plain, rows=torch.tensor(6)), "only the device knows how many"
+    assert shared(plain, rows=torch.tensor([6])) is None, "groups have rows of their own"
     assert shared(LayerSpec("layer", ("weight",), 500, 3)) is None, "too large"
     assert shared_by(make_pair(plain, dtype=torch.float32, device=torch.device("cpu"))) is None, "nothing to fold"
