@@ -15,6 +15,7 @@ from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Message
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import filled_up
+from kfac_optim.distributed.gradients.continuation import continued, continues_at_once
 from kfac_optim.distributed.gradients.deliveries import Segment
 from kfac_optim.distributed.gradients.flow import ShardedGradients
 from kfac_optim.utils.autograd import in_backward, on_gradient
@@ -53,6 +54,7 @@ class OwnersHook:
         self._shadowed: list[tuple[Tensor, Tensor]] = []
         self._watched: set[int] = set()
         self._views = wrapper.gradient_as_bucket_view
+        self._backward_stream: torch.Stream | None = None
         look = weakref.WeakMethod(self._before_forward)
         wrapper.register_forward_pre_hook(PicklableHook(lambda *_: call_if_there(look)))
         others = [getattr(hook, "__name__", repr(hook)) for hook, _ in wrapper._comm_hooks] or ["unknown"]
@@ -118,6 +120,8 @@ class OwnersHook:
 
     # torch refuses other annotations than its own.
     def _reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        device = bucket.buffer().device
+        self._backward_stream = torch.accelerator.current_stream(device) if continues_at_once(device) else None
         deliveries = None if self.flow is None else self.flow.deliveries
         if deliveries is not None and bucket.index() == 0:
             deliveries.begin()
@@ -167,7 +171,7 @@ class OwnersHook:
             future.wait()
             return mean
 
-        done: torch.futures.Future[Tensor] = work.get_future().then(take)
+        done: torch.futures.Future[Tensor] = continued(work.get_future(), mean.device, take)
         return done
 
     def _own(self, bucket: dist.GradBucket, flow: ShardedGradients) -> list[tuple[Tensor, Tensor]]:  # type: ignore[name-defined]
@@ -190,7 +194,9 @@ class OwnersHook:
         """Write the mean of this rank's gradients, one after the other, into their pieces of the buffer."""
         means = torch.split(mean, [piece.numel() for _, piece in own])
         for (param, piece), each in zip(own, means, strict=True):
-            self._to_mean[param] = each.view(piece.shape) - piece
+            self._to_mean[param] = kept = each.view(piece.shape) - piece
+            if self._backward_stream is not None:
+                kept.record_stream(self._backward_stream)  # pragma: cuda
             piece.copy_(each.view(piece.shape))
 
     def _exchange(self, message: Message, sent: Tensor, received: Tensor) -> dist.Work:
@@ -226,7 +232,7 @@ class OwnersHook:
             whole: Tensor = buffer
             return whole
 
-        done: torch.futures.Future[torch.Tensor] = work.get_future().then(add_up)
+        done: torch.futures.Future[torch.Tensor] = continued(work.get_future(), buffer.device, add_up)
         return done
 
     def _by_segments(
@@ -258,7 +264,7 @@ class OwnersHook:
                 segment.mean = _mean(parts.pop(), ranks).to(row.payload)
                 return _awaited(segment.mean)
 
-            summed: torch.futures.Future[Any] = work.get_future().then(add_up)
+            summed: torch.futures.Future[Any] = continued(work.get_future(), buffer.device, add_up)
             return summed
         return self._reduce_scatter(row, buffer, segment)  # pragma: cuda
 
@@ -280,7 +286,7 @@ class OwnersHook:
             segment.mean = total[:length] / ranks
             return _awaited(segment.mean)
 
-        divided: torch.futures.Future[Any] = scattering.get_future().then(divide)
+        divided: torch.futures.Future[Any] = continued(scattering.get_future(), buffer.device, divide)
         return divided
 
 

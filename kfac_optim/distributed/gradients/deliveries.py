@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
-from kfac_optim.distributed.communication.launcher import has_reduce_scatter
 from kfac_optim.distributed.communication.launches import Cause
 from kfac_optim.distributed.communication.loans import Loan
 from kfac_optim.distributed.communication.message import Message, together
 from kfac_optim.distributed.communication.rows import OwnedRow
 from kfac_optim.distributed.communication.segments import Batching, by_row, shares, to_owners
+from kfac_optim.distributed.gradients.continuation import continued, continues_at_once
 
 
 class Segment:
@@ -35,10 +35,12 @@ class Segment:
         self._buffer = buffer
         self._error: Exception | None = None
         self._ended: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(buffer))
-        self.done: torch.futures.Future[Tensor] = self._ended.then(self._result)
+        self.done = self._ended if continues_at_once(buffer.device) else self._ended.then(self._result)
 
     def finish(self, error: Exception | None = None) -> None:
-        """End, well or by an error, which the wrapper then raises."""
+        """End, well or by an error, which the wrapper then raises; at once where all is done at once."""
+        if error is not None and continues_at_once(self._buffer.device):
+            raise error
         if not self._ended.done():
             self._error = error
             # A tensor, as on an accelerator the wrapper then waits for the kernels behind it as well.
@@ -102,7 +104,9 @@ class Deliveries:
         waited = [each.arrival for each in coming]
         if self._launched is not None:
             waited.append(self._launched)
-        self._launched = torch.futures.collect_all(waited).then(lambda ready: self._launch(segments, ready))
+        device = self._communicator.device
+        ready = torch.futures.collect_all(waited)
+        self._launched = continued(ready, device, lambda ready: self._launch(segments, ready))
 
     def _launch(self, segments: list[Segment], ready: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
         """Launch one message; called on all ranks in one order, by whatever thread."""
@@ -115,8 +119,6 @@ class Deliveries:
             means = []
             for each in segments:
                 assert each.mean is not None, "it has arrived"
-                if has_reduce_scatter(each.mean.device):  # it was made in another stream
-                    each.mean.record_stream(torch.accelerator.current_stream(each.mean.device))
                 means.append(each.mean)
                 each.mean = None
             sent = to_owners([row.segments for row in rows], rank, means)
@@ -128,7 +130,8 @@ class Deliveries:
         except Exception as error:
             _fail(segments, error)
             return
-        work.get_future().then(lambda ended: _take(segments, messages, received, loan, ended))
+        device = self._communicator.device
+        continued(work.get_future(), device, lambda ended: _take(segments, messages, received, loan, ended))
 
 
 def _take(
