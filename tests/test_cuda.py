@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 @contextmanager
 def sync_debug_mode(mode: str) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
@@ -51,7 +53,7 @@ def test_the_host_waits_where_it_does_on_the_pretended_device(name: str) -> None
         steps = waits.steps(waits.CASES[name], seen, "cuda")
     for step in steps:
         said = {wait.partition(":")[0] for wait in expected(name, step)}
-        assert {wait for wait in step["waits"] if wait} == said, step["kind"]
+        assert {wait for wait in step["waits"] if wait} == said - {""}, step["kind"]
         assert step["kind"] != "plain" or step["waits"] == {} or said, "nor anywhere else"
 
 

@@ -32,3 +32,10 @@ def eight_ranks() -> Iterator[Ranks]:
     ranks = Ranks(8)
     yield ranks
     ranks.stop(leaving=60.0)
+
+
+@pytest.fixture(scope="session")
+def two_cuda_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2, cuda=True)
+    yield ranks
+    ranks.stop(leaving=60.0)

@@ -228,7 +228,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def on_rank(rank: int, ranks: int, case: Case) -> Outcome:
     model = seeded(case.net)
-    case.shard(model, init_device_mesh("cpu", (ranks,)))
+    case.shard(model, init_device_mesh(torch.get_default_device().type, (ranks,)))
     optimizer = case.build(model, distributed=DistributedConfig(Replicated(placement=case.placement)))
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -447,7 +447,7 @@ def test_compiled_models(two_ranks: Ranks, how: str, shard: str, net: Callable[[
 def clipping(_: int, ranks: int, order: float, mixed: bool) -> None:
     """One parameter is left whole on each rank, with the same gradient."""
     model, bare = seeded(Uneven), seeded(Uneven)
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(torch.get_default_device().type, (ranks,))
     if mixed:
         fully_shard(model.first, mesh=mesh)
     else:
@@ -502,7 +502,7 @@ def test_with_all_layers_skipped_it_is_torch_sgd(two_ranks: Ranks, choice: dict[
 
 def of_own(rank: int, ranks: int, case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
     model = seeded(case.net)
-    case.shard(model, init_device_mesh("cpu", (ranks,)))
+    case.shard(model, init_device_mesh(torch.get_default_device().type, (ranks,)))
     optimizer = case.build(model, distributed=DistributedConfig(Replicated(statistics=Statistics.OWN)))
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -543,7 +543,7 @@ def test_statistics_of_ones_own(two_ranks: Ranks) -> None:
 def of_skipped_step(rank: int, ranks: int, where: str) -> dict[str, Tensor]:
     case = Case()
     model = seeded(case.net)
-    nested(model, init_device_mesh("cpu", (ranks,)))
+    nested(model, init_device_mesh(torch.get_default_device().type, (ranks,)))
     optimizer = case.build(model)
     for step in range(6):
         optimizer.zero_grad()
@@ -624,7 +624,7 @@ def test_a_layer_that_is_not_used(two_ranks: Ranks, used: str, shard: str) -> No
 def bytes_of_steps(rank: int, ranks: int, case: Case) -> tuple[list[float], Any]:
     """What is handed to `torch.distributed` within the steps of one period, once the averages are old; and the plan."""
     model = seeded(case.net)
-    case.shard(model, init_device_mesh("cpu", (ranks,)))
+    case.shard(model, init_device_mesh(torch.get_default_device().type, (ranks,)))
     config = DistributedConfig(Replicated(placement=case.placement), bucket_bytes=300)
     optimizer = case.build(model, distributed=config)
     sent: list[float] = []
@@ -653,7 +653,7 @@ def test_bytes_are_those_of_the_plan(two_ranks: Ranks, net: Callable[[], nn.Modu
 
 def refused(rank: int, ranks: int, what: str) -> str:
     """What is raised, and by when; parameters are looked at in between."""
-    model, mesh = seeded(Uneven), init_device_mesh("cpu", (ranks,))
+    model, mesh = seeded(Uneven), init_device_mesh(torch.get_default_device().type, (ranks,))
     build: Callable[..., KFACOptimizer] = partial(KFACOptimizer, model, lr=0.1)
     loss_named = {"estimate": MonteCarlo(nn.MSELoss())}
     late = what.startswith("before")

@@ -1,4 +1,4 @@
-"""Runs functions on processes that form a gloo group, and fails, instead of stalling, where they hang or die."""
+"""Runs functions on processes that form a group, and fails, instead of stalling, where they hang or die."""
 
 import os
 import pickle
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from helpers.device import pickled_for_host, work_on_cuda
 
 # Processes that wait for one that failed are given this long to fail on their own, for the sake of their messages.
 GRACE = 10.0
@@ -39,10 +41,15 @@ class Ranks:
     """P processes that stay; after a failure the next call starts new ones.
 
     All are forked off one process that has imported what they need, which costs seconds, and has done nothing else.
+
+    Args:
+        world_size: P.
+        cuda: whether they work on CUDA devices, and form a group over NCCL in the place of gloo.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, cuda: bool = False) -> None:
         self.world_size = world_size
+        self._cuda = cuda
         self._workers: list[_Worker] = []
 
     def run(self, function: Callable[..., Any], *args: object, timeout: float = 60.0) -> list[Any]:
@@ -96,7 +103,8 @@ class Ranks:
         store = Path(self._folder.name, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, str(store), theirs), daemon=True)
+            args = rank, self.world_size, str(store), theirs, self._cuda
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
@@ -130,18 +138,22 @@ class Ranks:
         return [answers.get(rank, silent) for rank in range(self.world_size)]
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, connection: Connection, cuda: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent, which kills its children
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        work_on_cuda(rank) if cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
     )
     answer: tuple[bool, Any] = (False, None)
     while True:
         # Pickled here, so that tensors travel by value, and not as memory that a killed process shared.
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(pickled_for_host(answer))
         try:
             request = connection.recv_bytes()
         except EOFError:

@@ -272,7 +272,11 @@ def _trained(rank: int, case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     ranks = dist.get_world_size()
     bare = build(NETS[case.net])
     model = wrap(bare, case.wrapped)
-    scaler = None if case.scaler is None else torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
+    scaler = (
+        None
+        if case.scaler is None
+        else torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**8, growth_interval=4)
+    )
     others = {"grad_scaler": scaler} if case.scaler == "named" else {}
     optimizer = case.optimizer(model, **case.distributed(), **others)
     chosen = case.strategy.candidates if isinstance(case.strategy, Auto) else (case.strategy,)
