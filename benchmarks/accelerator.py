@@ -64,7 +64,7 @@ REPRESENTATIONS: dict[str, Inverse[Any]] = {
     "NewtonSchulz": NewtonSchulz(dtype=torch.bfloat16),
 }
 _REFRESHES = 3
-_SHORTEST_BLOCK = 1.0  # seconds: the clock is read when the device has done all of a block
+_BASELINE_BLOCK = 20  # steps without a period; the clock is read when the device has done all of a block
 _TOP = 8  # kernels listed of a profile
 
 
@@ -251,11 +251,12 @@ def measure(
     steps = [
         functools.partial(_step, variant, setting, batch) for variant, setting in zip(variants, chosen, strict=True)
     ]
-    shortest = 0.0 if quick else _SHORTEST_BLOCK
-    contenders = [
-        Contender(str(number), step, variant.warm_up(step, device, shortest))
-        for number, (step, variant) in enumerate(zip(steps, variants, strict=True))
-    ]
+    contenders = []
+    for number, (setting, variant, step) in enumerate(zip(chosen, variants, steps, strict=True)):
+        for _ in range(2):
+            step()
+        variant.age()
+        contenders.append(Contender(str(number), step, variant.whole if setting.periods else _BASELINE_BLOCK))
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task(name, total=rounds * sum(contender.block for contender in contenders))
         seconds = time_interleaved(contenders, rounds, device, lambda done: progress.advance(task, done))
@@ -281,7 +282,9 @@ def measure(
     everything = Setting("K-FAC", Periods(1, 1), {"fused": True})
     whole = _variant(model, training, everything, quick)
     step = functools.partial(_step, whole, everything, batch)
-    whole.warm_up(step, device, shortest=0.0)
+    for _ in range(2):
+        step()
+    whole.age()
     shares = shares_of(step, device)
     return ModelCost(
         model=name,
