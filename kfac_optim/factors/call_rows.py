@@ -17,13 +17,18 @@ from kfac_optim.specs import LayerSpec, WeightSharing
 class CallRows(LayerStatistics):
     """Holds the inputs and output gradients of one call as rows; layer families say what these rows are.
 
-    A row is active when its `g` is not exactly zero in every group; see `RowStatistics`.
+    A row is active when its `g` is not exactly zero in every group; see `RowStatistics`. Where a family says
+    `rows_by_group`, a row is active in each group whose `g` is not zero there, and masks of rows, written
+    `[batch, shared]` below, are `[groups, batch, shared]` if the spec has several groups.
 
     Args:
         spec: the layer.
         call: the call, in the layout of the module.
         dtype: the dtype of the moments, and of the products that make them.
     """
+
+    rows_by_group = False
+    """Whether each group has rows of its own, so that one may count in some groups and not in others."""
 
     def __init__(self, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -82,7 +87,7 @@ class CallRows(LayerStatistics):
     def _active(self) -> Tensor:
         """Return which rows count, `[batch, shared]` bool."""
         reach = self.call.gradient if self.call.reach is None else self.call.reach
-        return active_rows(self._sampled_gradient_rows(reach))
+        return self._active_in(reach)
 
     @cached_property
     def _number_active(self) -> int:
@@ -92,11 +97,15 @@ class CallRows(LayerStatistics):
     @cached_property
     def active_before(self) -> Tensor | None:
         """Return which rows counted before this backward, `[batch, shared]` bool; None at the first."""
-        return None if self.call.earlier is None else active_rows(self._sampled_gradient_rows(self.call.earlier))
+        return None if self.call.earlier is None else self._active_in(self.call.earlier)
+
+    def _active_in(self, gradient: Tensor) -> Tensor:
+        by_group = self.rows_by_group and self.spec.groups > 1
+        return active_rows(self._sampled_gradient_rows(gradient), by_group=by_group)
 
     def _shared_mask(self, active: Tensor) -> Tensor:
         """Return which rows `active` marks after weight sharing: `[batch, shared]` or `[batch, 1]`."""
-        return active.any(1, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else active
+        return active.any(-1, keepdim=True) if self.spec.weight_sharing is WeightSharing.REDUCE else active
 
     def _shared_inputs(self, active: Tensor | None) -> Tensor:
         """Return `a` after weight sharing, without the column of ones that a bias adds.

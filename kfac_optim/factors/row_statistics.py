@@ -6,7 +6,7 @@ from torch import Tensor
 from kfac_optim.factors.block_diagonal import cut, level_padding
 from kfac_optim.factors.call_rows import CallRows
 from kfac_optim.factors.layer_statistics import FewRows
-from kfac_optim.factors.second_moments import gram, on_host, product_along, total
+from kfac_optim.factors.second_moments import gram, number_of, on_host, product_along
 from kfac_optim.specs import Sketched, Structure, WeightSharing
 
 # Elements of an input or output gradient below which launches take longer than the products, so that copies are kept
@@ -56,9 +56,9 @@ class RowStatistics(CallRows):
     def count(self) -> float | Tensor:
         if not self.has_input:
             return 0
-        count = total(self._shared_mask(self._active))
+        count = number_of(self._shared_mask(self._active))
         if self.active_before is not None:
-            count = count - total(self._shared_mask(self.active_before))
+            count = count - number_of(self._shared_mask(self.active_before))
         return count if self._sample is None else count * self._sample.weight
 
     def input_moment(self, structure: Structure | Sketched) -> Tensor:

@@ -33,8 +33,9 @@ def gram(
     Args:
         rows: `r`.
         structure: what is wanted of it; of a sketch come the products and the trace, as `Factor` keeps them.
-        active: `[batch, shared]` bool, the rows that count; None is all. What the others hold, be it not finite, does
-            not matter.
+        active: `[batch, shared]` bool, the rows that count, or `[groups, batch, shared]` for those of each group; None
+            is all. What the others hold, be it not finite, does not matter. Groups with rows of their own may all have
+            one `r`.
         constant: 1 or 0, in a column that stands behind those of `r`, as for a bias; None is none. It is not made of
             many rows: that would copy all others too, and leave rows of an odd length, which are slower to multiply.
     """
@@ -43,13 +44,18 @@ def gram(
         moment = rows.new_empty(len(rows), whole, whole)
         torch.sum(rows.mT @ rows, 1, out=moment[:, : rows.shape[-1], : rows.shape[-1]])  # without a copy by rows
         return moment if constant is None else _border(moment, rows.sum((1, 2)), rows[0, ..., 0].numel(), constant)
+    if active is not None and active.dim() > 2 and on_host(active) and active[0].numel() * rows.shape[-1] > _IN_CACHE:
+        # One by one: each group leaves out other rows, and to take them together is to copy and multiply zeros.
+        each = zip(torch.split(rows.expand(len(active), *rows.shape[1:]), 1), active, strict=True)
+        return torch.cat([gram(of_group, structure, mask, constant=constant) for of_group, mask in each])
     rows = rows.flatten(1, 2)
     count: int | Tensor = rows.shape[1]
     if active is not None:
         # What is left out costs nothing on the host; how much that is an accelerator would have to be asked.
-        marked = active.flatten()
-        rows = rows[:, marked] if on_host(marked) else torch.where(marked.unsqueeze(-1), rows, 0)
-        count = total(marked)
+        marked = active.flatten(-2)
+        taken = on_host(marked) and marked.dim() == 1
+        rows = rows[:, marked] if taken else torch.where(marked.unsqueeze(-1), rows, 0)
+        count = number_of(active)
     if isinstance(structure, Sketched):
         directions = sketch_directions(whole, structure.columns, like=rows)
         if constant is None:
@@ -85,12 +91,13 @@ def product_along(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         right: rows `[groups, batch, shared, k]`, to multiply by.
 
     Returns:
-        The sum `[groups, out, k]`; and `√(Σ ‖left‖² Σ ‖right‖² / rows)`, `[]`, by which rounding errors are judged.
+        The sum `[groups, out, k]`; and `√(Σ ‖left‖² ‖right‖² / rows)`, the sum over groups, `[]`, by which rounding
+        errors are judged.
     """
     left, right = left.flatten(1, 2), right.flatten(1, 2)
     # In float64: of small gradients in float32 the squares are zero.
-    sizes = [torch.linalg.vector_norm(side, dtype=torch.float64) for side in (left, right)]
-    return left.mT @ right, sizes[0] * sizes[1] / max(1, left.shape[1]) ** 0.5
+    sizes = [torch.linalg.vector_norm(side, dim=(1, 2), dtype=torch.float64) for side in (left, right)]
+    return left.mT @ right, torch.linalg.vector_norm(sizes[0] * sizes[1]) / max(1, left.shape[1]) ** 0.5
 
 
 def bordered(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int = 1) -> Tensor:
@@ -150,23 +157,34 @@ def channel_moments(features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return mean, squares / count
 
 
-def active_rows(gradients: Tensor) -> Tensor:
-    """Return which rows of `[groups, batch, shared, d]` are not exactly zero in every group, `[batch, shared]` bool."""
+def active_rows(gradients: Tensor, *, by_group: bool = False) -> Tensor:
+    """Return which rows of `[groups, batch, shared, d]` are not exactly zero in every group, `[batch, shared]` bool.
+
+    Args:
+        gradients: the rows.
+        by_group: tells it of each group apart, `[groups, batch, shared]`.
+    """
     if on_host(gradients) and gradients.shape[-1] > 1 and gradients.numel() > 0:
         # In most layers one feature shows already that all are.
-        active = gradients[0, :, :, 0] != 0
+        active = (gradients if by_group else gradients[0])[..., 0] != 0
         if bool(active.all()):
             return active
     # By far the fastest way to ask, and a NaN is not zero.
-    return gradients.abs().amax(-1).amax(0) != 0
+    largest = gradients.abs().amax(-1)
+    return (largest if by_group else largest.amax(0)) != 0
 
 
 def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
-    """Return the means of the rows that `active` `[batch, shared]` marks, `[groups, batch, 1, d]`; of none it is 0."""
+    """Return the means of the rows that `active` marks, `[groups, batch, 1, d]`; of none it is 0.
+
+    Args:
+        rows: `[groups, batch, shared, d]`.
+        active: as of `gram`.
+    """
     if active is None:
         return rows.mean(2, keepdim=True)
     marked = active.unsqueeze(-1)
-    return torch.where(marked, rows, 0).sum(2, keepdim=True) / marked.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(marked, rows, 0).sum(2, keepdim=True) / marked.sum(-2, keepdim=True).clamp(min=1)
 
 
 def without_ragged(tensor: T) -> T:
@@ -186,6 +204,11 @@ def total(numbers: Tensor) -> int | Tensor:
     """Return `Σ numbers`: at once on the host, else as a device scalar `[]`."""
     summed = numbers.sum()
     return int(summed) if on_host(summed) else summed
+
+
+def number_of(active: Tensor) -> int | Tensor:
+    """Count the rows that `active` marks: of `[batch, shared]` as `total` does, else of each group, `[groups]`."""
+    return active.sum((1, 2)) if active.dim() > 2 else total(active)
 
 
 def batched(tensor: Tensor, unbatched_ndim: int) -> Tensor:

@@ -1,13 +1,15 @@
 """Matrices that lie in a parameter of any shape: experts of a mixture, weights of `torch.einsum`, what rows are added.
 
 Each expert is a group of the block, with factors of its own. A call has the rows of one group, of several, or of all;
-its statistics are made group by group, as those of a linear layer.
+its statistics are those of a linear layer for each group.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,15 +24,30 @@ from kfac_optim.specs import LayerSpec, Sketched, Structure
 # Numbers of a dense `G` of what is added to rows; of tables with more, as of positions, the diagonal is kept.
 _MOST = 2**22
 
+# Numbers of rows of several groups that are worked on together: 64 MiB of float32.
+_TOGETHER = 2**24
 
-class _OneGroup(RowStatistics):
-    """Computes the statistics of the rows of one group: inputs and gradients are `[batch, shared, d]`."""
+
+class _EqualGroups(RowStatistics):
+    """Computes the statistics of groups that have equally many rows.
+
+    The call is in the canonical layout: its input is `[groups or 1, batch, shared, in]`, its gradients are
+    `[groups, batch, shared, out]`.
+    """
+
+    rows_by_group = True
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        return layer_input.unsqueeze(0)
+        return layer_input
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        return gradient.unsqueeze(0)
+        return gradient
+
+    def _input_moment_over(self, active: Tensor, structure: Structure | Sketched) -> Tensor:
+        moment = super()._input_moment_over(active, structure)
+        if len(moment) < self.spec.groups:  # all read the same, and all of it counts in every group
+            moment = moment.repeat(self.spec.groups, *(1 for _ in moment.shape[1:]))
+        return moment
 
 
 class TensorStatistics(LayerStatistics):
@@ -48,38 +65,59 @@ class TensorStatistics(LayerStatistics):
         self._order, self._ids = rest[:length], rest[length:]
 
     @cached_property
-    def parts(self) -> list[tuple[int, RowStatistics]]:
-        """Give the number of each group that has rows, and their statistics."""
-        spec, call = replace(self.spec, groups=1, shared_input=False), self.call
-        gradients = [
-            None if each is None else self._canonical(each) for each in (call.gradient, call.earlier, call.reach)
-        ]
-        assert gradients[0] is not None
-        if self._ids:
-            places: dict[int, list[int]] = {}
-            for place, group in enumerate(self._ids):
-                places.setdefault(group, []).append(place)
-            chosen: list[tuple[int, int, list[int] | None]]
-            chosen = [(group, 0, at) for group, at in sorted(places.items()) if 0 <= group < self.spec.groups]
-        else:
-            chosen = [(self._first + index, index, None) for index in range(self._count)]
-        parts: list[tuple[int, RowStatistics]] = []
-        for group, index, at in chosen:
-            rows = None if at is None else torch.tensor(at, device=call.gradient.device)
-            inputs = None if call.input is None else call.input[min(index, len(call.input) - 1)]
-            own = [each if each is None else each[index] for each in gradients]
-            if rows is not None:
-                inputs = None if inputs is None else inputs.index_select(0, rows)
-                own = [each if each is None else each.index_select(0, rows) for each in own]
-            gradient, earlier, reach = own
-            assert gradient is not None
-            of_group = replace(call, input=inputs, gradient=gradient, earlier=earlier, reach=reach)
-            parts.append((group, _OneGroup(spec, of_group, self.dtype)))
+    def parts(self) -> list[tuple[slice, _EqualGroups]]:
+        """Give the statistics of all groups that have rows, those of several at a time, and say which groups they are.
+
+        Groups that follow each other and have equally many rows, as those of a table of positions, are taken together:
+        to launch the products of one takes far longer than to compute them. Where they have many rows, only a few are
+        taken at a time, to bound the memory.
+        """
+        if not self._ids:
+            return [
+                self._part(slice(self._first + some.start, self._first + some.stop), some)
+                for some in _pieces(0, self._count, self._at_once(self._batch))
+            ]
+        places = defaultdict[int, list[int]](list)
+        for place, group in enumerate(self._ids):
+            if 0 <= group < self.spec.groups:
+                places[group].append(place)
+        parts = []
+        # Numbers that follow each other differ from their places in the list by the same.
+        for (count, _), run in groupby(enumerate(sorted(places)), lambda at: (len(places[at[1]]), at[1] - at[0])):
+            numbers = [group for _, group in run]
+            for groups in _pieces(numbers[0], numbers[-1] + 1, self._at_once(count)):
+                rows = [places[group] for group in range(groups.start, groups.stop)]
+                parts.append(self._part(groups, torch.tensor(rows, device=self.call.gradient.device)))
         return parts
 
-    def _canonical(self, gradient: Tensor) -> Tensor:
-        groups = 1 if self._ids else self._count
-        return gradient.permute(self._order).reshape(groups, self._batch, self._shared, self.spec.out_dim)
+    def _at_once(self, batch: int) -> int:
+        """Return how many groups with so many rows each are taken together."""
+        return max(1, _TOGETHER // max(1, batch * self._shared * (self.spec.in_dim + self.spec.out_dim)))
+
+    def _part(self, groups: slice, rows: slice | Tensor) -> tuple[slice, _EqualGroups]:
+        """Return the statistics of some groups.
+
+        Args:
+            groups: which groups of the block they are.
+            rows: what is theirs of the call: a slice of its groups; or places in the batch, `[groups, n]`.
+        """
+        layer_input, gradient, earlier, reach = (
+            tensor if tensor is None else _taken(tensor, rows) for tensor in (self.call.input, *self._gradients)
+        )
+        assert gradient is not None
+        call = replace(self.call, input=layer_input, gradient=gradient, earlier=earlier, reach=reach)
+        spec = replace(self.spec, groups=groups.stop - groups.start, shared_input=False)
+        return groups, _EqualGroups(spec, call, self.dtype)
+
+    @cached_property
+    def _gradients(self) -> list[Tensor | None]:
+        """Give all gradients of the call as `[groups, batch, shared, out]`, of one group where there are ids."""
+        call, groups = self.call, 1 if self._ids else self._count
+        shape = groups, self._batch, self._shared, self.spec.out_dim
+        return [
+            each if each is None else each.permute(self._order).reshape(shape)
+            for each in (call.gradient, call.earlier, call.reach)
+        ]
 
     def subsample(self, draw: Draw) -> None:
         for _, part in self.parts:
@@ -87,7 +125,7 @@ class TensorStatistics(LayerStatistics):
 
     @property
     def groups(self) -> slice | None:
-        if self.spec.groups == 1 or self._ids:
+        if self._ids or self._count == self.spec.groups:
             return None
         return slice(self._first, self._first + self._count)
 
@@ -104,53 +142,47 @@ class TensorStatistics(LayerStatistics):
         if self.spec.groups == 1:
             return sum(part.count for _, part in self.parts)
         counts = self.call.gradient.new_zeros(self.spec.groups, dtype=torch.float32)
-        for group, part in self.parts:
-            counts[group] = part.count
+        for groups, part in self.parts:
+            counts[groups] = part.count
         return counts
 
     def input_moment(self, structure: Structure | Sketched) -> Tensor:
-        moments = {group: part.input_moment(structure) for group, part in self.parts if part.has_input}
-        return self._together(moments)
+        return self._together([(groups, part.input_moment(structure)) for groups, part in self.parts if part.has_input])
 
     def output_moment(self, structure: Structure | Sketched) -> Tensor:
-        moments = {group: part.output_moment(structure) for group, part in self.parts}
-        if not moments:  # no row was for any group
-            empty = replace(self.call, gradient=self.call.gradient.new_zeros(0, 1, self.spec.out_dim), earlier=None)
-            moments = {0: _OneGroup(replace(self.spec, groups=1), empty, self.dtype).output_moment(structure)}
-        return self._together(moments)
+        no_row = torch.empty(1, 0, dtype=torch.int64, device=self.call.gradient.device)
+        parts = self.parts or [self._part(slice(0, 1), no_row)]
+        return self._together([(groups, part.output_moment(structure)) for groups, part in parts])
 
-    def _together(self, moments: dict[int, Tensor]) -> Tensor:
-        """Put moments of single groups `[1, ...]` side by side, and zeros for groups that have none."""
-        some = next(iter(moments.values()))
-        if self.groups is None:
-            first, count = 0, self.spec.groups
-        else:
-            first, count = self._first, self._count
-        if len(moments) == count:
-            return some if count == 1 else torch.cat([moments[group] for group in sorted(moments)])
-        together = some.new_zeros(count, *some.shape[1:])
-        for group, moment in moments.items():
-            together[group - first] = moment[0]
+    def _together(self, moments: Sequence[tuple[slice, Tensor]]) -> Tensor:
+        """Put moments of some groups side by side, and zeros for groups that have none."""
+        whole = slice(0, self.spec.groups) if self.groups is None else self.groups
+        (groups, some), *_ = moments
+        if groups == whole:
+            return some
+        together = some.new_zeros(whole.stop - whole.start, *some.shape[1:])
+        for groups, moment in moments:
+            together[groups.start - whole.start : groups.stop - whole.start] = moment
         return together
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        pairs = {group: [rows.flatten(1, 2) for rows in part.rows()] for group, part in self.parts}
-        most = max((a.shape[1] for a, _ in pairs.values()), default=0)
+        pairs = [(groups, [rows.flatten(1, 2) for rows in part.rows()]) for groups, part in self.parts]
+        most = max((a.shape[1] for _, (a, _) in pairs), default=0)
         sides = []
         for side, width in enumerate((self.spec.in_dim, self.spec.out_dim)):
             padded = self.call.gradient.new_zeros(self.spec.groups, most, 1, width, dtype=self.dtype)
-            for group, pair in pairs.items():
-                padded[group, : pair[side].shape[1], 0] = pair[side][0]
+            for groups, pair in pairs:
+                padded[groups, : pair[side].shape[1], 0] = pair[side]
             sides.append(padded)
         return sides[0], sides[1]
 
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor]:
         total = directions.new_zeros(self.spec.groups, self.spec.out_dim, directions.shape[1])
         squares = directions.new_zeros(())
-        for group, part in self.parts:
+        for groups, part in self.parts:
             found = part.gradient_along(directions)
             assert found is not None
-            total[group] += found[0][0]
+            total[groups] += found[0]
             squares += found[1].square()
         return total, squares.sqrt()
 
@@ -158,12 +190,22 @@ class TensorStatistics(LayerStatistics):
         self, a_basis: Tensor | None, g_basis: Tensor | None, *, dtype: torch.dtype, per_example: bool
     ) -> Tensor:
         total = self.call.gradient.new_zeros(self.spec.groups, self.spec.out_dim, self.spec.in_dim, dtype=dtype)
-        for group, part in self.parts:
-            of_a, of_g = (
-                basis if basis is None or len(basis) == 1 else basis[group : group + 1] for basis in (a_basis, g_basis)
-            )
-            total[group] = part.squared_gradients(of_a, of_g, dtype=dtype, per_example=per_example)[0]
+        for groups, part in self.parts:
+            of_a, of_g = (basis if basis is None or len(basis) == 1 else basis[groups] for basis in (a_basis, g_basis))
+            total[groups] = part.squared_gradients(of_a, of_g, dtype=dtype, per_example=per_example)
         return total
+
+
+def _pieces(start: int, stop: int, size: int) -> list[slice]:
+    """Cut a range into slices of at most that size."""
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
+def _taken(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    """Take what is of some groups from `[groups or 1, batch, shared, d]`; see `TensorStatistics._part`."""
+    if isinstance(rows, slice):
+        return tensor if len(tensor) == 1 else tensor[rows]
+    return tensor[0].index_select(0, rows.flatten()).view(*rows.shape, *tensor.shape[2:])
 
 
 def added_structure(spec: LayerSpec) -> tuple[Structure, Structure]:

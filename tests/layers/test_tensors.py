@@ -3,15 +3,24 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
 from helpers.oracles import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_optim import EKFAC, KFACOptimizer
+from kfac_optim import EKFAC, KFACOptimizer, WeightSharing
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.subsampling import Draw, Subsample
+from kfac_optim.layers.tensors import TensorStatistics, added_structure
+from kfac_optim.specs import LayerSpec, Sketched, Structure
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -515,3 +524,104 @@ def test_biases_of_experts_that_are_gathered_and_added_in_place_are_groups() -> 
         for expert in range(4):
             mine = gradient[expert == UNEVEN]
             assert_same(optimizer.factors()[name][1][expert], mine.T @ mine)
+
+
+# -- groups that are taken together --------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators_of_table(positions: int, *, gathered: bool) -> int:
+    """How many operators the statistics of a table of positions take, which is added to all rows of a batch."""
+    spec = LayerSpec("table", ("table",), 1, 3, positions, own_rows=True)
+    if gathered:  # as `x.transpose(0, 1) + table[ids].unsqueeze(1)` would have it
+        input_shape, gradient = (1, positions, 4, 1), torch.randn(positions, 4, 3)
+        context = (0, positions, positions, 4, 3, 0, 1, 2, *range(positions))
+    else:
+        input_shape, gradient = (1, 4, 1, 1), torch.randn(4, positions, 3)
+        context = (0, positions, 4, 1, 3, 1, 0, 2)
+    call = LayerCall(torch.ones(()).expand(input_shape), gradient, context=context)
+    with Operators() as operators:
+        statistics = TensorStatistics(spec, call, torch.float64)
+        statistics.subsample(Draw(Subsample(rows=2), 0, ""))
+        assert isinstance(statistics.count, Tensor)
+        statistics.output_moment(added_structure(spec)[1])
+        statistics.rows()
+        statistics.gradient_along(torch.ones(1, 1))
+        statistics.squared_gradients(None, None, dtype=torch.float64, per_example=True)
+        assert not statistics.keeps_input
+    return operators.count
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_longer_table_takes_no_more_operators(gathered: bool) -> None:
+    assert operators_of_table(64, gathered=gathered) == operators_of_table(4, gathered=gathered)
+
+
+def with_zeros(data: st.DataObject, *shape: int) -> Tensor:
+    """Draw rows of which some are zero."""
+    zeros = torch.rand(shape[:-1]) < data.draw(st.sampled_from((0.0, 0.5, 1.0)), label="zeros")
+    return torch.randn(shape).masked_fill(zeros.unsqueeze(-1), 0)
+
+
+def statistics_of(
+    spec: LayerSpec, layer_input: Tensor, gradient: Tensor, earlier: Tensor | None, ids: list[int], draw: Draw
+) -> TensorStatistics:
+    """Statistics of a call in the canonical layout, of some of its rows."""
+    context = (0, *gradient.shape[:3], gradient.dim(), *range(gradient.dim()), *ids)
+    statistics = TensorStatistics(spec, LayerCall(layer_input, gradient, earlier, context=context), torch.float64)
+    statistics.subsample(draw)
+    return statistics
+
+
+@given(data=st.data())
+def test_statistics_of_groups_are_those_of_each_alone(data: st.DataObject) -> None:
+    groups, batch, shared, width, out = (data.draw(st.integers(1, 4), label=name) for name in ("k", "n", "s", "i", "o"))
+    one_input, by_ids, twice, on_host = (data.draw(st.booleans(), label=name) for name in ("a", "ids", "twice", "host"))
+    structure = data.draw(st.sampled_from((Structure.DENSE, Structure.DIAGONAL, Sketched(1))), label="structure")
+    sharing = data.draw(st.sampled_from(WeightSharing), label="sharing")
+    draw = Draw(Subsample(rows=data.draw(st.integers(1, 16), label="rows")), 0, "")
+    # All rows are for all groups, or each example is for one of them.
+    ids = data.draw(st.lists(st.integers(0, groups - 1), min_size=batch, max_size=batch), label="ids") if by_ids else []
+    used = 1 if ids else groups
+    layer_input = torch.randn(1 if one_input else used, batch, shared, width)
+    gradient = with_zeros(data, used, batch, shared, out)
+    earlier = with_zeros(data, used, batch, shared, out) if twice else None
+    spec = LayerSpec("", ("weight",), width, out, groups, weight_sharing=sharing, own_rows=True)
+
+    def of_group(group: int, tensor: Tensor) -> Tensor:
+        if ids:
+            return tensor[:, [place for place, of in enumerate(ids) if of == group]]
+        return tensor if len(tensor) == 1 else tensor[group : group + 1]
+
+    def moments(statistics: TensorStatistics) -> tuple[Tensor, ...]:
+        count, g = torch.as_tensor(statistics.count).double(), statistics.output_moment(structure)
+        a = statistics.input_moment(structure) if statistics.has_input else torch.zeros(1, 1)
+        squares = statistics.squared_gradients(None, None, dtype=torch.float64, per_example=True)
+        along, size = statistics.gradient_along(torch.ones(width, 1))
+        return count.view(-1), a, g, squares, along, size
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kfac_optim.layers.tensors._TOGETHER", data.draw(st.sampled_from((1, 50, 2**24)), label="most"))
+        patch.setattr("kfac_optim.factors.second_moments._IN_CACHE", data.draw(st.sampled_from((1, 2**17))))
+        if not on_host:
+            for module in ("second_moments", "row_statistics"):
+                patch.setattr(f"kfac_optim.factors.{module}.on_host", lambda _: False)
+        *together, size = moments(statistics_of(spec, layer_input, gradient, earlier, ids, draw))
+        squared_size = torch.zeros(())
+        for group in range(groups):
+            tensors = [None if each is None else of_group(group, each) for each in (layer_input, gradient, earlier)]
+            *alone, own_size = moments(statistics_of(replace(spec, groups=1), *tensors, [], draw))
+            for whole, own in zip(together, alone, strict=True):
+                of_whole = whole[min(group, len(whole) - 1)]
+                assert_same(of_whole, own[0].expand_as(of_whole))
+            squared_size += own_size.square()
+        assert_same(size, squared_size.sqrt())
