@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.options import BlockOptions
-from kfac_optim.blocks.preconditioning import apart, regularised, to_matrix, to_params
+from kfac_optim.blocks.preconditioning import apart, laid_out, regularised, to_matrix, to_params
 from kfac_optim.blocks.state_keys import PREFERENCE
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.base import Inverse, InverseRule
@@ -167,7 +167,7 @@ class SelectedUpdates(StepSize):
             for block, parts in zip(bundle.blocks, bundle.parts(update), strict=True):
                 for param, part in zip(block.params, parts, strict=True):
                     if param in trained:
-                        updates[param] = part.to(param.dtype)
+                        updates[param] = laid_out(part, param, param.dtype)
         return updates
 
     def _compare(

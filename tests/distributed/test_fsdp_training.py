@@ -101,7 +101,9 @@ def one_layer() -> nn.Module:
 
 def seeded(net: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return net().to(torch.float64)
+    with torch.device("cpu"):  # whose generator draws the same numbers everywhere
+        model = net().to(torch.float64)
+    return model.to(torch.get_default_device())
 
 
 # -- wraps -------------------------------------------------------------------------------------------------------------

@@ -111,7 +111,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 def build(net: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return net().double()
+    with torch.device("cpu"):  # whose generator draws the same numbers everywhere
+        model = net().double()
+    return model.to(torch.get_default_device())
 
 
 # -- examples ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, SelectedUpdates
 from kfac_optim.step import inner_step
 
 
@@ -80,3 +80,22 @@ def test_the_fused_kernel_takes_parameters_with_and_without_momentum_as_sgd_does
         models.append([*model.parameters()])
     for ours, theirs in zip(*models, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), SelectedUpdates()], ids=str)
+def test_fused_kernels_get_directions_that_lie_as_the_parameters(step_size: Any) -> None:
+    """They read all tensors side by side, as they lie: on a CPU another layout would be another step, in silence."""
+    inverse = {"inverse": None} if isinstance(step_size, SelectedUpdates) else {}
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())]
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 5)).double().to(memory_format=torch.channels_last)
+        optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, step_size=step_size, fused=fused, **inverse)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, 4, 4, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        found.append([param.detach() for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
