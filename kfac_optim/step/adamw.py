@@ -1,7 +1,7 @@
 """AdamW's update, and means of gradients, kept in the optimizer's state as torch's Adam keeps them."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,42 +12,67 @@ from kfac_optim.factors.second_moments import on_host
 from kfac_optim.step.step_size import Group, Proposal
 
 
-def adamw_update(proposal: Proposal, param: nn.Parameter, group: Group, *, beta2: float, eps: float) -> Tensor:
-    """Return the update of AdamW at a rate of 1, without the decay (Kingma & Ba 2015, algorithm 1).
+def adamw_updates(
+    proposal: Proposal, groups: Mapping[nn.Parameter, Group], *, beta2: float, eps: float
+) -> dict[nn.Parameter, Tensor]:
+    """Return the updates of AdamW at a rate of 1, without the decay (Kingma & Ba 2015, algorithm 1).
 
     Args:
         proposal: the step.
-        param: the parameter, whose state takes in the gradient.
-        group: its param group, whose momentum is β₁.
-        beta2: the decay of the average of squared gradients.
-        eps: what is added to its root.
+        groups: the parameters, whose states take in the gradients, each with its param group, whose momentum is β₁.
+        beta2: the decay of the averages of squared gradients.
+        eps: what is added to their roots.
     """
-    gradient, held = regularised(param, group).to(param.dtype), proposal.state[param]
-    if SECOND_MOMENT not in held:  # what momentum there is was made by another rule
-        held[ADAM_STEPS] = _no_steps(param)
-        held[SECOND_MOMENT], held[MOMENTUM] = torch.zeros_like(param), torch.zeros_like(param)
-    new = {
-        MOMENTUM: _kept(held, MOMENTUM, param).lerp(gradient, 1 - group["momentum"]),
-        # Not by lerp, which makes NaN of a square that overflows; so it stays infinite, as in torch's Adam.
-        SECOND_MOMENT: (_kept(held, SECOND_MOMENT, param) * beta2).addcmul(gradient, gradient, value=1 - beta2),
-        ADAM_STEPS: held[ADAM_STEPS] + 1,
-    }
-    for key, tensor in new.items():
-        held[key] = if_taken(proposal, tensor, held[key])
+    found: dict[nn.Parameter, Tensor] = {}
+    for params in _alike(groups):
+        for param, update in zip(params, _updates(proposal, params, groups[params[0]], beta2, eps), strict=True):
+            found[param] = update
+    return found
+
+
+def _updates(
+    proposal: Proposal, params: Sequence[nn.Parameter], group: Group, beta2: float, eps: float
+) -> Sequence[Tensor]:
+    """Return the updates of parameters of one group, dtype and device."""
+    dtype, states = params[0].dtype, [proposal.state[param] for param in params]
+    for param, held in zip(params, states, strict=True):
+        if SECOND_MOMENT not in held:  # what momentum there is was made by another rule
+            held[ADAM_STEPS] = _no_steps(param)
+            held[SECOND_MOMENT], held[MOMENTUM] = torch.zeros_like(param), torch.zeros_like(param)
+    gradients = [regularised(param, group).to(dtype) for param in params]
+    before = {key: [held[key].to(dtype) for held in states] for key in (MOMENTUM, SECOND_MOMENT)}
+    # Not by lerp, which makes NaN of a square that overflows; so it stays infinite, as in torch's Adam.
+    squares = torch._foreach_mul(before[SECOND_MOMENT], beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    means = torch._foreach_lerp(before[MOMENTUM], gradients, 1 - group["momentum"])
+    steps = torch._foreach_add([held[ADAM_STEPS] for held in states], 1)
+    for held, *new in zip(states, means, squares, steps, strict=True):
+        for key, tensor in zip((MOMENTUM, SECOND_MOMENT, ADAM_STEPS), new, strict=True):
+            held[key] = if_taken(proposal, tensor, held[key])
     # In float64, as 1 - β₂ᵗ is a small difference at first, and at least in float32, where eps is not zero.
-    wide = torch.promote_types(param.dtype, torch.float32)
-    mean_share, square_share = (_share(new[ADAM_STEPS], beta, wide) for beta in (group["momentum"], beta2))
-    root = (new[SECOND_MOMENT].to(wide) / square_share).sqrt_()
-    update: Tensor = (new[MOMENTUM].to(wide) / mean_share).div_(root.add_(eps))
-    return update.to(param.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    mean_shares, square_shares = (_shares(steps, beta, wide) for beta in (group["momentum"], beta2))
+    roots = torch._foreach_sqrt(torch._foreach_div([square.to(wide) for square in squares], square_shares))
+    torch._foreach_add_(roots, eps)
+    updates = torch._foreach_div([mean.to(wide) for mean in means], mean_shares)
+    torch._foreach_div_(updates, roots)
+    return [update.to(dtype) for update in updates]
 
 
-def _share(steps: Tensor, beta: float, dtype: torch.dtype) -> Tensor | float:
-    """Return `1 - βᵗ`, what an average that began with zero has taken in; as a number where nothing is waited for."""
-    if on_host(steps):
-        return 1 - float(beta) ** steps.item()
-    share: Tensor = 1 - beta ** steps.double()
-    return share.to(dtype)
+def _shares(steps: Sequence[Tensor], beta: float, dtype: torch.dtype) -> list[float] | list[Tensor]:
+    """Return `1 - βᵗ`, what averages that began with zero have taken in; as numbers where nothing is waited for."""
+    if on_host(steps[0]):
+        return [1 - float(beta) ** each.item() for each in steps]
+    shares: Tensor = 1 - beta ** torch.stack([*steps]).double()
+    return list(shares.to(dtype).unbind())
+
+
+def _alike(groups: Mapping[nn.Parameter, Group]) -> Iterable[list[nn.Parameter]]:
+    """Return the parameters, those together that have one group, dtype and device."""
+    alike: defaultdict[Hashable, list[nn.Parameter]] = defaultdict(list)
+    for param, group in groups.items():
+        alike[id(group), param.dtype, param.device].append(param)
+    return alike.values()
 
 
 def mean_before(proposal: Proposal, param: nn.Parameter) -> Tensor | None:
@@ -56,7 +81,8 @@ def mean_before(proposal: Proposal, param: nn.Parameter) -> Tensor | None:
     Torch's momentum, of another rule, is a sum; the count of steps marks a mean.
     """
     held = proposal.state[param]
-    return _kept(held, MOMENTUM, param) if {MOMENTUM, ADAM_STEPS} <= held.keys() else None
+    # In the dtype of the parameter, which may have been changed.
+    return held[MOMENTUM].to(param.dtype) if {MOMENTUM, ADAM_STEPS} <= held.keys() else None
 
 
 def take_into_means(
@@ -70,10 +96,7 @@ def take_into_means(
         means: what `mean_before` has of each.
     """
     found: dict[nn.Parameter, Tensor] = {}
-    alike: defaultdict[Hashable, list[nn.Parameter]] = defaultdict(list)
-    for param, group in groups.items():
-        alike[id(group), param.dtype, param.device].append(param)
-    for params in alike.values():
+    for params in _alike(groups):
         group, before = groups[params[0]], []
         for param in params:
             if (mean := means[param]) is None:  # torch's momentum is perhaps of the negative; the count marks a mean
@@ -91,11 +114,6 @@ def take_into_means(
 def if_taken(proposal: Proposal, new: Tensor, before: Tensor) -> Tensor:
     """Return what is to be kept of a step that is perhaps not taken."""
     return new if proposal.finite is None else torch.where(proposal.finite, new, before.to(new.dtype))
-
-
-def _kept(held: Mapping[str, Tensor], key: str, param: nn.Parameter) -> Tensor:
-    """Return a tensor of a parameter's state, in the dtype of the parameter, which may have been changed."""
-    return held[key].to(param.dtype)
 
 
 def _no_steps(param: nn.Parameter) -> Tensor:

@@ -17,7 +17,7 @@ from kfac_optim.inverses.damped.deflation import DeflatedState
 from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.linalg.orthogonal import orthogonal_factors
 from kfac_optim.specs import BlockDiagonal
-from kfac_optim.step.adamw import adamw_update, if_taken, mean_before, take_into_means
+from kfac_optim.step.adamw import adamw_updates, if_taken, mean_before, take_into_means
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
 from kfac_optim.utils.validation import check_number
@@ -132,9 +132,8 @@ class SelectedUpdates(StepSize):
         trained = {param: group_of[param] for param in proposal.executor.gradients.owned(list(group_of))}
         layers = [block for block in proposal.graded if any(p.dim() > 1 and p in trained for p in block.params)]
         updates = self._of_layers(proposal, layers, trained)
-        for param, group in trained.items():
-            if param not in updates:
-                updates[param] = adamw_update(proposal, param, group, beta2=self.beta2, eps=self.eps)
+        others = {param: group for param, group in trained.items() if param not in updates}
+        updates |= adamw_updates(proposal, others, beta2=self.beta2, eps=self.eps)
         return Sized(updates, lambda _: {"momentum": 0.0, "nesterov": False}, {})
 
     def _of_layers(
