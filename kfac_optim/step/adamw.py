@@ -51,7 +51,8 @@ def _updates(
             held[key] = if_taken(proposal, tensor, held[key])
     # In float64, as 1 - β₂ᵗ is a small difference at first, and at least in float32, where eps is not zero.
     wide = torch.promote_types(dtype, torch.float32)
-    mean_shares, square_shares = (_shares(steps, beta, wide) for beta in (group["momentum"], beta2))
+    counts = torch.stack([*steps])
+    mean_shares, square_shares = (_shares(counts, beta, wide) for beta in (group["momentum"], beta2))
     roots = torch._foreach_sqrt(torch._foreach_div([square.to(wide) for square in squares], square_shares))
     torch._foreach_add_(roots, eps)
     updates = torch._foreach_div([mean.to(wide) for mean in means], mean_shares)
@@ -59,11 +60,11 @@ def _updates(
     return [update.to(dtype) for update in updates]
 
 
-def _shares(steps: Sequence[Tensor], beta: float, dtype: torch.dtype) -> list[float] | list[Tensor]:
+def _shares(steps: Tensor, beta: float, dtype: torch.dtype) -> list[float] | list[Tensor]:
     """Return `1 - βᵗ`, what averages that began with zero have taken in; as numbers where nothing is waited for."""
-    if on_host(steps[0]):
-        return [1 - float(beta) ** each.item() for each in steps]
-    shares: Tensor = 1 - beta ** torch.stack([*steps]).double()
+    if on_host(steps):
+        return [1 - float(beta) ** each for each in steps.tolist()]
+    shares: Tensor = 1 - beta ** steps.double()
     return list(shares.to(dtype).unbind())
 
 
