@@ -213,6 +213,8 @@ def test_committed_results_have_recorded_the_commands_of_their_stages() -> None:
     committed = {str(file.relative_to(RESULTS).with_suffix("")): file for file in RESULTS.rglob("*.json")}
     assert len(committed) > 40
     for name in committed.keys() - {"fuzz/counts"}:
+        if name.partition("/")[0] in LEFT_OUT:
+            continue
         command = json.loads(committed[name].read_text())["command"]
         assert essence(command) == essence(of_results[name].command), name
         assert ("--data-dir" in command) is ("--data-dir" in of_results[name].command), name
