@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from helpers.fuzz import CHANGED, NOT_FINITE, UNCLEAR, Finding, arguments, batches, checkpoints, orders, quiet
 
+from benchmarks.harness import made_by
+
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "checkpoints": lambda rng: checkpoints.case(rng),
     "arguments": arguments.case,
@@ -46,7 +48,6 @@ def counts_of(out: Path) -> dict[str, Any]:
         return dict(json.loads(out.read_text()))
     return {
         "command": "python tests/fuzz.py --cases N",
-        "torch": torch.__version__,
         "seconds": 0.0,
         "processor seconds": 0.0,
         "kinds": {kind: {"seeds": 0, "outcomes": {}, CHANGED: 0, UNCLEAR: 0, NOT_FINITE: 0} for kind in KINDS},
@@ -78,7 +79,9 @@ def look_again(counts: dict[str, Any]) -> None:
 
 def run(cases: int, out: Path, seconds: float) -> dict[str, Any]:
     """Take the kinds in turn until there are `cases` in all, or the seconds are over; write the counts as they come."""
-    counts, start, worked = counts_of(out), time.monotonic(), time.process_time()
+    made = made_by({}, torch.device("cpu"))
+    counts = {**counts_of(out), **{name: made[name] for name in ("machine", "date", "commit")}}
+    start, worked = time.monotonic(), time.process_time()
     begun = counts["seconds"], counts["processor seconds"]
     look_again(counts)
     write(out, counts)
