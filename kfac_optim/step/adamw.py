@@ -45,7 +45,9 @@ def _updates(
     squares = torch._foreach_mul(before[SECOND_MOMENT], beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     means = torch._foreach_lerp(before[MOMENTUM], gradients, 1 - group["momentum"])
-    steps = torch._foreach_add([held[ADAM_STEPS] for held in states], 1)
+    # Of a checkpoint they may have come from another device.
+    taken = [held[ADAM_STEPS].to(params[0].device, non_blocking=True) for held in states]
+    steps = torch._foreach_add(taken, 1)
     for held, *new in zip(states, means, squares, steps, strict=True):
         for key, tensor in zip((MOMENTUM, SECOND_MOMENT, ADAM_STEPS), new, strict=True):
             held[key] = if_taken(proposal, tensor, held[key])
