@@ -202,15 +202,14 @@ def run(args: argparse.Namespace) -> None:
     periods = args.periods or ([Periods(2, 4), Periods(1, 2)] if args.quick else [Periods(10, 100), Periods(1, 10)])
     console = Console()
     torch.manual_seed(0)
-    costs = []
+    costs: list[ModelCost] = []
+    report = {"benchmark": "accelerator", "quick": args.quick, "repeats": 1 if args.quick else args.repeats}
     for name in args.models:
         training = (QUICK if args.quick else MODELS)[name]
         costs.append(measure(name, training, periods, device, args, console))
         console.print(step_table(costs[-1]), refresh_table(costs[-1]), profile_table(costs[-1]))
-    rounds = 1 if args.quick else args.repeats
-    models = [asdict(cost) for cost in costs]
-    report = {"benchmark": "accelerator", "quick": args.quick, "repeats": rounds, "models": models}
-    write_json(args.out, report, device)
+        # After each, since time on an accelerator may run out.
+        write_json(args.out, {**report, "models": [asdict(cost) for cost in costs]}, device)
     console.print(f"Figures: {args.out}")
 
 
