@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
 
 from kfac_optim.capture.function_modes import substitute
 from kfac_optim.capture.layer_watch import LayerWatch
@@ -134,8 +135,8 @@ class _Forwards:
     def table(self) -> dict[Callable[..., Any], Callable[..., Any]]:
         table: dict[Callable[..., Any], Callable[..., Any]] = {}
         for name, step in STEPS.items():
-            table[getattr(torch, name)] = functools.partial(self._sequence, step)
-            table[getattr(torch, f"{name}_cell")] = functools.partial(self._cell, step)
+            table[getattr(torch, name)] = functools.partial(_out_of_sight, self._sequence, step)
+            table[getattr(torch, f"{name}_cell")] = functools.partial(_out_of_sight, self._cell, step)
         return table
 
     def _sequence(self, step: Step, *args: Any) -> tuple[Tensor, ...]:
@@ -166,6 +167,15 @@ class _Forwards:
                 layer_input = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
                 examples = None if self._unbatched and sizes[0] == 1 else sizes[0]
                 window.note(watch, layer_input, output, examples=examples, context=sizes)
+
+
+def _out_of_sight(recurrence: Callable[..., Any], step: Step, *args: Any) -> Any:
+    """Run a recurrence unseen by function modes: it makes hundreds of calls, none of which a listener would note."""
+    tensors = (each for each in tree_leaves(args) if isinstance(each, Tensor))
+    if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):  # functions of a subclass are its own
+        return recurrence(step, *args)
+    with torch._C.DisableTorchFunction():
+        return recurrence(step, *args)
 
 
 def _as_state(hx: Tensor | State) -> State:

@@ -44,7 +44,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     norm = torch.linalg.matrix_norm(found, keepdim=True)
     found = found / torch.where(norm > 0, norm, 1)
     width = found.shape[-2]
-    if matrix.dtype is torch.float32 and width >= _NARROW and found.numel() * width > _FEW:
+    if matrix.dtype is torch.float32 and width > _NARROW and found.numel() * width > _FEW:
         found = found.bfloat16()
     a, b, c = _COEFFICIENTS
     for _ in range(_STEPS):
