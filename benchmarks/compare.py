@@ -9,7 +9,8 @@ counted of evaluation.
 
 Runs are kept under --out one by one: a study that was interrupted goes on where it stopped, and more --trials or
 --seeds are added to those that are there. Trials are chosen by steps, so that they may run beside other work, several
-commands with other --optimizers and one --out at a time; the seconds of repeats want an idle machine.
+commands with other --optimizers and one --out at a time; the seconds of repeats want an idle machine. With --trials-of
+the trials are those of an earlier result, and the repeats alone are run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import arguments
+from benchmarks import arguments, tuning
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.data import DataError
 from benchmarks.examples import Examples
@@ -34,8 +35,9 @@ from benchmarks.harness import pin_threads, write_json
 from benchmarks.plots import plot_comparison
 from benchmarks.problem import Aim, Problem
 from benchmarks.problems import PROBLEMS
-from benchmarks.scores import Arrival, Spread, Target, best_target, best_trials, target_of, tuning_target
+from benchmarks.scores import Arrival, Spread, Target, best_target, target_of
 from benchmarks.study import Reading, Run, RunFolder, Runs, Study
+from benchmarks.tuning import Tuning
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,13 +64,15 @@ def run(args: argparse.Namespace) -> None:
             args.search_seed,
             RunFolder(args.out / "runs"),
         )
-        runs = len(taking_part) * (trials(args) + seeds(args))
+        before = None if args.trials_of is None else tuning.as_before(study, args.trials_of)
+        each = f"{seeds(args)} repeats each" if before else f"{trials(args)} trials and {seeds(args)} repeats each"
+        runs = len(taking_part) * (seeds(args) + (0 if before else trials(args)))
         console.print(
-            f"{name}: {len(taking_part)} optimizers, {trials(args)} trials and {seeds(args)} repeats each: {runs} runs "
+            f"{name}: {len(taking_part)} optimizers, {each}: {runs} runs "
             f"of {problem.steps} steps, minutes on small problems and hours on others. Interrupt it at any time: "
             "the same command goes on where it stopped."
         )
-        compare(study, seeds(args), args.out, console)
+        compare(study, before, seeds(args), args.out, console)
 
 
 def trials(args: argparse.Namespace) -> int:
@@ -94,16 +98,16 @@ def load(problem: Problem, args: argparse.Namespace) -> Examples:
     return examples.quick() if args.quick else examples
 
 
-def compare(study: Study, seeds: int, out: Path, console: Console) -> None:
-    """Tune, repeat, and leave a table, a plot and figures."""
+def compare(study: Study, tuned: Tuning | None, seeds: int, out: Path, console: Console) -> None:
+    """Tune, unless that was done before; repeat, and leave a table, a plot and figures."""
     aim = study.problem.aim
     baselines = [name for name, contestant in study.contestants.items() if contestant.baseline]
-    tuned = study.tune(console)
-    tuned_for = tuning_target(tuned, baselines, aim, study.problem.floor)
-    repeated = study.repeat(best_trials(tuned, aim, tuned_for), seeds, console)
+    if tuned is None:
+        tuned = tuning.by_trials(study, baselines, console)
+    repeated = study.repeat(tuned.best, seeds, console)
     targets = set_targets(repeated, baselines, aim, study.problem.floor)
     console.print(setting_table(repeated), result_table(study, repeated, targets))
-    report = make_report(study, tuned, tuned_for, repeated, targets)
+    report = make_report(study, tuned, repeated, targets)
     json_path, plot_path = (out / f"{study.name}.{suffix}" for suffix in ("json", "png"))
     write_json(json_path, report, torch.device("cpu"))
     plot_comparison(report, plot_path)
@@ -117,9 +121,7 @@ def set_targets(repeated: Runs, baselines: Sequence[str], aim: Aim, floor: float
     return sgd if best in sgd else [*sgd, best]
 
 
-def make_report(
-    study: Study, tuned: Runs, tuned_for: float, repeated: Runs, targets: Sequence[Target]
-) -> dict[str, Any]:
+def make_report(study: Study, tuned: Tuning, repeated: Runs, targets: Sequence[Target]) -> dict[str, Any]:
     problem = study.problem
     return {
         "benchmark": "compare",
@@ -132,14 +134,15 @@ def make_report(
         "floor": problem.floor,
         "trials": study.trials,
         "search_seed": study.search_seed,
-        "tuning_target": tuned_for,
+        "tuning_target": tuned.target,
+        "trials_of": tuned.origin,
         "targets": [asdict(target) for target in targets],
         "optimizers": [
             {
                 "name": name,
                 "baseline": contestant.baseline,
                 "space": {each: [span.low, span.high] for each, span in contestant.box(problem).items()},
-                "trials": [summary(run, problem.aim, tuned_for) for run in tuned[name]],
+                "trials": tuned.trials[name],
                 "trial": repeated[name][0].trial,
                 "setting": repeated[name][0].setting,
                 "lowest": Spread.of([run.lowest(problem.aim) for run in repeated[name]]).as_json(),
@@ -155,13 +158,6 @@ def curve(run: Run) -> dict[str, Any]:
     """A run with its readings by column, which is shorter."""
     readings = {column.name: [getattr(reading, column.name) for reading in run.readings] for column in fields(Reading)}
     return {"seed": run.seed, "ending": run.ending.value, "readings": readings}
-
-
-def summary(run: Run, aim: Aim, target: float) -> dict[str, Any]:
-    """A trial with what it is chosen by: steps to ``target``, None for a miss, and the lowest measure."""
-    steps = run.steps_to(aim, target)
-    chosen_by = {"steps": steps if math.isfinite(steps) else None, "lowest": run.lowest(aim)}
-    return {"setting": run.setting, "ending": run.ending.value, **chosen_by}
 
 
 def measure_name(problem: Problem) -> str:

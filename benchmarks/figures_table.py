@@ -50,8 +50,15 @@ def _row(file: Path) -> tuple[str, ...]:
         _machine(report.get("machine")),
         _repeats(report),
         date or _UNKNOWN,
-        commit.replace(DIRTY, ", changed") if commit else _UNKNOWN,
+        _commits(report, commit),
     )
+
+
+def _commits(report: Mapping[str, Any], commit: str | None) -> str:
+    """Return the commit, and that of the trials where they were taken from an earlier result."""
+    words = commit.replace(DIRTY, ", changed") if commit else _UNKNOWN
+    origin = report.get("trials_of")
+    return words if origin is None else f"{words}, trials {origin['commit']}"
 
 
 def _command(report: Mapping[str, Any]) -> str:

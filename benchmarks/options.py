@@ -148,6 +148,12 @@ def _compare(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(CONTESTANTS)} (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="show the problems and the search spaces, and run nothing")
+    parser.add_argument(
+        "--trials-of",
+        type=Path,
+        metavar="JSON",
+        help="an earlier result of the same arguments: its best trials are repeated, and none are run",
+    )
     _of_a_study(parser, trials=16, seeds=3, steps="of a run (default: the problem's own)", out="compare-results")
 
 

@@ -25,11 +25,14 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def essence(command: str) -> list[str]:
-    """Return the words of a command that decide what it measures: all but the program, --out and --data-dir."""
+    """Return the words of a command that decide what it measures: all but the program, and what names files of ours.
+
+    These are --out, --data-dir, and --trials-of, whose trials are those that the command would run otherwise.
+    """
     words = iter(shlex.split(command.removeprefix(shlex.join(_PROGRAM))))
     kept = []
     for word in words:
-        if word in ("--out", "--data-dir"):
+        if word in ("--out", "--data-dir", "--trials-of"):
             next(words)
         else:
             kept.append(word)

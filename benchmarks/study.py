@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.arguments import UsageError
 from benchmarks.contestants import Contestant
 from benchmarks.examples import Batch, Examples
-from benchmarks.harness import describe_machine
+from benchmarks.harness import describe_machine, without_subnormals
 from benchmarks.problem import Aim, FixedBatch, Problem
 from benchmarks.search import Setting, points
 from benchmarks.training import History, mean_over, train
@@ -184,9 +184,10 @@ class Study:
     def run(self, optimizer: str, trial: int, seed: int, advance: Callable[[float], object] = lambda _: None) -> Run:
         """Train anew; ``advance`` is told of steps."""
         setting = self.settings(optimizer)[trial]
-        return run_once(
-            self.problem, self.examples, self.contestants[optimizer], optimizer, trial, seed, setting, advance
-        )
+        with without_subnormals():
+            return run_once(
+                self.problem, self.examples, self.contestants[optimizer], optimizer, trial, seed, setting, advance
+            )
 
     def _terms(self, optimizer: str, trial: int) -> dict[str, Any]:
         """What a kept run must have been made with."""

@@ -58,6 +58,48 @@ def test_compare_leaves_a_table_a_plot_and_figures_and_goes_on_where_it_stopped(
     assert (tmp_path / "digits.png").read_bytes().startswith(PNG)
 
 
+def test_trials_of_an_earlier_result_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("compare", "--quick", "--optimizers", "SGD", "KFAC-default")
+    before, after, last = (tmp_path / name for name in ("before", "after", "last"))
+    run(*arguments, "--out", before)
+    run(*arguments, "--out", after, "--trials-of", before / "digits.json")
+    run(*arguments, "--out", last, "--trials-of", after / "digits.json")
+    capsys.readouterr()
+    first, second, third = (json.loads((folder / "digits.json").read_text()) for folder in (before, after, last))
+    assert [len(list((folder / "runs" / "digits").glob("*-0.json"))) for folder in (before, after)] == [4, 0]
+    for name in ("trials", "trial", "setting", "lowest"):
+        assert [each[name] for each in first["optimizers"]] == [each[name] for each in second["optimizers"]], name
+    assert first["trials_of"] is None
+    assert second["trials_of"] == third["trials_of"] == {name: first[name] for name in second["trials_of"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 7}, "has steps 7, this study has 20"),
+        ({"benchmark": "pinn"}, "is no result of compare"),
+        ({"optimizers": []}, "has no SGD; leave it out of --optimizers"),
+        ({"optimizers": [{"name": "SGD", "trials": [{"setting": {"lr": 0.1}}]}]}, "other settings of SGD were tried"),
+    ],
+    ids=["other steps", "another benchmark", "without an optimizer", "another space"],
+)
+def test_trials_of_another_study_are_refused(
+    tmp_path: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = {"problem": "digits", "batch_size": "32", "steps": 20, "aim": "training", "floor": 0.01, "trials": 2}
+    file = tmp_path / "digits.json"
+    file.write_text(json.dumps({"benchmark": "compare", **study, "search_seed": 0, "optimizers": [], **change}))
+    with pytest.raises(SystemExit):
+        run("compare", "--quick", "--optimizers", "SGD", "--out", tmp_path / "out", "--trials-of", file)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_without_trials_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("compare", "--quick", "--out", tmp_path, "--trials-of", tmp_path / "nowhere.json")
+    assert "no result can be read from" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("baselines", "expected"),
     [

@@ -1,0 +1,101 @@
+"""Which trial of each optimizer is repeated: found by trials of now, or read from a result of `compare`.
+
+What trials cost does not count, so that those of older code serve as well, as long as it chose the same steps. Repeats
+are always run anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.arguments import UsageError
+from benchmarks.problem import Aim
+from benchmarks.scores import best_trials, tuning_target
+from benchmarks.study import Run, Study
+
+_ORIGIN = ("command", "machine", "date", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The trials of each optimizer, and the best of them.
+
+    Attributes:
+        target: by the steps to which trials are chosen.
+        best: number of the trial that is repeated, by optimizer.
+        trials: of each optimizer, in order, as `compare` writes them.
+        origin: what made them, where they are those of an earlier result; None are trials of now.
+    """
+
+    target: float
+    best: Mapping[str, int]
+    trials: Mapping[str, Sequence[Mapping[str, Any]]]
+    origin: Mapping[str, Any] | None = None
+
+
+def by_trials(study: Study, baselines: Sequence[str], console: Console) -> Tuning:
+    """Run the trials of all optimizers."""
+    aim = study.problem.aim
+    tuned = study.tune(console)
+    target = tuning_target(tuned, baselines, aim, study.problem.floor)
+    trials = {name: [_summary(run, aim, target) for run in runs] for name, runs in tuned.items()}
+    return Tuning(target, best_trials(tuned, aim, target), trials)
+
+
+def as_before(study: Study, file: Path) -> Tuning:
+    """Read the trials of an earlier result.
+
+    Raises:
+        UsageError: there is none, or it is of another study.
+    """
+    try:
+        report = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"argument --trials-of: no result can be read from {str(file)!r}: {error}") from None
+    if not isinstance(report, dict) or report.get("benchmark") != "compare":
+        raise UsageError(f"argument --trials-of: {str(file)!r} is no result of compare")
+    problem = study.problem
+    wanted = {
+        "problem": study.name,
+        "batch_size": str(problem.batch),
+        "steps": problem.steps,
+        "aim": problem.aim.value,
+        "floor": problem.floor,
+        "trials": study.trials,
+        "search_seed": study.search_seed,
+    }
+    for what, value in wanted.items():
+        if report[what] != value:
+            raise UsageError(
+                f"argument --trials-of: {str(file)!r} has {what.replace('_', ' ')} {report[what]!r}, this study has "
+                f"{value!r}; pass the arguments of that one, or leave --trials-of out"
+            )
+    found = {each["name"]: each for each in report["optimizers"]}
+    for name in study.contestants:
+        if name not in found:
+            raise UsageError(f"argument --trials-of: {str(file)!r} has no {name}; leave it out of --optimizers")
+        if [trial["setting"] for trial in found[name]["trials"]] != study.settings(name):
+            raise UsageError(
+                f"argument --trials-of: in {str(file)!r} other settings of {name} were tried than are now; leave "
+                "--trials-of out"
+            )
+    return Tuning(
+        report["tuning_target"],
+        {name: found[name]["trial"] for name in study.contestants},
+        {name: found[name]["trials"] for name in study.contestants},
+        report.get("trials_of") or {what: report[what] for what in _ORIGIN},
+    )
+
+
+def _summary(run: Run, aim: Aim, target: float) -> dict[str, Any]:
+    """A trial with what it is chosen by: steps to ``target``, None for a miss, and the lowest measure."""
+    steps = run.steps_to(aim, target)
+    chosen_by = {"steps": steps if math.isfinite(steps) else None, "lowest": run.lowest(aim)}
+    return {"setting": run.setting, "ending": run.ending.value, **chosen_by}
