@@ -1,7 +1,7 @@
 """Factors of equal sizes, refreshed in one batch."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.pair_inverse import PairState
+from kfac_optim.linalg.triangles import unpack_triangle
 from kfac_optim.specs import Sketched, Structure
 
 # Elements of the matrices that one batched call takes: 256 MiB of float32.
@@ -34,14 +36,30 @@ class FactorJob:
         Args:
             attempts: that each group took, `[groups]`; 0 where all failed.
         """
-        failed, in_a_row = attempts == 0, self.state.failed_in_a_row
+        held, in_a_row = self.state.pair.held(), self.state.failed_in_a_row
+        if on_host(attempts) and bool((attempts == 1).all()):  # as nearly always: there is nothing to count
+            in_a_row[self.side] = 0
+            return held.expand(len(attempts))
+        failed = attempts == 0
         self.state.failed += failed.sum()
         in_a_row[self.side] = torch.where(failed.any(), in_a_row[self.side] + 1, 0)
         self.state.retried += (attempts > 1).sum()
-        return (attempts > 0) & self.state.pair.held()
+        return (attempts > 0) & held
 
 
 J = TypeVar("J", bound=FactorJob)
+
+
+def averages(jobs: Sequence[FactorJob]) -> Tensor:
+    """Return the averages of all groups of jobs of one batch, none of them sketched, in a new tensor.
+
+    They are `[groups, d, d]`, or `[groups, d]` of diagonal factors, in the dtype of the computation. Triangles are
+    unpacked in one go, as that takes longer to launch than to do where factors are small.
+    """
+    first = jobs[0].factor
+    packed = torch.cat([job.factor.packed for job in jobs])
+    whole = unpack_triangle(packed, first.dim) if first.structure is Structure.DENSE else packed
+    return whole.to(jobs[0].state.condition.dtype)
 
 
 def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure | Sketched, list[J]]]:

@@ -1,6 +1,6 @@
 """How damping `λ` is shared out among the Kronecker factors of a block."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,11 @@ class Damped(NamedTuple):
 
     scale: Tensor
     shift: Tensor
+
+    @classmethod
+    def joined(cls, parts: "Iterable[Damped]") -> "Damped":
+        """Return the damping of the groups of several factors, one behind the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     def of(self, factor: Tensor) -> Tensor:
         """Return the damped form of `F`, `[groups, d, d]`, or `[groups, d]` for a diagonal one."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import FactorJob
+from kfac_optim.inverses.batching import FactorJob, averages
 from kfac_optim.inverses.damping import Damped, factored_tikhonov
 from kfac_optim.inverses.pair_inverse import PairState
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
@@ -82,10 +82,10 @@ def take_reciprocals(jobs: Sequence[DampedJob]) -> list[Tensor]:
 
 def invert_by_cholesky(jobs: Sequence[DampedJob]) -> None:
     """Stack every group of every job, dense and of one size, into one batch, invert, and hand the parts back."""
-    stack = torch.cat([job.damped.scaled(job.average()) for job in jobs])
-    shift = torch.cat([job.damped.shift for job in jobs])
-    inverses, attempts = damped_cholesky_inverse(stack, shift)
-    keep_inverses(jobs, inverses, attempts, (norm1(stack) + shift) * norm1(inverses))
+    damped = Damped.joined(job.damped for job in jobs)
+    stack = damped.scaled(averages(jobs))
+    inverses, attempts = damped_cholesky_inverse(stack, damped.shift)
+    keep_inverses(jobs, inverses, attempts, (norm1(stack) + damped.shift) * norm1(inverses))
 
 
 def identity_like(factor: Factor, dtype: torch.dtype) -> Tensor:

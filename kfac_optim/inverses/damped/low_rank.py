@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kfac_optim.inverses.batching import FactorJob, batches
+from kfac_optim.inverses.batching import FactorJob, averages, batches
 from kfac_optim.inverses.damped.base import DampedJob, damped_factors, invert_by_cholesky, take_reciprocals
 from kfac_optim.inverses.damped.deflation import (
     DeflatedState,
@@ -24,6 +24,7 @@ from kfac_optim.inverses.damped.deflation import (
     sketched_if_wide,
     sketched_refresh,
 )
+from kfac_optim.inverses.damping import Damped
 from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairInverse
 from kfac_optim.linalg.eigen import leading_eigenpairs
 from kfac_optim.specs import Cost, FactorShape, Kept, LayerSpec, Sketched, Structure
@@ -148,11 +149,11 @@ class LowRank(PairInverse[LowRankState]):
 
     def _follow(self, jobs: Sequence[DeflationJob]) -> None:
         """Stack every group of every job, of one size, into one batch, and hand the parts back."""
-        matrix = torch.cat([job.damped.scaled(job.average()) for job in jobs])
-        shift = torch.cat([job.damped.shift for job in jobs])
+        damped = Damped.joined(job.damped for job in jobs)
+        matrix = damped.scaled(averages(jobs))
         start = torch.cat([job.basis for job in jobs])
-        pairs = leading_eigenpairs(matrix, shift, start, self.iterations)
-        hand_back(jobs, pairs, matrix.diagonal(dim1=-2, dim2=-1).sum(-1), shift)
+        pairs = leading_eigenpairs(matrix, damped.shift, start, self.iterations)
+        hand_back(jobs, pairs, matrix.diagonal(dim1=-2, dim2=-1).sum(-1), damped.shift)
 
 
 def _jobs(state: LowRankState, damping: float) -> list[FactorJob]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import batches
+from kfac_optim.inverses.batching import averages, batches
 from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
+from kfac_optim.inverses.damping import Damped
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
 from kfac_optim.linalg.newton import inverse_residuals, newton_schulz, newton_start
@@ -115,10 +116,11 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
         return dense_flops(spec, per_cube=4.0 * self.steps + 8.0, products=1)
 
     def _iterate(self, jobs: Sequence[DampedJob]) -> "_Iterated":
-        matrix = torch.cat([job.damped.of(job.average()) for job in jobs])
+        damped = Damped.joined(job.damped for job in jobs)
+        matrix = damped.of(averages(jobs))
         start = newton_start(
             matrix,
-            torch.cat([job.damped.shift for job in jobs]),
+            damped.shift,
             torch.cat([job.inverse for job in jobs]),
             torch.cat([_solved(job) for job in jobs]),
         )
@@ -156,9 +158,9 @@ def _finish(iterated: _Iterated) -> None:
     if not bool(converged.all()):
         left = (~converged).nonzero().squeeze(-1)
         # The factors are computed again: to keep them would take their memory at every refresh, and few fail.
-        unshifted = torch.cat([job.damped.scaled(job.average()) for job in jobs])[left]
-        shift = torch.cat([job.damped.shift for job in jobs])[left]
-        inverses[left], attempts[left] = damped_cholesky_inverse(unshifted, shift)
+        damped = Damped.joined(job.damped for job in jobs)
+        unshifted = damped.scaled(averages(jobs))[left]
+        inverses[left], attempts[left] = damped_cholesky_inverse(unshifted, damped.shift[left])
     _mark_solved(jobs, keep_inverses(jobs, inverses, attempts, norms * norm1(inverses)))
     for job, fell_back in zip(jobs, torch.split(~converged, [len(job.inverse) for job in jobs]), strict=True):
         assert isinstance(job.state, NewtonSchulzState)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import FactorJob, batches
+from kfac_optim.inverses.batching import FactorJob, averages, batches
 from kfac_optim.inverses.damped.base import DampedJob, identity_like
 from kfac_optim.inverses.damped.deflation import (
     DeflatedState,
@@ -150,7 +150,7 @@ class _WholeJob(DampedJob):
 def _refresh_whole(structure: Structure | Sketched, jobs: Sequence[_WholeJob]) -> None:
     """Stack every group of every job, of one size, into one batch, and hand the parts back."""
     shift = torch.cat([job.damped.shift for job in jobs])[:, None]
-    average = torch.cat([job.average() for job in jobs])
+    average = averages(jobs)
     if structure is Structure.DENSE:
         values, basis, attempts = eigendecomposition(average)
         values = values.clamp(min=0) + shift

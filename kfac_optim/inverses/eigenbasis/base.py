@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import FactorJob, batches
+from kfac_optim.inverses.batching import FactorJob, averages, batches
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState
 from kfac_optim.inverses.state import Result
@@ -142,7 +142,7 @@ class EigenJob(FactorJob):
 def _decompose(jobs: Sequence[EigenJob]) -> None:
     """Stack every group of every job into one batch, decompose, and hand the parts back."""
     sizes = [job.factor.groups for job in jobs]
-    parts = (torch.split(part, sizes) for part in eigendecomposition(torch.cat([job.average() for job in jobs])))
+    parts = (torch.split(part, sizes) for part in eigendecomposition(averages(jobs)))
     for job, values, basis, attempts in zip(jobs, *parts, strict=True):
         job.keep(values, basis, attempts)
 
