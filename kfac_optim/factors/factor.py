@@ -1,6 +1,6 @@
 """One Kronecker factor: a debiased running average in which every sample weighs its mass."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -230,3 +230,15 @@ class Factor:
     @property
     def _is_dense(self) -> bool:
         return self.structure is Structure.DENSE
+
+
+def averages_of(factors: Sequence[Factor]) -> Tensor:
+    """Return the averages of factors of one structure and size, none of them sketched, in a new tensor.
+
+    Triangles are unpacked in one go: of small factors that takes longer to launch than to do.
+
+    Returns:
+        `[groups of all, d, d]`, or `[groups of all, d]` of diagonal factors.
+    """
+    first, packed = factors[0], torch.cat([factor.packed for factor in factors])
+    return unpack_triangle(packed, first.dim) if first.structure is Structure.DENSE else packed

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.factor import Factor, averages_of
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses.pair_inverse import PairState
-from kfac_optim.linalg.triangles import unpack_triangle
 from kfac_optim.specs import Sketched, Structure
 
 # Elements of the matrices that one batched call takes: 256 MiB of float32.
@@ -51,15 +50,8 @@ J = TypeVar("J", bound=FactorJob)
 
 
 def averages(jobs: Sequence[FactorJob]) -> Tensor:
-    """Return the averages of all groups of jobs of one batch, none of them sketched, in a new tensor.
-
-    They are `[groups, d, d]`, or `[groups, d]` of diagonal factors, in the dtype of the computation. Triangles are
-    unpacked in one go, as that takes longer to launch than to do where factors are small.
-    """
-    first = jobs[0].factor
-    packed = torch.cat([job.factor.packed for job in jobs])
-    whole = unpack_triangle(packed, first.dim) if first.structure is Structure.DENSE else packed
-    return whole.to(jobs[0].state.condition.dtype)
+    """Return the averages of all groups of jobs of one batch as `averages_of` does, in the dtype of the computation."""
+    return averages_of([job.factor for job in jobs]).to(jobs[0].state.condition.dtype)
 
 
 def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure | Sketched, list[J]]]:
