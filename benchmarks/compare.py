@@ -10,7 +10,7 @@ counted of evaluation.
 Runs are kept under --out one by one: a study that was interrupted goes on where it stopped, and more --trials or
 --seeds are added to those that are there. Trials are chosen by steps, so that they may run beside other work, several
 commands with other --optimizers and one --out at a time; the seconds of repeats want an idle machine. With --trials-of
-the trials are those of an earlier result, and the repeats alone are run.
+the trials are those of an earlier result, but for optimizers that have tried other settings there.
 """
 
 from __future__ import annotations
@@ -64,15 +64,13 @@ def run(args: argparse.Namespace) -> None:
             args.search_seed,
             RunFolder(args.out / "runs"),
         )
-        before = None if args.trials_of is None else tuning.as_before(study, args.trials_of)
-        each = f"{seeds(args)} repeats each" if before else f"{trials(args)} trials and {seeds(args)} repeats each"
-        runs = len(taking_part) * (seeds(args) + (0 if before else trials(args)))
+        runs = len(taking_part) * (trials(args) + seeds(args))
         console.print(
-            f"{name}: {len(taking_part)} optimizers, {each}: {runs} runs "
-            f"of {problem.steps} steps, minutes on small problems and hours on others. Interrupt it at any time: "
-            "the same command goes on where it stopped."
+            f"{name}: {len(taking_part)} optimizers, {trials(args)} trials and {seeds(args)} repeats each: {runs} runs "
+            f"of {problem.steps} steps, minutes on small problems and hours on others, less what is there already. "
+            "Interrupt it at any time: the same command goes on where it stopped."
         )
-        compare(study, before, seeds(args), args.out, console)
+        compare(study, args.trials_of, seeds(args), args.out, console)
 
 
 def trials(args: argparse.Namespace) -> int:
@@ -98,12 +96,14 @@ def load(problem: Problem, args: argparse.Namespace) -> Examples:
     return examples.quick() if args.quick else examples
 
 
-def compare(study: Study, tuned: Tuning | None, seeds: int, out: Path, console: Console) -> None:
-    """Tune, unless that was done before; repeat, and leave a table, a plot and figures."""
+def compare(study: Study, earlier: Path | None, seeds: int, out: Path, console: Console) -> None:
+    """Tune, as far as an earlier result has not done so; repeat, and leave a table, a plot and figures."""
     aim = study.problem.aim
     baselines = [name for name, contestant in study.contestants.items() if contestant.baseline]
-    if tuned is None:
+    if earlier is None:
         tuned = tuning.by_trials(study, baselines, console)
+    else:
+        tuned = tuning.with_earlier(study, baselines, earlier, console)
     repeated = study.repeat(tuned.best, seeds, console)
     targets = set_targets(repeated, baselines, aim, study.problem.floor)
     console.print(setting_table(repeated), result_table(study, repeated, targets))

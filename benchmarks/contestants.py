@@ -6,7 +6,8 @@ terms. (Gradients of n terms add up to √n of them where they have nothing to d
 On the deep autoencoders √n puts the highest rates that train, 0.003 to 0.01, at the middle of the range.)
 ``one_minus_momentum`` is 1 minus the momentum, or minus Adam's β₁. Weight decay is searched where a problem says so and
 is each optimizer's own: added to the gradient, or decoupled from it. Where the learning rate decays, so is the length
-of the run, ``horizon``, as part of the problem's steps. All else is at each optimizer's defaults, unless stated here.
+of the run, ``horizon``, as part of the problem's steps. All optimizers try the same lengths, and the same places of
+their ranges of the rate and the decay. All else is at each optimizer's defaults, unless stated here.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ class Contestant:
         if problem.decay is not Decay.NONE:
             box["horizon"] = _HORIZON
         return box
+
+    def axes(self, problem: Problem) -> list[str]:
+        """Return the axes of its search: trial by trial all optimizers try the same places of what they share.
+
+        Where the rate decays, trials of longer runs get further, so that an optimizer would owe much to the lengths
+        that it happens to try.
+        """
+        own = [name for name in self.space if name != "lr"] or ["momentum"]  # which K-FAC has fixed: left unused
+        shared = {"weight_decay": problem.tunes_weight_decay, "horizon": problem.decay is not Decay.NONE}
+        return ["lr", *own, *(name for name, searched in shared.items() if searched)]
 
     def optimizer(self, model: nn.Module, problem: Problem, setting: Setting) -> Optimizer:
         return self.make(model, problem, {"weight_decay": problem.weight_decay, **setting}, **self.choices(problem))

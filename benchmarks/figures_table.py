@@ -55,10 +55,10 @@ def _row(file: Path) -> tuple[str, ...]:
 
 
 def _commits(report: Mapping[str, Any], commit: str | None) -> str:
-    """Return the commit, and that of the trials where they were taken from an earlier result."""
+    """Return the commit, and that of trials which were taken from an earlier result."""
     words = commit.replace(DIRTY, ", changed") if commit else _UNKNOWN
     origin = report.get("trials_of")
-    return words if origin is None else f"{words}, trials {origin['commit']}"
+    return words if origin is None else f"{words}, trials of baselines {origin['commit']}"
 
 
 def _command(report: Mapping[str, Any]) -> str:

@@ -152,7 +152,7 @@ def _compare(parser: argparse.ArgumentParser) -> None:
         "--trials-of",
         type=Path,
         metavar="JSON",
-        help="an earlier result of the same arguments: its best trials are repeated, and none are run",
+        help="an earlier result of the same arguments, whose trials are not run again",
     )
     _of_a_study(parser, trials=16, seeds=3, steps="of a run (default: the problem's own)", out="compare-results")
 

@@ -7,7 +7,7 @@ The first points of a longer list are those of a shorter one, so that a search c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.quasirandom import SobolEngine
@@ -34,8 +34,18 @@ class Range:
 Box = Mapping[str, Range]
 
 
-def points(box: Box, count: int, seed: int) -> list[Setting]:
-    """``count`` points of ``box``: a Sobol sequence, scrambled by ``seed``."""
-    engine = SobolEngine(len(box), scramble=True, seed=seed)  # type: ignore[no-untyped-call]
-    places = engine.draw(count).tolist()  # [count, names]
-    return [{name: span.at(place) for (name, span), place in zip(box.items(), point, strict=True)} for point in places]
+def points(box: Box, count: int, seed: int, axes: Sequence[str] | None = None) -> list[Setting]:
+    """``count`` points of ``box``: a Sobol sequence, scrambled by ``seed``.
+
+    Args:
+        box: what is searched.
+        count: how many.
+        seed: of the scrambling.
+        axes: the names of the sequence's axes, all those of ``box`` among them, which it is by default. Boxes with the
+            same axes have the same places along all that they share.
+    """
+    axes = list(box) if axes is None else axes
+    engine = SobolEngine(len(axes), scramble=True, seed=seed)  # type: ignore[no-untyped-call]
+    places = engine.draw(count).tolist()  # [count, axes]
+    found = (dict(zip(axes, point, strict=True)) for point in places)
+    return [{name: span.at(point[name]) for name, span in box.items()} for point in found]

@@ -169,11 +169,13 @@ class Study:
             )
 
     def settings(self, optimizer: str) -> list[Setting]:
-        return points(self.contestants[optimizer].box(self.problem), self.trials, self.search_seed)
+        contestant = self.contestants[optimizer]
+        return points(contestant.box(self.problem), self.trials, self.search_seed, contestant.axes(self.problem))
 
-    def tune(self, console: Console) -> Runs:
-        """All trials of all optimizers."""
-        wanted = [(name, trial, TUNING_SEED) for trial in range(self.trials) for name in self.contestants]
+    def tune(self, console: Console, names: Sequence[str] | None = None) -> Runs:
+        """All trials of all optimizers, or of some."""
+        names = list(self.contestants) if names is None else names
+        wanted = [(name, trial, TUNING_SEED) for trial in range(self.trials) for name in names]
         return self._carry_out("trials", wanted, console)
 
     def repeat(self, trials: Mapping[str, int], seeds: int, console: Console) -> Runs:

@@ -1,6 +1,6 @@
 """Which trial of each optimizer is repeated: found by trials of now, or read from a result of `compare`.
 
-What trials cost does not count, so that those of older code serve as well, as long as it chose the same steps. Repeats
+What trials cost does not count, so that those of older code serve as well, as long as it took the same steps. Repeats
 are always run anew.
 """
 
@@ -31,7 +31,7 @@ class Tuning:
         target: by the steps to which trials are chosen.
         best: number of the trial that is repeated, by optimizer.
         trials: of each optimizer, in order, as `compare` writes them.
-        origin: what made them, where they are those of an earlier result; None are trials of now.
+        origin: what made those of an earlier result, and of which ``optimizers`` they are; None if all are of now.
     """
 
     target: float
@@ -49,12 +49,32 @@ def by_trials(study: Study, baselines: Sequence[str], console: Console) -> Tunin
     return Tuning(target, best_trials(tuned, aim, target), trials)
 
 
-def as_before(study: Study, file: Path) -> Tuning:
-    """Read the trials of an earlier result.
+def with_earlier(study: Study, baselines: Sequence[str], file: Path, console: Console) -> Tuning:
+    """Take the trials of an earlier result, and run those of optimizers that have tried other settings there.
 
     Raises:
-        UsageError: there is none, or it is of another study.
+        UsageError: there is none, it is of another study, or lacks the trials of a baseline.
     """
+    report = _read(study, file)
+    found = {each["name"]: each for each in report["optimizers"]}
+    settings = {name: [trial["setting"] for trial in each["trials"]] for name, each in found.items()}
+    new = [name for name in study.contestants if settings.get(name) != study.settings(name)]
+    if missing := [name for name in baselines if name in new]:
+        raise UsageError(
+            f"argument --trials-of: {str(file)!r} lacks these trials of {missing[0]}, and baselines set the targets; "
+            "leave --trials-of out"
+        )
+    aim, target = study.problem.aim, report["tuning_target"]
+    tuned = study.tune(console, new) if new else {}
+    best = {name: found[name]["trial"] for name in study.contestants if name not in new}
+    trials = {name: found[name]["trials"] for name in best}
+    of_now = {name: [_summary(run, aim, target) for run in runs] for name, runs in tuned.items()}
+    origin = report.get("trials_of") or {what: report[what] for what in _ORIGIN}
+    return Tuning(target, best | best_trials(tuned, aim, target), trials | of_now, {**origin, "optimizers": list(best)})
+
+
+def _read(study: Study, file: Path) -> dict[str, Any]:
+    """Return a result of `compare` for the same problem, searched in the same way."""
     try:
         report = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -77,21 +97,7 @@ def as_before(study: Study, file: Path) -> Tuning:
                 f"argument --trials-of: {str(file)!r} has {what.replace('_', ' ')} {report[what]!r}, this study has "
                 f"{value!r}; pass the arguments of that one, or leave --trials-of out"
             )
-    found = {each["name"]: each for each in report["optimizers"]}
-    for name in study.contestants:
-        if name not in found:
-            raise UsageError(f"argument --trials-of: {str(file)!r} has no {name}; leave it out of --optimizers")
-        if [trial["setting"] for trial in found[name]["trials"]] != study.settings(name):
-            raise UsageError(
-                f"argument --trials-of: in {str(file)!r} other settings of {name} were tried than are now; leave "
-                "--trials-of out"
-            )
-    return Tuning(
-        report["tuning_target"],
-        {name: found[name]["trial"] for name in study.contestants},
-        {name: found[name]["trials"] for name in study.contestants},
-        report.get("trials_of") or {what: report[what] for what in _ORIGIN},
-    )
+    return report
 
 
 def _summary(run: Run, aim: Aim, target: float) -> dict[str, Any]:

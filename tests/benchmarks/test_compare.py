@@ -70,7 +70,26 @@ def test_trials_of_an_earlier_result_are_not_run_again(tmp_path: Path, capsys: p
     for name in ("trials", "trial", "setting", "lowest"):
         assert [each[name] for each in first["optimizers"]] == [each[name] for each in second["optimizers"]], name
     assert first["trials_of"] is None
-    assert second["trials_of"] == third["trials_of"] == {name: first[name] for name in second["trials_of"]}
+    of_whom = {"optimizers": ["SGD", "KFAC-default"]}
+    origin = {name: first[name] for name in ("command", "machine", "date", "commit")} | of_whom
+    assert second["trials_of"] == third["trials_of"] == origin
+
+
+def test_trials_of_other_settings_are_run(tmp_path: Path) -> None:
+    arguments = ("compare", "--quick", "--optimizers", "SGD", "KFAC-default")
+    before, after = tmp_path / "before", tmp_path / "after"
+    run(*arguments, "--out", before)
+    file = before / "digits.json"
+    report = json.loads(file.read_text())
+    report["optimizers"][1]["trials"][0]["setting"]["lr"] *= 2
+    file.write_text(json.dumps(report))
+    run(*arguments, "--out", after, "--trials-of", file)
+    assert sorted(path.name for path in (after / "runs" / "digits").glob("*-0.json")) == [
+        f"KFAC-default-{trial:03d}-0.json" for trial in range(2)
+    ]
+    second = json.loads((after / "digits.json").read_text())
+    assert second["trials_of"]["optimizers"] == ["SGD"]
+    assert [len(each["trials"]) for each in second["optimizers"]] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -78,17 +97,17 @@ def test_trials_of_an_earlier_result_are_not_run_again(tmp_path: Path, capsys: p
     [
         ({"steps": 7}, "has steps 7, this study has 20"),
         ({"benchmark": "pinn"}, "is no result of compare"),
-        ({"optimizers": []}, "has no SGD; leave it out of --optimizers"),
-        ({"optimizers": [{"name": "SGD", "trials": [{"setting": {"lr": 0.1}}]}]}, "other settings of SGD were tried"),
+        ({"optimizers": []}, "lacks these trials of SGD"),
+        ({"optimizers": [{"name": "SGD", "trials": [{"setting": {"lr": 0.1}}]}]}, "lacks these trials of SGD"),
     ],
-    ids=["other steps", "another benchmark", "without an optimizer", "another space"],
+    ids=["other steps", "another benchmark", "without a baseline", "another space"],
 )
 def test_trials_of_another_study_are_refused(
     tmp_path: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = {"problem": "digits", "batch_size": "32", "steps": 20, "aim": "training", "floor": 0.01, "trials": 2}
-    file = tmp_path / "digits.json"
-    file.write_text(json.dumps({"benchmark": "compare", **study, "search_seed": 0, "optimizers": [], **change}))
+    file, rest = tmp_path / "digits.json", {"search_seed": 0, "tuning_target": 1.0, "optimizers": []}
+    file.write_text(json.dumps({"benchmark": "compare", **study, **rest, **change}))
     with pytest.raises(SystemExit):
         run("compare", "--quick", "--optimizers", "SGD", "--out", tmp_path / "out", "--trials-of", file)
     assert message in " ".join(capsys.readouterr().err.split())

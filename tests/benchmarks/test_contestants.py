@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from benchmarks import contestants
 from benchmarks.contestants import CONTESTANTS, MuonWithAdamW
 from benchmarks.problems import PROBLEMS
+from benchmarks.search import points
 
 
 def test_spaces_go_with_the_number_of_summed_terms() -> None:
@@ -100,3 +101,16 @@ def test_kfac_is_told_its_rate_and_what_the_loss_says(monkeypatch: pytest.Monkey
     told.reset_mock()
     CONTESTANTS["KFAC-named"].optimizer(model, problem, {"lr": 0.1})
     told.assert_called_once_with(model, 0.1, estimate=problem.named_loss, **for_all)
+
+
+@pytest.mark.parametrize("name", ["digits", "lstm", "resnet20"])
+def test_all_try_the_same_lengths_and_places_of_the_rate(name: str) -> None:
+    problem = PROBLEMS[name]
+
+    def tried(optimizer: str) -> list[dict[str, float]]:
+        contestant = CONTESTANTS[optimizer]
+        return points(contestant.box(problem), 5, 0, contestant.axes(problem))
+
+    muon, kfac = tried("Muon"), tried("KFAC-selected")
+    shared = [{key: value for key, value in each.items() if key != "one_minus_momentum"} for each in muon]
+    assert shared == kfac
