@@ -18,7 +18,7 @@ _STEPS = 5
 _SMALL = 2**18
 
 # Products of at most so many multiplications take longer in bfloat16 than in float32, because each call costs more, and
-# those of matrices that are narrower take as long (one CPU core with AVX-512, torch 2.13).
+# those of matrices that are no wider take as long (one CPU core with AVX-512, torch 2.13).
 _FEW, _NARROW = 2**20, 64
 
 

@@ -769,6 +769,29 @@ def test_the_fused_call_runs_untouched_where_no_statistics_are_wanted(kind: type
     assert len(seen.names) == 0, "training in eval mode is training"
 
 
+class _Count(TorchFunctionMode):
+    """Counts the calls of torch's functions."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", SEQUENCE)
+def test_function_modes_see_as_much_of_a_long_sequence_as_of_a_short_one(kind: type[nn.Module]) -> None:
+    """Thousands of small calls would each go through the mode that watches the model."""
+    module = kind(3, 4)
+    kfac(module, loss_terms=LossTerms.SUM)
+    counts = []
+    for time in (2, 9):
+        with _Count() as count:
+            module(torch.randn(time, 2, 3))
+        counts.append(count.calls)
+    assert counts[0] == counts[1]
+
+
 # -- loss terms --------------------------------------------------------------------------------------------------
 
 

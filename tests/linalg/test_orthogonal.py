@@ -30,10 +30,16 @@ def test_singular_values_go_through_the_polynomial_and_vectors_stay(rows: int, c
     torch.testing.assert_close(in_float32.double(), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("count", "tolerance"), [(1, 1e-3), (16, 0.1)], ids=["one", "many: bfloat16"])
-def test_products_of_a_small_matrix_alone_keep_float32(count: int, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("count", "width", "tolerance"),
+    [(1, 80, 1e-3), (16, 64, 1e-3), (16, 80, 0.1)],
+    ids=["one", "narrow", "many: bfloat16"],
+)
+def test_products_of_a_small_matrix_alone_and_of_narrow_ones_keep_float32(
+    count: int, width: int, tolerance: float
+) -> None:
     torch.manual_seed(0)
-    matrices = torch.randn(count, 64, 65, dtype=torch.float64)
+    matrices = torch.randn(count, width, width + 1, dtype=torch.float64)
     expected = torch.stack([written_out(matrix) for matrix in matrices])
     torch.testing.assert_close(orthogonalised(matrices.float()).double(), expected, rtol=0, atol=tolerance)
 
