@@ -783,13 +783,14 @@ class _Count(TorchFunctionMode):
 def test_function_modes_see_as_much_of_a_long_sequence_as_of_a_short_one(kind: type[nn.Module]) -> None:
     """Thousands of small calls would each go through the mode that watches the model."""
     module = kind(3, 4)
-    kfac(module, loss_terms=LossTerms.SUM)
+    optimizer = kfac(module, loss_terms=LossTerms.SUM)
     counts = []
     for time in (2, 9):
         with _Count() as count:
             module(torch.randn(time, 2, 3))
         counts.append(count.calls)
     assert counts[0] == counts[1]
+    assert optimizer.param_groups, "it watches the module for as long as it is there"
 
 
 # -- loss terms --------------------------------------------------------------------------------------------------
