@@ -340,6 +340,10 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
         lambda: watched(network(), inputs(), skip_layers=["0"]),
         r"27% of the parameters have statistics\. print\(optimizer\.summary\(\)\) says which take",
     ),
+    "a part left out, and late inverses of the rest": (
+        lambda: [{"measured_parameters": 0.3, "unpreconditioned_blocks": count} for count in (4.0, 4.0, 0.0)],
+        r"^30% of the parameters have statistics\. print",
+    ),
     "white noise in wide layers": (
         lambda: watched(network(256), inputs(256), damping=1e-5),
         r"Sketches of wide factors give up eigenvalues of up to \d+ times the damping: keep factors whole",

@@ -484,6 +484,22 @@ def test_a_named_loss_looks_at_the_gradient_of_the_training_loss(estimate: type[
     assert optimizer.factors().keys() == {"2"}
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients but no statistics")
+def test_a_named_loss_judges_no_layer_by_an_input_that_was_changed_in_place() -> None:
+    """Under autocast autograd keeps a cast copy of the input and lets the original be overwritten."""
+    model = mlp(dtype=torch.float32, sizes=(4, 8))
+    optimizer = KFACOptimizer(model, lr=0.05, factor_update_period=1, estimate=MonteCarlo(nn.MSELoss()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = batch(dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        x.mul_(100)
+        F.mse_loss(output.float(), torch.ones(8, 8)).backward()
+        optimizer.step()
+    assert optimizer.metrics()["left_out_parameters"] == 0
+
+
 def test_what_is_never_captured_is_shown_as_not_measured() -> None:
     """The share of parameters that is really preconditioned, and all names."""
 

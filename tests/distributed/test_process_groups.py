@@ -331,6 +331,19 @@ def test_ranks_may_be_in_different_numbers_of_other_groups(four_ranks: Ranks) ->
     check_pairs(four_ranks.run(leaders_have_one_more))
 
 
+def a_group_after_ours(rank: int) -> float:
+    """Return how many ranks meet in a group of the user's, made after a group of ours for which some made others."""
+    dist.new_group([0, 2])
+    own_groups(pair_of(rank), timedelta(seconds=29))  # that no other test has
+    ones = torch.ones(())
+    dist.all_reduce(ones, group=dist.new_group(timeout=timedelta(seconds=20)))
+    return float(ones)
+
+
+def test_the_user_may_make_groups_of_all_ranks_after_ours(four_ranks: Ranks) -> None:
+    assert four_ranks.run(a_group_after_ours) == [4.0] * 4
+
+
 def workers_beside_leaders(_: int) -> float:
     """Return how many ranks have this one's role, by a sum over its group, where some are in a group more."""
     dist.new_group([0, 2])

@@ -215,6 +215,14 @@ def test_a_bucket_goes_again_on_all_ranks_and_what_is_under_way_stays_as_it_is()
         ]
 
 
+def test_all_buckets_that_go_again_are_under_way_before_the_first_of_them_is_waited_for() -> None:
+    recorder, reducer = recorded(1, one_slot_each(2, "a", "b"))
+    for name in ("a", "b", "a", "b"):
+        reducer.ready(name, torch.tensor(1.0), 1)
+    next(reducer.finish(nothing, [True, True]))
+    assert [name for name, _, _ in recorder.launched] == ["of a", "of b"] * 2
+
+
 def test_while_backward_runs_no_bucket_under_way_is_waited_for() -> None:
     """Another rank may be elsewhere in its backward: to wait for it there could last forever."""
     slots = [(Slot(name, 1, owner, masses=0),) for owner, name in enumerate("ab")]

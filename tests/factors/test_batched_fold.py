@@ -117,4 +117,7 @@ def test_pairs_that_differ_are_not_folded_together() -> None:
     assert shared(plain) != shared(plain, rows=torch.tensor(6)), "only the device knows how many"
     assert shared(plain, rows=torch.tensor([6])) is None, "groups have rows of their own"
     assert shared(LayerSpec("layer", ("weight",), 500, 3)) is None, "too large"
+    told = sampled(make_pair(plain, dtype=torch.float32, device=torch.device("cpu")), plain)
+    told.tell(2 * told.counts(1, 1))
+    assert shared_by(told) is None, "its sample is a share of that of all ranks"
     assert shared_by(make_pair(plain, dtype=torch.float32, device=torch.device("cpu"))) is None, "nothing to fold"

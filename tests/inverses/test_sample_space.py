@@ -135,6 +135,17 @@ def test_conjugate_gradients_and_least_squares_take_the_same_step(options: dict[
     assert_same(found, dense(rho, s, damping), rtol=1e-6 if options else 1e-10)
 
 
+def test_few_parameters_of_very_different_scales_are_all_fitted_in_one_step() -> None:
+    """By QR of the rows; their products with each other would lose the small feature in rounding."""
+    torch.manual_seed(0)
+    model, wanted, criterion = (nn.Linear(2, 1).double(), nn.Linear(2, 1).double(), nn.MSELoss())
+    x = points(8) * torch.tensor([1.0, 1e-7], dtype=torch.float64)
+    optimizer = optimizer_of(model, criterion, damping=1e-30)
+    criterion(model(x), wanted(x).detach()).backward()
+    optimizer.step()
+    assert_same(model.weight, wanted.weight, rtol=1e-6)
+
+
 def test_by_layer_each_solves_for_all_residuals_by_itself() -> None:
     model, criterion = network(), nn.MSELoss()
     rho, s = rows(model, points(7), points(5, 2), 3)

@@ -810,6 +810,32 @@ def test_a_sequence_without_a_batch_dimension_is_one_example(kind: type[nn.Modul
     assert_same(*factors)
 
 
+class Chain(nn.Module):
+    """Its examples are the time steps of one sequence, a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, features: Tensor) -> Tensor:
+        output: Tensor = self.rnn(features[None])[0]
+        return output[0]
+
+
+def test_examples_that_a_model_makes_one_sequence_of_are_counted_all_the_same() -> None:
+    model, features = Chain(), torch.randn(5, 3)
+    factors = []
+    for stated in (False, True):
+        twin = copy.deepcopy(model)
+        optimizer = kfac(twin)
+        if stated:
+            optimizer.set_loss_terms(len(features))
+        twin(features).square().sum(1).mean().backward()
+        optimizer.step()
+        factors.append([factor for pair in optimizer.factors().values() for factor in pair])
+    assert_same(*factors)
+
+
 @pytest.mark.parametrize("kind", CELLS)
 def test_a_cell_without_a_batch_dimension_has_one_example(kind: type[nn.Module]) -> None:
     module = kind(3, 4)

@@ -1,5 +1,7 @@
 """Least squares with a ridge, where the usual way to solve them does not go."""
 
+import math
+
 import torch
 
 from kfac_optim.linalg.regularised_systems import gram_solver, tall_solver
@@ -21,6 +23,16 @@ def test_both_ways_find_what_makes_the_errors_and_the_ridge_small() -> None:
     expected = torch.linalg.solve(rows.mT @ rows + ridge * torch.eye(3, dtype=torch.float64), rows.mT @ right)
     torch.testing.assert_close(tall_solver(rows, ridge)(right), expected)
     torch.testing.assert_close(rows.mT @ gram_solver(rows @ rows.mT, ridge)(right), expected)
+
+
+def test_without_a_ridge_a_rank_that_shows_in_singular_values_alone_is_found() -> None:
+    """In Kahan's matrix no column is small, and yet the smallest singular value is lost in rounding."""
+    cosine, sine, dim = math.cos(1.2), math.sin(1.2), 200
+    upper = torch.eye(dim, dtype=torch.float64) - cosine * torch.ones(dim, dim, dtype=torch.float64).triu(1)
+    rows = torch.cat([torch.diag(sine ** torch.arange(dim, dtype=torch.float64)) @ upper, torch.zeros(1, dim)])
+    right = torch.ones(dim + 1, dtype=torch.float64)
+    expected = torch.linalg.pinv(rows, rtol=1e-13) @ right
+    assert float((tall_solver(rows, 0.0)(right) - expected).norm()) < 1e-5 * float(expected.norm())
 
 
 def test_without_a_ridge_the_shortest_of_many_solutions_is_found() -> None:

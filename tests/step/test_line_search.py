@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.oracles import assert_same
 from helpers.plain import batch, clones, mlp
 from torch import Tensor, nn
 
@@ -42,6 +43,25 @@ def test_the_length_is_the_best_near_the_last_and_the_loss_falls() -> None:
         assert evaluated[length] <= evaluated[length / 2]
         assert length == 1 or evaluated[length] <= evaluated[2 * length]
         assert all(torch.equal(old, param.grad) for old, param in zip(grads, model.parameters(), strict=True))
+
+
+def test_twice_the_rate_is_twice_the_longest_step() -> None:
+    moved = []
+    for lr, longest in ((2.0, 1.0), (1.0, 2.0)):
+        model = mlp()
+        before = clones(model.parameters())
+        optimizer = KFACOptimizer(model, lr=lr, damping=10.0, inverse=Cholesky(), step_size=LineSearch(longest=longest))
+
+        def closure(model: nn.Module = model, optimizer: KFACOptimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(batch()) - 1).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(closure)
+        assert optimizer.metrics()["step_length"] == longest, "the damping makes all steps too short"
+        moved.append([new - old for old, new in zip(before, model.parameters(), strict=True)])
+    assert_same(*moved)
 
 
 def test_evaluations_leave_buffers_random_numbers_and_statistics_as_they_were() -> None:

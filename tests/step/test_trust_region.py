@@ -138,6 +138,14 @@ def test_a_step_of_zero_gradient_stays_finite() -> None:
     assert all(not displacement.any() for displacement in moved.values())
 
 
+def test_the_step_of_a_layer_without_a_bias_is_bounded_too() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = KFACOptimizer(model, lr=1.0, kl_clip=1e-6, step_size=TrustRegion())
+    any_loss(model(torch.randn(6, 4))).backward()
+    optimizer.step()
+    assert optimizer.metrics()["trust_region_scale"] < 1
+
+
 def test_momentum_of_earlier_steps_is_not_scaled() -> None:
     displacements = []
     for momentum in (0.0, 0.9):

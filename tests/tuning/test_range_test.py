@@ -242,6 +242,12 @@ def test_a_trial_trains_as_the_optimizer_would() -> None:
     assert train(model, optimizer, 8) == list(trial.losses)
 
 
+def test_a_progress_bar_is_told_of_each_step() -> None:
+    model, told = network(), []
+    result = range_test(KFACOptimizer(model), batches(), loss_with(model), steps=FEW, advance=lambda: told.append(1))
+    assert len(told) == result.steps > 0
+
+
 @pytest.mark.parametrize(("second", "ended"), [(1.9, False), (2.1, True)])
 def test_a_trial_ends_where_the_loss_has_doubled(second: float, ended: bool) -> None:
     model = network()

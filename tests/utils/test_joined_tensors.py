@@ -32,6 +32,12 @@ def test_small_tensors_become_one_and_large_ones_stay() -> None:
     assert torch.equal(whole, torch.cat([SMALL.reshape(-1), torch.ones(3)]))
 
 
+def test_weights_of_narrow_layers_are_small() -> None:
+    """To sum one of them takes about as long to begin as to do."""
+    weights = [torch.randn(128, 128) for _ in range(3)]
+    assert len(joined(weights)) == 1
+
+
 def test_the_same_tensors_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(joined_tensors, "joined", lambda tensors: calls.append(1) or joined(tensors))
@@ -51,3 +57,13 @@ def test_gradients_of_all_kinds_are_looked_at(spoilt: str | None, value: float) 
         gradients[spoilt][(-1,) * gradients[spoilt].dim()] = value
     assert all_finite(gradients.values()) == (spoilt is None)
     assert all_finite([torch.full((2,), 3e38), *gradients.values()]) == (spoilt is None), "a sum that overflows"
+
+
+def test_of_finite_gradients_nothing_is_asked_but_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at every element takes several times as long."""
+    looks = []
+    monkeypatch.setattr(Tensor, "isfinite", lambda each: looks.append(1) or torch.isfinite(each))
+    assert all_finite([SMALL, LARGE])
+    assert not looks
+    assert all_finite([torch.full((2,), 3e38)]), "whose sum overflows"
+    assert looks
