@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -423,6 +423,37 @@ class Einsum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum(self.equation, x, self.weight)
+
+
+class Detached(nn.Module):
+    """Goes on using a parameter that its first forward has taken out of it."""
+
+    def __init__(self, shape: Sequence[int], multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+        self.multiply, self.held = multiply, [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._parameters.clear()
+        return self.multiply(x, self.held[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "multiply"),
+    [((4, 3), torch.matmul), ((2, 4, 3), lambda x, weight: torch.einsum("bi,nio->bno", x, weight))],
+    ids=["a matrix", "matrices"],
+)
+def test_a_parameter_that_was_taken_out_of_the_model_is_left_to_sgd(
+    shape: Sequence[int], multiply: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    model = Detached(shape, multiply)
+    (weight,), before = model.held, model.held[0].detach().clone()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    loss_of(model(torch.randn(5, 4))).backward()
+    with pytest.warns(UserWarning, match="nothing is preconditioned"):
+        optimizer.step()
+    assert weight.grad is not None
+    assert_same(weight, before - 0.1 * weight.grad)
 
 
 # equation → shape of the weight; its letters, those of outputs and those of inputs; shape of the input
