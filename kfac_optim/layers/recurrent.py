@@ -28,6 +28,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.base import COMPUTED_WEIGHT, LayerAdapter, StatisticsSink, watch_of
 from kfac_optim.specs import LayerSpec
+from kfac_optim.utils.autograd import without_function_modes
 from kfac_optim.utils.hooks import Handle, Handles
 
 _Module = nn.RNNBase | nn.RNNCellBase
@@ -174,7 +175,7 @@ def _out_of_sight(recurrence: Callable[..., Any], step: Step, *args: Any) -> Any
     tensors = (each for each in tree_leaves(args) if isinstance(each, Tensor))
     if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):  # functions of a subclass are its own
         return recurrence(step, *args)
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         return recurrence(step, *args)
 
 

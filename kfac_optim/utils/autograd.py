@@ -222,6 +222,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def without_function_modes() -> AbstractContextManager[None]:
+    """Return a context in which torch's functions go past function modes, and past those of tensor subclasses."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
 def is_of_custom_function(tensor: Tensor) -> bool:
     """Return whether `tensor` is an output of a custom autograd function, whatever class of tensor it is."""
     with torch._C.DisableTorchFunctionSubclass():
