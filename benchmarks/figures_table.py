@@ -58,7 +58,7 @@ def _commits(report: Mapping[str, Any], commit: str | None) -> str:
     """Return the commit, and that of trials which were taken from an earlier result."""
     words = commit.replace(DIRTY, ", changed") if commit else _UNKNOWN
     origin = report.get("trials_of")
-    return words if origin is None else f"{words}, trials of baselines {origin['commit']}"
+    return words if origin is None else f"{words}, older trials {origin['commit']}"
 
 
 def _command(report: Mapping[str, Any]) -> str:

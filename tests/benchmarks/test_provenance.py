@@ -102,3 +102,16 @@ def test_spreads_are_typical_and_widest_without_misses() -> None:
 
 def test_ratios_are_those_within_a_round() -> None:
     assert ratio_spread([2.0, 8.0, 3.0], [1.0, 2.0, 1.0]) == {"median": 3.0, "low": 2.0, "high": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("origin", "commits"), [(None, "1234567"), ({"commit": "89abcde"}, "1234567, older trials 89abcde")]
+)
+def test_a_row_says_whose_trials_were_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, str] | None, commits: str
+) -> None:
+    report = {"benchmark": "compare", "date": "2026-01-02T03:04:05", "commit": "1234567", "trials_of": origin}
+    (tmp_path / "one.json").write_text(json.dumps(report))
+    monkeypatch.setattr("benchmarks.figures_table.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.figures_table.repeats_of", lambda _: None)
+    assert table().splitlines()[-1].endswith(f"| 2026-01-02 | {commits} |")
