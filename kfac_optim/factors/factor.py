@@ -242,3 +242,11 @@ def averages_of(factors: Sequence[Factor]) -> Tensor:
     """
     first, packed = factors[0], torch.cat([factor.packed for factor in factors])
     return unpack_triangle(packed, first.dim) if first.structure is Structure.DENSE else packed
+
+
+def traces_of(factors: Sequence[Factor]) -> Tensor:
+    """Return the traces of factors of one structure and size, `[groups of all]`; see `Factor.trace`."""
+    if factors[0].structure is not Structure.DENSE or any(factor.elsewhere is not None for factor in factors):
+        return torch.cat([factor.trace() for factor in factors])
+    halves = zip(*(packed_diagonal(factor.packed, factor.dim) for factor in factors), strict=True)
+    return torch.cat([torch.cat(half) for half in halves], -1).sum(-1)

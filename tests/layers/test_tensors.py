@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
+from helpers.operators import Operators
 from helpers.oracles import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_optim import EKFAC, KFACOptimizer, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
@@ -561,16 +561,6 @@ def test_biases_of_experts_that_are_gathered_and_added_in_place_are_groups() -> 
 
 
 # -- groups that are taken together --------------------------------------------------------------------------------
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def operators_of_table(positions: int, *, gathered: bool) -> int:

@@ -1,16 +1,18 @@
 """What the representations that invert each damped factor by itself have in common."""
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import FactorJob, averages
+from kfac_optim.factors.factor import Factor, traces_of
+from kfac_optim.inverses.batching import FactorJob, Usable, averages, settle, take, take_largest
 from kfac_optim.inverses.damping import Damped, factored_tikhonov
-from kfac_optim.inverses.pair_inverse import PairState
+from kfac_optim.inverses.pair_inverse import P, PairState
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
 from kfac_optim.linalg.products import norm1
 from kfac_optim.specs import Structure
@@ -28,56 +30,67 @@ class DampedJob(FactorJob):
     damped: Damped
     inverse: Tensor
 
-    def keep(self, inverse: Tensor, attempts: Tensor, condition: Tensor) -> Tensor:
-        """Take the groups that are usable, `[groups]` bool, and leave the others at their last good inverse.
 
-        Args:
-            inverse: like the one to be replaced.
-            attempts: `[groups]`, 0 where all failed.
-            condition: condition number, `[groups]`.
-        """
-        usable = self.settle(attempts)
-        taken = usable.view(-1, *(1,) * (inverse.dim() - 1))
-        torch.where(taken, inverse.to(self.inverse.dtype), self.inverse, out=self.inverse)
-        last = self.state.condition[self.side]
-        self.state.condition[self.side] = torch.where(usable, condition, last).max()
-        return usable
+def damped_factors(states: Sequence[P], dampings: Sequence[float]) -> Iterator[tuple[P, int, Factor, Damped]]:
+    """Share the λ of each block among all its factors, for blocks of equal shapes in one go.
+
+    Returns:
+        Block by block the state, the side of a factor that is kept here, the factor, and its share.
+    """
+    found: list[list[tuple[P, int, Factor, Damped]]] = [[] for _ in states]
+    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, (state, damping) in enumerate(zip(states, dampings, strict=True)):
+        pair, like = state.pair, state.condition
+        shapes = [None if each is None else (each.structure, each.dim, each.groups) for each in (pair.a, pair.g)]
+        # Where one factor serves all groups of the other, shares are those of the groups together.
+        alone = index if len({groups for _, _, groups in filter(None, shapes)}) > 1 else None
+        alike[damping, like.dtype, like.device, *shapes, alone].append(index)
+    for members in alike.values():
+        equal = [states[index] for index in members]
+        sides = [
+            (side, [factor for factor in factors if factor is not None])
+            for side, factors in enumerate(([each.pair.a for each in equal], [each.pair.g for each in equal]))
+        ]
+        sides = [(side, factors) for side, factors in sides if factors]
+        traces = [traces_of(factors).to(equal[0].condition.dtype) for _, factors in sides]
+        shares = factored_tikhonov(traces, [factors[0].dim for _, factors in sides], dampings[members[0]])
+        for (side, factors), share in zip(sides, shares, strict=True):
+            parts = (torch.split(each, factors[0].groups) for each in share)
+            for index, factor, *part in zip(members, factors, *parts, strict=True):
+                if factor.elsewhere is None:
+                    found[index].append((states[index], side, factor, Damped(*part)))
+    return itertools.chain.from_iterable(found)
 
 
-def damped_factors(state: PairState[Any], damping: float) -> list[tuple[int, Factor, Damped]]:
-    """Return side and share of λ of each factor of the block that is kept here; λ is shared among all."""
-    present = [(side, factor) for side, factor in enumerate((state.pair.a, state.pair.g)) if factor is not None]
-    traces = [factor.trace().to(state.condition.dtype) for _, factor in present]
-    shares = factored_tikhonov(traces, [factor.dim for _, factor in present], damping)
-    return [
-        (side, factor, share) for (side, factor), share in zip(present, shares, strict=True) if factor.elsewhere is None
-    ]
-
-
-def damped_jobs(state: PairState[Any], damping: float) -> list[DampedJob]:
-    """Return a job for each factor of the block that is kept here; its results go to the inverses of the state."""
+def damped_jobs(states: Sequence[PairState[Any]], dampings: Sequence[float]) -> list[DampedJob]:
+    """Return a job for each factor that is kept here; its results go to the inverses of its block's state."""
     return [
         DampedJob(state, side, factor, share, state.side(side).inverse)
-        for side, factor, share in damped_factors(state, damping)
+        for state, side, factor, share in damped_factors(states, dampings)
     ]
 
 
-def keep_inverses(jobs: Sequence[DampedJob], inverses: Tensor, attempts: Tensor, conditions: Tensor) -> list[Tensor]:
-    """Split what was computed for all groups of all jobs, `[n, d, d]` and `[n]`; see `DampedJob.keep`."""
-    sizes = [len(job.inverse) for job in jobs]
-    parts = (torch.split(whole, sizes) for whole in (inverses, attempts, conditions))
-    return [job.keep(*part) for job, *part in zip(jobs, *parts, strict=True)]
+def keep_inverses(jobs: Sequence[DampedJob], inverses: Tensor, attempts: Tensor, conditions: Tensor) -> Usable:
+    """Take the groups that are usable, and leave the others at their last good inverse.
+
+    Args:
+        jobs: of one batch.
+        inverses: of the groups of all jobs, like those to be replaced.
+        attempts: `[n]`, 0 where all failed.
+        conditions: condition numbers, `[n]`.
+    """
+    usable = settle(jobs, attempts)
+    take(usable, [job.inverse for job in jobs], inverses)
+    take_largest(usable, jobs, [job.state.condition for job in jobs], conditions)
+    return usable
 
 
-def take_reciprocals(jobs: Sequence[DampedJob]) -> list[Tensor]:
-    """Invert diagonal factors, and 1×1 matrices; see `DampedJob.keep`."""
-    taken: list[Tensor] = []
-    for job in jobs:
-        damped = job.damped.of(job.average())
-        diagonal = damped.flatten(1)
-        finite = diagonal.isfinite().all(-1).to(torch.int64)
-        taken.append(job.keep(damped.reciprocal(), finite, diagonal.amax(-1) / diagonal.amin(-1)))
-    return taken
+def take_reciprocals(jobs: Sequence[DampedJob]) -> Usable:
+    """Invert diagonal factors, and 1×1 matrices; see `keep_inverses`."""
+    damped = Damped.joined(job.damped for job in jobs).of(averages(jobs))
+    diagonal = damped.flatten(1)
+    finite = diagonal.isfinite().all(-1).to(torch.int64)
+    return keep_inverses(jobs, damped.reciprocal(), finite, diagonal.amax(-1) / diagonal.amin(-1))
 
 
 def invert_by_cholesky(jobs: Sequence[DampedJob]) -> None:

@@ -56,8 +56,7 @@ class Cholesky(PairInverse[CholeskyState]):
         return PairState(spec, start, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[CholeskyState], dampings: Sequence[float]) -> None:
-        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in damped_jobs(state, damping)]
-        for structure, equal in batches(jobs):
+        for structure, equal in batches(damped_jobs(states, dampings)):
             if structure is Structure.DENSE:
                 invert_by_cholesky(equal)
             else:

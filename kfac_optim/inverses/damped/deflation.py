@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import FactorJob
+from kfac_optim.inverses.batching import FactorJob, settle, take, take_largest
 from kfac_optim.inverses.damped.base import identity_like
 from kfac_optim.inverses.damping import Damped
 from kfac_optim.inverses.pair_inverse import EIGH_FLOPS, PairState, SymmetricInverse, side_of
@@ -86,11 +86,27 @@ def read_off(structure: Sketched, jobs: "Sequence[DeflationJob]") -> None:
 
 
 def hand_back(jobs: "Sequence[DeflationJob]", pairs: Eigenpairs, traces: Tensor, shift: Tensor) -> None:
-    """Hand the parts of a batch back to its jobs; see `DeflationJob.keep`."""
-    sizes = [job.factor.groups for job in jobs]
-    whole = (pairs.values, pairs.vectors, pairs.attempts, traces, shift)
-    for job, *part in zip(jobs, *(torch.split(each, sizes) for each in whole), strict=True):
-        job.keep(*part)
+    """Take the groups that are usable, and leave the others at what they had last.
+
+    Args:
+        jobs: of one batch.
+        pairs: the leading ones of the groups of all jobs, ascending.
+        traces: of the factors, `[n]`.
+        shift: their damping, `[n]`.
+    """
+    usable, values = settle(jobs, pairs.attempts), pairs.values
+    dim, rank = pairs.vectors.shape[1:]
+    rest = shift + ((traces - values.sum(-1)) / (dim - rank)).clamp(min=0)
+    damped = values + shift.unsqueeze(-1)
+    take(usable, [job.basis for job in jobs], pairs.vectors)
+    for number, (power, _) in enumerate(jobs[0].powers):
+        kept = [job.powers[number][1] for job in jobs]
+        # Rounding may put the mean of the rest above the smallest value kept.
+        removed = (1 - (rest.unsqueeze(-1) / damped) ** power).clamp(min=0)
+        take(usable, [each.weights for each in kept], removed)
+        take(usable, [each.scale for each in kept], rest**-power)
+    take_largest(usable, jobs, [job.state.condition for job in jobs], damped[:, -1] / rest)
+    take_largest(usable, jobs, [job.state.cutoff for job in jobs], values[:, 0] / shift)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,38 +116,11 @@ class DeflationJob(FactorJob):
     state: DeflatedState[Any]
     damped: Damped
     powers: Sequence[tuple[float, Deflation]]
-    """Each power with what stands for it; all have one basis."""
+    """Each power with what stands for it, the same powers in all jobs of a batch; all have one basis."""
 
     @property
     def basis(self) -> Tensor:
         return self.powers[0][1].basis
-
-    def keep(self, values: Tensor, vectors: Tensor, attempts: Tensor, traces: Tensor, shift: Tensor) -> None:
-        """Take the groups that are usable, and leave the others at what they had last.
-
-        Args:
-            values: of the eigenpairs, ascending, `[groups, r]`.
-            vectors: `[groups, d, r]`.
-            attempts: `[groups]`, 0 where all failed.
-            traces: of the factor, `[groups]`.
-            shift: its damping, `[groups]`.
-        """
-        usable = self.settle(attempts)
-        dim, rank = vectors.shape[1:]
-        rest = shift + ((traces - values.sum(-1)) / (dim - rank)).clamp(min=0)
-        damped = values + shift.unsqueeze(-1)
-        torch.where(usable[:, None, None], vectors, self.basis, out=self.basis)
-        for power, (_, weights, scale) in self.powers:
-            # Rounding may put the mean of the rest above the smallest value kept.
-            removed = (1 - (rest.unsqueeze(-1) / damped) ** power).clamp(min=0)
-            torch.where(usable[:, None], removed, weights, out=weights)
-            torch.where(usable, rest**-power, scale, out=scale)
-        for measure, measured in (
-            (self.state.condition, damped[:, -1] / rest),
-            (self.state.cutoff, values[:, 0] / shift),
-        ):
-            last = measure[self.side]
-            measure[self.side] = torch.where(usable, measured, last).max()
 
 
 def is_deflated(structure: Structure | Sketched, dim: int, from_width: float) -> bool:

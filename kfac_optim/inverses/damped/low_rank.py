@@ -106,7 +106,7 @@ class LowRank(PairInverse[LowRankState]):
         return LowRankState(spec, partial(identity_side, self.rank, self._from_width), dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[LowRankState], dampings: Sequence[float]) -> None:
-        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in _jobs(state, damping)]
+        jobs = _jobs(states, dampings)
         for structure, deflating in batches(job for job in jobs if isinstance(job, DeflationJob)):
             if isinstance(structure, Sketched):
                 read_off(structure, deflating)
@@ -156,9 +156,9 @@ class LowRank(PairInverse[LowRankState]):
         hand_back(jobs, pairs, matrix.diagonal(dim1=-2, dim2=-1).sum(-1), damped.shift)
 
 
-def _jobs(state: LowRankState, damping: float) -> list[FactorJob]:
+def _jobs(states: Sequence[LowRankState], dampings: Sequence[float]) -> list[FactorJob]:
     jobs: list[FactorJob] = []
-    for side, factor, share in damped_factors(state, damping):
+    for state, side, factor, share in damped_factors(states, dampings):
         kept = state.side(side)
         if isinstance(kept, Deflation):
             jobs.append(DeflationJob(state, side, factor, share, [(1.0, kept)]))

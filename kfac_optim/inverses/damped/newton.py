@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import averages, batches
+from kfac_optim.inverses.batching import Usable, averages, batches, mark
 from kfac_optim.inverses.damped.base import DampedJob, damped_jobs, identity_like, keep_inverses, take_reciprocals
 from kfac_optim.inverses.damping import Damped
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState, dense_flops
@@ -92,9 +92,8 @@ class NewtonSchulz(PairInverse[NewtonSchulzState]):
         return NewtonSchulzState(spec, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[NewtonSchulzState], dampings: Sequence[float]) -> None:
-        jobs = [job for state, damping in zip(states, dampings, strict=True) for job in damped_jobs(state, damping)]
         begun = []
-        for structure, equal in batches(jobs):
+        for structure, equal in batches(damped_jobs(states, dampings)):
             if structure is Structure.DENSE and equal[0].factor.dim > 1:
                 begun.append(self._iterate(equal))
             else:
@@ -146,9 +145,8 @@ def _solved(job: DampedJob) -> Tensor:
     return job.state.side(job.side).solved
 
 
-def _mark_solved(jobs: Sequence[DampedJob], usable: Sequence[Tensor]) -> None:
-    for job, taken in zip(jobs, usable, strict=True):
-        _solved(job).logical_or_(taken)
+def _mark_solved(jobs: Sequence[DampedJob], usable: Usable) -> None:
+    mark(usable, [_solved(job) for job in jobs])
 
 
 def _finish(iterated: _Iterated) -> None:

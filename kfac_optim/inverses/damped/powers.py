@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import FactorJob, averages, batches
-from kfac_optim.inverses.damped.base import DampedJob, identity_like
+from kfac_optim.factors.factor import Factor, traces_of
+from kfac_optim.inverses.batching import FactorJob, averages, batches, settle, take, take_largest
+from kfac_optim.inverses.damped.base import identity_like
 from kfac_optim.inverses.damped.deflation import (
     DeflatedState,
     Deflation,
@@ -83,12 +83,20 @@ class InverseAndRoot(PairInverse[PowersState]):
         return DeflatedState(spec, self._start, dtype=dtype, device=device)
 
     def refresh(self, states: Sequence[PowersState], dampings: Sequence[float]) -> None:
-        jobs = [job for state in states for job in self._jobs(state)]
-        for structure, sketched in batches(job for job in jobs if isinstance(job, DeflationJob)):
-            assert isinstance(structure, Sketched)
-            read_off(structure, sketched)
-        for structure, equal in batches(job for job in jobs if isinstance(job, _WholeJob)):
-            _refresh_whole(structure, equal)
+        jobs = (
+            FactorJob(state, side, factor)
+            for state in states
+            for side, factor in enumerate((state.pair.a, state.pair.g))
+            if factor is not None and factor.elsewhere is None
+        )
+        for structure, equal in batches(jobs):
+            mean = traces_of([job.factor for job in equal]).to(equal[0].state.condition.dtype) / equal[0].factor.dim
+            shift = torch.where(mean > 0, self.damping * mean, 1.0)
+            if isinstance(structure, Sketched):
+                shares = torch.split(shift, [job.factor.groups for job in equal])
+                read_off(structure, [_thin_job(job, share) for job, share in zip(equal, shares, strict=True)])
+            else:
+                _refresh_whole(structure, equal, shift)
 
     def apply(self, state: PowersState, grad: Tensor, damping: float) -> Tensor:
         a, g = (_side(side, root=False) for side in (state.a, state.g))
@@ -123,34 +131,26 @@ class InverseAndRoot(PairInverse[PowersState]):
         weights, scale = basis.new_zeros(factor.groups, self.rank), basis.new_ones(factor.groups)
         return ThinPowers(basis, weights, scale, weights.clone(), scale.clone())
 
-    def _jobs(self, state: PowersState) -> list[FactorJob]:
-        jobs: list[FactorJob] = []
-        for side, factor in enumerate((state.pair.a, state.pair.g)):
-            if factor is None or factor.elsewhere is not None:
-                continue
-            mean = factor.trace().to(state.condition.dtype) / factor.dim
-            damped = Damped(torch.ones_like(mean), torch.where(mean > 0, self.damping * mean, 1.0))
-            kept = state.side(side)
-            if isinstance(kept, ThinPowers):
-                inverse = Deflation(kept.basis, kept.weights, kept.scale)
-                root = Deflation(kept.basis, kept.root_weights, kept.root_scale)
-                jobs.append(DeflationJob(state, side, factor, damped, [(1.0, inverse), (0.5, root)]))
-            else:
-                jobs.append(_WholeJob(state, side, factor, damped, kept.inverse, kept.root))
-        return jobs
+
+def _thin_job(job: FactorJob, shift: Tensor) -> DeflationJob:
+    """Say where both powers of a sketched factor go, which is damped by `shift`, `[groups]`."""
+    assert isinstance(job.state, DeflatedState)
+    kept = job.state.side(job.side)
+    inverse = Deflation(kept.basis, kept.weights, kept.scale)
+    root = Deflation(kept.basis, kept.root_weights, kept.root_scale)
+    damped = Damped(torch.ones_like(shift), shift)
+    return DeflationJob(job.state, job.side, job.factor, damped, [(1.0, inverse), (0.5, root)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _WholeJob(DampedJob):
-    """Says how a factor is damped, and where its inverse and its inverse root go."""
+def _refresh_whole(structure: Structure, jobs: Sequence[FactorJob], shift: Tensor) -> None:
+    """Stack every group of every job, of one size, into one batch, and hand the parts back.
 
-    root: Tensor
-
-
-def _refresh_whole(structure: Structure | Sketched, jobs: Sequence[_WholeJob]) -> None:
-    """Stack every group of every job, of one size, into one batch, and hand the parts back."""
-    shift = torch.cat([job.damped.shift for job in jobs])[:, None]
-    average = averages(jobs)
+    Args:
+        structure: of the factors.
+        jobs: of one batch.
+        shift: the damping of the groups of all jobs, `[n]`.
+    """
+    average, shift = averages(jobs), shift.unsqueeze(-1)
     if structure is Structure.DENSE:
         values, basis, attempts = eigendecomposition(average)
         values = values.clamp(min=0) + shift
@@ -158,12 +158,10 @@ def _refresh_whole(structure: Structure | Sketched, jobs: Sequence[_WholeJob]) -
     else:
         values = average + shift
         inverse, root, attempts = values.reciprocal(), values.rsqrt(), values.isfinite().all(-1).long()
-    sizes = [len(job.inverse) for job in jobs]
-    condition = values.amax(-1) / values.amin(-1)
-    whole = (torch.split(each, sizes) for each in (inverse, root, attempts, condition))
-    for job, new, new_root, *judged in zip(jobs, *whole, strict=True):
-        usable = job.keep(new, *judged)
-        torch.where(usable.view(-1, *(1,) * (new_root.dim() - 1)), new_root, job.root, out=job.root)
+    usable, kept = settle(jobs, attempts), [job.state.side(job.side) for job in jobs]
+    take(usable, [each.inverse for each in kept], inverse)
+    take(usable, [each.root for each in kept], root)
+    take_largest(usable, jobs, [job.state.condition for job in jobs], values.amax(-1) / values.amin(-1))
 
 
 def _side(side: Powers | None, *, root: bool) -> Side | None:

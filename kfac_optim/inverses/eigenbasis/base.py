@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
-from kfac_optim.inverses.batching import FactorJob, averages, batches
+from kfac_optim.inverses.batching import FactorJob, averages, batches, mark, settle, take
 from kfac_optim.inverses.damping import factored_tikhonov
 from kfac_optim.inverses.pair_inverse import PairInverse, PairState
 from kfac_optim.inverses.state import Result
 from kfac_optim.linalg.eigen import eigendecomposition
-from kfac_optim.specs import FactorShape, LayerSpec, Part, Structure
+from kfac_optim.specs import FactorShape, LayerSpec, Part, Sketched, Structure
 
 
 class Spectrum(NamedTuple):
@@ -69,10 +69,7 @@ class EigenbasisInverse(PairInverse[E]):
 
     def refresh(self, states: Sequence[E], dampings: Sequence[float]) -> None:
         for structure, equal in batches(job for state in states for job in _eigen_jobs(state)):
-            if structure is Structure.DENSE:
-                _decompose(equal)
-            else:
-                _take_diagonal(equal)
+            _decompose(structure, equal)
         for state, damping in zip(states, dampings, strict=True):
             _measure_condition(state, damping)
 
@@ -123,28 +120,19 @@ class EigenJob(FactorJob):
     state: EigenState
     spectrum: Spectrum
 
-    def keep(self, values: Tensor, basis: Tensor | None, attempts: Tensor) -> None:
-        """Take the groups that are usable, and leave the others at their last good decomposition.
 
-        Args:
-            values: `[groups, d]`.
-            basis: `[groups, d, d]`, None for a diagonal factor.
-            attempts: `[groups]`, 0 where all failed.
-        """
-        usable = self.settle(attempts)
-        old_values, old_basis = self.spectrum
-        old_values.copy_(torch.where(usable[:, None], values.clamp(min=0), old_values))
-        if basis is not None and old_basis is not None:
-            old_basis.copy_(torch.where(usable[:, None, None], basis, old_basis))
-        self.state.solved.logical_or_(usable)
-
-
-def _decompose(jobs: Sequence[EigenJob]) -> None:
-    """Stack every group of every job into one batch, decompose, and hand the parts back."""
-    sizes = [job.factor.groups for job in jobs]
-    parts = (torch.split(part, sizes) for part in eigendecomposition(averages(jobs)))
-    for job, values, basis, attempts in zip(jobs, *parts, strict=True):
-        job.keep(values, basis, attempts)
+def _decompose(structure: Structure | Sketched, jobs: Sequence[EigenJob]) -> None:
+    """Stack every group of every job into one batch, decompose, and take what is usable."""
+    whole, basis = averages(jobs), None
+    if structure is Structure.DENSE:
+        values, basis, attempts = eigendecomposition(whole)
+    else:
+        values, attempts = whole, whole.isfinite().all(-1).long()
+    usable = settle(jobs, attempts)
+    take(usable, [job.spectrum.values for job in jobs], values.clamp(min=0))
+    if basis is not None:
+        take(usable, [job.spectrum.basis for job in jobs if job.spectrum.basis is not None], basis)
+    mark(usable, [job.state.solved for job in jobs])
 
 
 def _eigen_jobs(state: EigenState) -> list[EigenJob]:
@@ -153,12 +141,6 @@ def _eigen_jobs(state: EigenState) -> list[EigenJob]:
         for side, factor in enumerate((state.pair.a, state.pair.g))
         if factor is not None and factor.elsewhere is None
     ]
-
-
-def _take_diagonal(jobs: Sequence[EigenJob]) -> None:
-    for job in jobs:
-        values = job.average()
-        job.keep(values, None, values.isfinite().all(-1).long())
 
 
 def _measure_condition(state: EigenState, damping: float) -> None:
