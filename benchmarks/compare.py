@@ -135,7 +135,7 @@ def make_report(study: Study, tuned: Tuning, repeated: Runs, targets: Sequence[T
         "trials": study.trials,
         "search_seed": study.search_seed,
         "tuning_target": tuned.target,
-        "trials_of": tuned.origin,
+        "trials_of": list(tuned.origins),
         "targets": [asdict(target) for target in targets],
         "optimizers": [
             {

@@ -57,8 +57,8 @@ def _row(file: Path) -> tuple[str, ...]:
 def _commits(report: Mapping[str, Any], commit: str | None) -> str:
     """Return the commit, and that of trials which were taken from an earlier result."""
     words = commit.replace(DIRTY, ", changed") if commit else _UNKNOWN
-    origin = report.get("trials_of")
-    return words if origin is None else f"{words}, older trials {origin['commit']}"
+    commits = dict.fromkeys(origin["commit"] for origin in report.get("trials_of", []))
+    return f"{words}, older trials {', '.join(commits)}" if commits else words
 
 
 def _command(report: Mapping[str, Any]) -> str:

@@ -31,13 +31,13 @@ class Tuning:
         target: by the steps to which trials are chosen.
         best: number of the trial that is repeated, by optimizer.
         trials: of each optimizer, in order, as `compare` writes them.
-        origin: what made those of an earlier result, and of which ``optimizers`` they are; None if all are of now.
+        origins: what made those of earlier results, and of which ``optimizers`` they are; nothing if all are of now.
     """
 
     target: float
     best: Mapping[str, int]
     trials: Mapping[str, Sequence[Mapping[str, Any]]]
-    origin: Mapping[str, Any] | None = None
+    origins: Sequence[Mapping[str, Any]] = ()
 
 
 def by_trials(study: Study, baselines: Sequence[str], console: Console) -> Tuning:
@@ -69,8 +69,16 @@ def with_earlier(study: Study, baselines: Sequence[str], file: Path, console: Co
     best = {name: found[name]["trial"] for name in study.contestants if name not in new}
     trials = {name: found[name]["trials"] for name in best}
     of_now = {name: [_summary(run, aim, target) for run in runs] for name, runs in tuned.items()}
-    origin = report.get("trials_of") or {what: report[what] for what in _ORIGIN}
-    return Tuning(target, best | best_trials(tuned, aim, target), trials | of_now, {**origin, "optimizers": list(best)})
+    return Tuning(target, best | best_trials(tuned, aim, target), trials | of_now, _origins(report, list(best)))
+
+
+def _origins(report: Mapping[str, Any], taken: Sequence[str]) -> list[dict[str, Any]]:
+    """What made the trials of some optimizers: the result that has them, or one that it has them from itself."""
+    earlier: list[dict[str, Any]] = report.get("trials_of", [])
+    own = set(taken).difference(*(each["optimizers"] for each in earlier))
+    origins = [*earlier, {what: report[what] for what in _ORIGIN} | {"optimizers": own}]
+    chosen = [{**each, "optimizers": [name for name in taken if name in each["optimizers"]]} for each in origins]
+    return [each for each in chosen if each["optimizers"]]
 
 
 def _read(study: Study, file: Path) -> dict[str, Any]:

@@ -69,10 +69,10 @@ def test_trials_of_an_earlier_result_are_not_run_again(tmp_path: Path, capsys: p
     assert [len(list((folder / "runs" / "digits").glob("*-0.json"))) for folder in (before, after)] == [4, 0]
     for name in ("trials", "trial", "setting", "lowest"):
         assert [each[name] for each in first["optimizers"]] == [each[name] for each in second["optimizers"]], name
-    assert first["trials_of"] is None
+    assert first["trials_of"] == []
     of_whom = {"optimizers": ["SGD", "KFAC-default"]}
     origin = {name: first[name] for name in ("command", "machine", "date", "commit")} | of_whom
-    assert second["trials_of"] == third["trials_of"] == origin
+    assert second["trials_of"] == third["trials_of"] == [origin]
 
 
 def test_trials_of_other_settings_are_run(tmp_path: Path) -> None:
@@ -88,8 +88,12 @@ def test_trials_of_other_settings_are_run(tmp_path: Path) -> None:
         f"KFAC-default-{trial:03d}-0.json" for trial in range(2)
     ]
     second = json.loads((after / "digits.json").read_text())
-    assert second["trials_of"]["optimizers"] == ["SGD"]
     assert [len(each["trials"]) for each in second["optimizers"]] == [2, 2]
+    run(*arguments, "--out", tmp_path / "last", "--trials-of", after / "digits.json")
+    third = json.loads((tmp_path / "last" / "digits.json").read_text())
+    origins = [[(each["command"], each["optimizers"]) for each in result["trials_of"]] for result in (second, third)]
+    of_baseline = report["command"], ["SGD"]
+    assert origins == [[of_baseline], [of_baseline, (second["command"], ["KFAC-default"])]]
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,14 @@ def test_ratios_are_those_within_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "commits"), [(None, "1234567"), ({"commit": "89abcde"}, "1234567, older trials 89abcde")]
+    ("older", "commits"),
+    [([], "1234567"), (["89abcde", "abcdef0", "89abcde"], "1234567, older trials 89abcde, abcdef0")],
 )
 def test_a_row_says_whose_trials_were_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: dict[str, str] | None, commits: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: list[str], commits: str
 ) -> None:
-    report = {"benchmark": "compare", "date": "2026-01-02T03:04:05", "commit": "1234567", "trials_of": origin}
+    origins = [{"commit": commit} for commit in older]
+    report = {"benchmark": "compare", "date": "2026-01-02T03:04:05", "commit": "1234567", "trials_of": origins}
     (tmp_path / "one.json").write_text(json.dumps(report))
     monkeypatch.setattr("benchmarks.figures_table.RESULTS", tmp_path)
     monkeypatch.setattr("benchmarks.figures_table.repeats_of", lambda _: None)
