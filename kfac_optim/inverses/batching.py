@@ -42,7 +42,7 @@ class FactorJob:
 J = TypeVar("J", bound=FactorJob)
 
 Usable = Sequence[Tensor] | None
-"""Of each job, which groups replace their old results by new ones, `[groups]` bool; None where all of all jobs do."""
+"""A mask for each job says which groups replace their old results, `[groups]` bool; None where all of all jobs do."""
 
 
 def settle(jobs: Sequence[FactorJob], attempts: Tensor) -> Usable:
