@@ -136,8 +136,8 @@ class KFACOptimizer(Optimizer):
         subsample: how many examples, and positions of each, make a layer's statistics; one `Subsample`, or a mapping as
             for `inverse`. None is `Subsample(rows=8192)`, as many examples as have 8,192 positions between them, but
             all of layers of one's own that do not say `in_rows`; `Subsample()` is all of them.
-        skip_layers: name globs or module classes to leave to plain SGD (under `SelectedUpdates` to AdamW), with everything
-            inside them.
+        skip_layers: name globs or module classes to leave to plain SGD (under `SelectedUpdates` to AdamW), with all
+            that is inside them.
         adapters: module class → adapter, `{**DEFAULT_ADAPTERS, MyLayer: MyAdapter()}` to add one's own.
         max_factor_dim: a factor wider than this is kept diagonal (or a matrix that is to be inverted, where a factor is
             a product of several).
