@@ -73,7 +73,7 @@ def with_earlier(study: Study, baselines: Sequence[str], file: Path, console: Co
 
 
 def _origins(report: Mapping[str, Any], taken: Sequence[str]) -> list[dict[str, Any]]:
-    """What made the trials of some optimizers: the result that has them, or one that it has them from itself."""
+    """Return what made the trials of some optimizers: the report, or an earlier result that it took them from."""
     earlier: list[dict[str, Any]] = report.get("trials_of", [])
     own = set(taken).difference(*(each["optimizers"] for each in earlier))
     origins = [*earlier, {what: report[what] for what in _ORIGIN} | {"optimizers": own}]
