@@ -478,7 +478,8 @@ class KFACOptimizer(Optimizer):
         rule `loss_terms`; state it where that rule is wrong: masks and `ignore_index` (the number of targets that
         count), several forwards in one loss term, layers called outside the model's own forward (by which it is guessed
         otherwise, with a warning). It holds until the next `step()`; with accumulated gradients state it for each
-        backward, the numbers add up.
+        backward, the numbers add up. What was stated for a backward that was left out is replaced by what is stated
+        after the next `zero_grad()`.
 
         Where the mean is weighted, as by the class weights of `nn.CrossEntropyLoss`, state the effective number
         `(Σ w)² / Σ w²` of the terms' weights.

@@ -225,6 +225,54 @@ def test_the_terms_are_those_of_the_moment_they_were_stated() -> None:
     assert_same_factors(found[1], found[0])
 
 
+def test_terms_that_were_stated_for_a_batch_that_was_left_out_do_not_count() -> None:
+    found = []
+    for left_out, micro_batches in ((0, 1), (2, 1), (0, 2), (2, 2)):
+        model = mlp()
+        optimizer = KFACOptimizer(model, lr=0.0)
+        for _ in range(left_out):
+            optimizer.zero_grad()
+            optimizer.set_loss_terms(8)
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            optimizer.set_loss_terms(8)
+            square_loss(model(batch())).div(micro_batches).backward()
+        optimizer.step()
+        found.append(optimizer.factors())
+    for factors in found[1:]:
+        assert_same_factors(factors, found[0])
+
+
+def test_a_cast_between_backward_and_the_step_leaves_out_its_statistics() -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    train(model, optimizer, 2)
+    before = {
+        name: tuple(side.double() for side in pair if side is not None) for name, pair in optimizer.factors().items()
+    }
+    optimizer.zero_grad()
+    square_loss(model(batch(dtype=torch.float32))).backward()
+    model.double()
+    optimizer.step()
+    assert_same_factors(optimizer.factors(), before)
+    train(model, optimizer, 1)
+    assert not torch.equal(optimizer.factors()["2"][1], before["2"][1])
+
+
+def test_conversions_may_swap_parameters() -> None:
+    """`torch.__future__.set_swap_module_params_on_conversion`, which refuses parameters with weak references."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = mlp(dtype=torch.float32)
+        optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+        for dtype in (torch.float64, torch.float32):
+            model.to(dtype)
+            train(model, optimizer, 2)
+            model.load_state_dict(model.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def test_a_scaled_step_that_was_refused_can_be_taken_again() -> None:
     model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)

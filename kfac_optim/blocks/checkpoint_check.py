@@ -77,6 +77,7 @@ _CLOCK = {
     "summed_terms": _number(zero=False),
     "loss_unit": _number(zero=False),
 }
+_CLOCK_LATER = {"gradient_scale": _number(zero=False)}  # older checkpoints do not have it
 
 
 def check_forms(states: Mapping[str, object]) -> None:
@@ -200,7 +201,7 @@ def _fields(
 
 
 def _clock(clock: Mapping[str, Any], at: str) -> Iterator[str]:
-    problems = list(_fields(clock, _CLOCK, {}, at))
+    problems = list(_fields(clock, _CLOCK, _CLOCK_LATER, at))
     if problems:
         yield from problems
         return

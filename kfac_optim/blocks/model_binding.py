@@ -335,7 +335,9 @@ class ModelBinding:
     def _prepare(self) -> None:
         """Tell compiled graphs, which cannot ask, whether the next forward is to capture."""
         self._window.capturing = bool(self._roots) and self._functional.is_wanted()
-        self._window.step = max((block.clock.step for block in self.coverage.blocks), default=self._steps)
+        # A model that is to be found, or a matrix that a forward is to show, has no block before its first forward.
+        before = max(self._steps, self.pending.step())
+        self._window.step = max((block.clock.step for block in self.coverage.blocks), default=before)
 
     def _grow(self) -> bool:
         """Build blocks of parameters that got their shape or were unfrozen; return whether there are any."""

@@ -31,6 +31,10 @@ class PendingStates:
         """Count a step that was taken."""
         self.steps_waited += 1
 
+    def step(self) -> int:
+        """Return the step of training that it is by the clocks of the states that wait; 0 where none does."""
+        return max((state["clock"]["step"] + self.steps_waited for state in self.waiting.values()), default=0)
+
     def leave_out(self, reasons: Mapping[KFACBlock, str]) -> None:
         """Note that blocks are left to SGD, each for its reason."""
         self.marks |= {block.params[0]: checkpoint.mark(block.name, why) for block, why in reasons.items()}

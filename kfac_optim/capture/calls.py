@@ -143,8 +143,10 @@ class Ledger:
         losses are backpropagated one by one and their gradients combined by hand.
         """
         self.tally.drop_terms()
-        if self._open or self.tally.has_counted():  # else keep what set_loss_terms said of the backward to come
+        if self._open or self.tally.has_counted():
             self._stale = True
+        else:  # what set_loss_terms said may be of the backward to come
+            self.tally.supersede()
 
     def notice_lost_gradients(self) -> None:
         """Notice, as a forward begins, that gradients are gone: they were thrown away, though nobody has said so.

@@ -13,7 +13,6 @@ of `W Wᵀ W`, which squares, absolute values and deviations from orthogonality 
 """
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -60,7 +59,6 @@ class GradientCheck:
         self.is_done = False
         self._spec, self._pack = spec, pack
         self._handles: list[RemovableHandle] = []
-        self._params: list[weakref.ref[nn.Parameter]] = []
         self.reset()
 
     def reset(self) -> None:
@@ -73,6 +71,7 @@ class GradientCheck:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._params: Sequence[nn.Parameter] = ()
         self._spoilt = False
         self._directions: Tensor | None = None
         self._added: Tensor | None = None
@@ -96,7 +95,7 @@ class GradientCheck:
         """
         if self._directions is not None:
             return
-        self._params = [weakref.ref(param) for param in params]
+        self._params = tuple(params)
         for index, param in enumerate(params):
             if param.requires_grad:
                 self._handles.append(on_gradient_first(param, weakly(self.add, index)))
@@ -116,10 +115,10 @@ class GradientCheck:
             stats: statistics of the call.
             call: the call, with the gradient of this backward alone.
         """
-        params = self._known_params()
+        params = self._params
         # What this backward does not add to `.grad`, though the call has it, would be taken for a difference.
         reached = call.in_operator or all(map(reaches, params))
-        if self._directions is None or not params or not reached:
+        if self._directions is None or not reached:
             self.spoil()
             return
         found = stats.gradient_along(self._directions)
@@ -137,8 +136,8 @@ class GradientCheck:
     @torch.no_grad()
     def add(self, index: int, gradient: Tensor) -> None:
         """Add what a backward brings to parameter number `index`."""
-        params = self._known_params()
-        if self._directions is None or not params or not reaches(params[index]):
+        params = self._params
+        if self._directions is None or not reaches(params[index]):
             return
         if gradient.layout is not torch.strided:
             self.spoil()
@@ -157,11 +156,6 @@ class GradientCheck:
         tensors = [torch.zeros(param.shape, dtype=dtype, device=param.device) for param in params]
         tensors[index] = whole(tensor).to(dtype)
         return self._pack(tensors)
-
-    def _known_params(self) -> list[nn.Parameter]:
-        """Return the parameters; none if some are gone."""
-        params = [param for ref in self._params if (param := ref()) is not None]
-        return params if len(params) == len(self._params) else []
 
     def measures(self) -> Tensor | None:
         """Give norms of the difference, of what was added, of what was captured, and its size; None without those."""

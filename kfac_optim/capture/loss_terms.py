@@ -121,6 +121,7 @@ class LossTally:
         self._outside: dict[int, RootCall] = {}
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
+        self._is_superseded = False
         self.by_criterion = self.by_output = self.repeated = False
         self._criteria, self._awaited = 0, False
         self.calls: list[object | None] = []
@@ -236,7 +237,14 @@ class LossTally:
 
     def state(self, terms: float | Tensor) -> None:
         """Add stated terms, which stand for all counted ones."""
+        if self._is_superseded and not self.has_counted():
+            self._stated = None
         self._stated = terms if self._stated is None else self._stated + terms
+        self._is_superseded = False
+
+    def supersede(self) -> None:
+        """Have the next statement replace what was stated for a backward that has not come, unless it comes first."""
+        self._is_superseded = True
 
     def summed(self) -> float:
         """Return `LossCount.summed` so far."""
@@ -277,7 +285,7 @@ class LossTally:
         """Begin the next step."""
         self._number += 1
         self.by_criterion = self.by_output = self.repeated = False
-        self._stated = None
+        self._stated, self._is_superseded = None, False
         self._draws = 0
         self._counted.clear()
         self._unread.clear()

@@ -7,7 +7,6 @@ backward left them, and compared with themselves at the step: of two layers, as 
 """
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -36,21 +35,22 @@ class ScaleChange(NamedTuple):
     Attributes:
         scale: by a change of the loss's scale, which the output gradients behind `G` share.
         is_doubtful: whether more was done to them than clipping is likely to do, and nothing shows what.
+        known: the scale that the last step without clipping has shown, at most 1.
     """
 
     scale: float = 1.0
     is_doubtful: bool = False
+    known: float = 1.0
 
 
 class ScaleProbe:
     """Keeps gradients of two parameters as backward leaves them, on steps with statistics."""
 
     def __init__(self) -> None:
-        self._params: list[weakref.ref[nn.Parameter]] = []
+        self._params: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._backwards: Counter[nn.Parameter] = Counter()
-        self._known = 1.0  # the scale that a step without clipping has shown
 
     def choose(self, layers: Iterable[Sequence[nn.Parameter]]) -> None:
         """Take the smallest parameter that has enough elements, and the smallest matrix of another layer.
@@ -67,13 +67,12 @@ class ScaleProbe:
             alone = is_sharded(first)
             others = [] if alone else [each for each in fit if each[0] is not first and not is_sharded(each[0])]
             apart = [(param, its) for param, its in others if its is not layer and param.dim() > 1] or others
-            chosen = [first, min(apart, key=lambda each: each[0].numel())[0]] if apart else [first]
-            self._params = [weakref.ref(param) for param in chosen]
+            self._params = [first, min(apart, key=lambda each: each[0].numel())[0]] if apart else [first]
 
     def listen(self) -> None:
         """Keep what the coming backwards leave."""
         if not self._handles:
-            params = [param for each in self._params if (param := each()) is not None and param.requires_grad]
+            params = [param for param in self._params if param.requires_grad]
             self._handles = [on_accumulated(param, weakly(self.keep)) for param in params]
 
     def keep(self, param: nn.Parameter) -> None:
@@ -92,37 +91,38 @@ class ScaleProbe:
         self._kept.clear()
         self._backwards.clear()
 
-    def measure(self) -> ScaleChange:
-        """Tell what has become of the gradients since. Waits for the device."""
+    def measure(self, known: float = 1.0) -> ScaleChange:
+        """Tell what has become of the gradients since. Waits for the device.
+
+        Args:
+            known: the scale that the last step without clipping had shown until now.
+        """
         found = [
             (before, _part_of(param.grad))
             for param, before in self._kept.items()
             if param.grad is not None and param.grad.layout is torch.strided
         ]
         if not found or any(before.shape != after.shape for before, after in found):
-            return ScaleChange()
+            return ScaleChange(known=known)
         before, after = (_joined(parts) for parts in zip(*found, strict=True))
         ratio, spread = _common_factor(before, after)
         if ratio == 1 and spread == 0:
-            self._known = 1.0
             return ScaleChange()
         tolerance = _ROUNDINGS * max(torch.finfo(part.dtype).eps for part, _ in found)
         if not (math.isfinite(ratio) and ratio > 0) or spread > tolerance * ratio:
-            return ScaleChange()
+            return ScaleChange(known=known)
         power = 2.0 ** round(math.log2(ratio))
         # To the bit, since clipping may come near to either.
         if torch.equal(after, before * power):
-            self._known = min(power, 1.0)
-            return ScaleChange(power)
+            return ScaleChange(power, known=min(power, 1.0))
         count = max(self._backwards.values())
         if _is_mean(found, count):
-            self._known = 1 / count
-            return ScaleChange(self._known)
+            return ScaleChange(1 / count, known=1 / count)
         if ratio > 1 + tolerance:
-            return ScaleChange(ratio)
-        if ratio <= self._known < 1:
-            return ScaleChange(self._known)  # and the rest is clipping
-        return ScaleChange(is_doubtful=ratio < _SMALL)
+            return ScaleChange(ratio, known=known)
+        if ratio <= known < 1:
+            return ScaleChange(known, known=known)  # and the rest is clipping
+        return ScaleChange(is_doubtful=ratio < _SMALL, known=known)
 
 
 def _part_of(gradient: Tensor) -> Tensor:

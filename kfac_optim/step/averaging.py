@@ -75,9 +75,10 @@ def follow(choice: IterateAverage, params: Iterable[nn.Parameter], state: State,
         if AVERAGE not in held:
             held[AVERAGE] = param.detach().to(_wide(param), copy=True)
             continue
+        held[AVERAGE] = held[AVERAGE].to(param.device, _wide(param))  # where the model was moved since
         averages, iterates = by_weight[choice.weight(held[AVERAGED_STEPS])]
         averages.append(local(held[AVERAGE]))
-        iterates.append(local(param.detach()).to(held[AVERAGE].dtype))
+        iterates.append(local(param.detach()).to(_wide(param)))
     for weight, (averages, iterates) in by_weight.items():
         if finite is None:
             torch._foreach_lerp_(averages, iterates, weight)

@@ -104,7 +104,6 @@ class Engine:
         if by_rows:
             kl_clip = None  # the curvature is exact, and its damping bounds the step
         trained = [param for group in groups for param in group["params"] if param.grad is not None]
-        _follow_model(state, blocks)
         count = self.window.close()._replace(summed=agreement.summed)
         if objective is not None:
             objective.loss_scale = admission.loss_scale
@@ -242,8 +241,11 @@ def check_shards(group: Group, number: int, whole: object | None) -> None:
             )
 
 
-def _follow_model(state: State, blocks: Blocks) -> None:
-    """Take momentum and statistics to where the model was moved since the last step."""
+def follow_model(state: State, blocks: Blocks) -> None:
+    """Take momentum and statistics to where the model was moved since the last step.
+
+    The sums of a step that were captured before the move are dropped.
+    """
     for param, held in state.items():
         if isinstance(held, dict):  # users keep notes of their own there
             device = param.device

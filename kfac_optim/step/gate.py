@@ -100,6 +100,7 @@ class Gate:
         if self.objective is not None and gradients and (judged or self.choices.step_size.needs_objective):
             self.objective.check(gradients, before_step=self.choices.step_size.needs_objective)
         self.window.drop_stale()
+        engine.follow_model(optimizer.state, self.binding.coverage.blocks)
         sum_rows(self.binding.coverage.blocks)
         gradient_check.conclude(block.check for block in self.binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
@@ -164,11 +165,16 @@ class Gate:
         Args:
             handed: attributes of the optimizer, where `GradScaler` leaves what it found.
         """
-        pending = any(block.has_pending() for block in self.binding.coverage.blocks)
+        blocks = self.binding.coverage.blocks
+        pending = any(block.has_pending() for block in blocks)
         pending |= self.objective is not None and self.objective.is_hooked
         scale = read_loss_scale(handed, self.scaler.find, measured=pending)
         if scale is None:
-            found = self.window.probe.measure() if pending else ScaleChange()
+            found = ScaleChange()
+            if pending:
+                found = self.window.probe.measure(min((block.clock.gradient_scale for block in blocks), default=1.0))
+                for block in blocks:
+                    block.clock.gradient_scale = found.known
             self.warnings.unknown_scale(found)
             scale = LossScale(1 / found.scale)
         self.window.probe.end()

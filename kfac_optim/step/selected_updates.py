@@ -185,7 +185,9 @@ class SelectedUpdates(StepSize):
             groups: the parameters that are updated here, with their param groups.
         """
         params = [param for block in blocks for param in block.params if param in groups]
-        gradients = _bundles(proposal, blocks, {param: regularised(param, groups[param]) for param in params})
+        # `grad_dtype` of a parameter may be another one than its momentum's.
+        latest = {param: regularised(param, groups[param]).to(param.dtype) for param in params}
+        gradients = _bundles(proposal, blocks, latest)
         bundles = _bundles(proposal, blocks, before)
         both = self._candidates(bundles, [[None] * len(bundle.blocks) for bundle in bundles])
         for bundle, gradient, updates in zip(bundles, gradients, both, strict=True):
@@ -249,6 +251,7 @@ class SelectedUpdates(StepSize):
 
     def _sized(self, matrix: Tensor) -> Tensor:
         """Scale matrices `[n, out, in]` to the root mean square of all updates; zeros stay zeros."""
+        matrix = matrix.nan_to_num()  # of factors that are nearly zero, both, the inverses may overflow together
         # Numbers whose squares vanish, or overflow, in float32 are brought near 1 before they are squared.
         largest = matrix.abs().amax((-2, -1), keepdim=True)
         matrix = matrix / torch.where(largest > 0, largest, 1)

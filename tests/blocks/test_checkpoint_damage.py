@@ -18,7 +18,7 @@ from helpers.plain import assert_identical
 from torch import Tensor
 
 from kfac_optim import Cholesky
-from kfac_optim.blocks.checkpoint_check import _CLOCK
+from kfac_optim.blocks.checkpoint_check import _CLOCK, _CLOCK_LATER
 from kfac_optim.blocks.clock import Clock
 
 
@@ -28,10 +28,10 @@ def test_a_mutated_checkpoint_is_loaded_as_what_it_says_or_refused_and_nothing_c
 
 
 def test_the_checks_of_a_clock_are_of_all_its_fields() -> None:
-    assert set(_CLOCK) == {field.name for field in fields(Clock)}
+    assert set(_CLOCK) | set(_CLOCK_LATER) == {field.name for field in fields(Clock)}
 
 
-@pytest.mark.parametrize("field", ["summed_terms", "loss_unit"])
+@pytest.mark.parametrize("field", ["summed_terms", "loss_unit", "gradient_scale"])
 def test_numbers_of_a_clock_that_others_are_multiplied_or_divided_by_are_not_zero(field: str) -> None:
     case = case_of((0, 1))
     damaged = case.saved()

@@ -14,7 +14,7 @@ from helpers.plain import assert_identical, batch, clones, mlp, square_loss, tra
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 
-from kfac_optim import Eigen, KFACOptimizer, LossTerms, Structure
+from kfac_optim import Eigen, KFACOptimizer, LevenbergMarquardt, LossTerms, MonteCarlo, Structure
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -660,3 +660,51 @@ def test_a_refused_load_changes_nothing_of_what_waits() -> None:
     with pytest.raises(ValueError, match="different number of parameter groups"):
         resumed.load_state_dict(optimizer.state_dict())
     assert not resumed.state_dict()["state"]
+
+
+class Products(nn.Module):
+    """Its matrices are shown by its forwards alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(4, n, dtype=torch.float64)) for n in (4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first).tanh() @ self.second
+
+
+@pytest.mark.parametrize("way", ["saved", "copied"])
+@pytest.mark.parametrize("given", [True, False], ids=["model", "parameters"])
+def test_what_depends_on_the_number_of_the_step_goes_on_where_no_layer_is_known_before_a_forward(
+    given: bool, way: str
+) -> None:
+    """The targets that are drawn, and the steps at which λ adapts."""
+
+    def go_on(model: nn.Module, criterion: nn.Module, optimizer: KFACOptimizer, start: int, stop: int) -> None:
+        for step in range(start, stop):
+
+            def closure(seed: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = criterion(model(batch(seed)), torch.arange(8) % 3)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    def make() -> tuple[nn.Module, nn.Module, KFACOptimizer]:
+        model, criterion = Products(), nn.CrossEntropyLoss()
+        choices = {"estimate": MonteCarlo(criterion), "adapt_damping": LevenbergMarquardt(interval=4)}
+        named = model if given else model.parameters()
+        return model, criterion, KFACOptimizer(named, lr=0.01, factor_update_period=1, **choices)
+
+    whole = make()
+    go_on(*whole, 0, 3)
+    resumed = copy.deepcopy(whole) if way == "copied" else make()
+    if way == "saved":
+        resumed[0].load_state_dict(whole[0].state_dict())
+        resumed[2].load_state_dict(through_a_file(whole[2].state_dict()))
+    for each in (whole, resumed):
+        go_on(*each, 3, 6)
+    assert_identical(resumed[0].state_dict(), whole[0].state_dict())
+    assert resumed[2].param_groups[0]["damping"] == whole[2].param_groups[0]["damping"] != 1e-3

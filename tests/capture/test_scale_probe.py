@@ -1,10 +1,11 @@
 """What the loop multiplies all gradients by scales `G`; what it does to some of them does not."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.plain import batch, mlp, square_loss
+from helpers.plain import assert_same_factors, batch, mlp, square_loss
 from torch import nn
 
 from kfac_optim import KFACOptimizer
@@ -71,4 +72,32 @@ def test_a_sharded_gradient_is_not_joined_with_another(kinds: tuple[type[nn.Para
     probe = ScaleProbe()
     probe.choose([(small,), (large,)])
     (only,) = probe._params
-    assert only() is small
+    assert only is small
+
+
+@pytest.mark.parametrize("way", ["saved", "copied"])
+def test_a_scale_that_was_seen_holds_in_a_run_that_goes_on_elsewhere(way: str) -> None:
+    """Clipping would hide it in the first step there."""
+
+    def step(model: nn.Module, optimizer: KFACOptimizer, seed: int, most: float) -> None:
+        optimizer.zero_grad()
+        (256 * square_loss(model(batch(seed)))).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad /= 256
+        nn.utils.clip_grad_norm_(model.parameters(), most)
+        optimizer.step()
+
+    model = mlp(sizes=(4, 9, 8, 10))
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=1)
+    for seed in range(2):
+        step(model, optimizer, seed, 1e9)
+    if way == "copied":
+        other, resumed = copy.deepcopy((model, optimizer))
+    else:
+        other = copy.deepcopy(model)
+        resumed = KFACOptimizer(other, lr=0.01, factor_update_period=1)
+        resumed.load_state_dict(optimizer.state_dict())
+    step(model, optimizer, 2, 1e-3)
+    step(other, resumed, 2, 1e-3)
+    assert_same_factors(resumed.factors(), optimizer.factors())

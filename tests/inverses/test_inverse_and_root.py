@@ -7,7 +7,7 @@ import torch
 from helpers import cases, oracles, states
 from helpers.cases import LayerCase, any_loss, conv_cases, displacement, linear_cases, snapshot
 from helpers.oracles import MaybeFactor, assert_same
-from helpers.plain import batch, mlp, square_loss
+from helpers.plain import assert_identical, batch, mlp, square_loss
 from helpers.states import CPU, every_structure, spec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +95,34 @@ def test_condition_numbers_are_those_of_the_damped_factors() -> None:
         values = torch.linalg.eigvalsh(factor[0])
         values = values.clamp(min=0) + 0.5 * values.mean()
         torch.testing.assert_close(optimizer.metrics()[name], float(values.max() / values.min()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("width", [8, 300], ids=["whole", "sketched"])
+def test_gradients_whose_squares_are_nearly_nothing_have_finite_powers(width: int) -> None:
+    """Those of a network that fits its data: the inverse of their mean square is beyond the largest float32."""
+    module = nn.Linear(4, width, dtype=torch.float32)
+    optimizer = KFACOptimizer(module, lr=0.0, inverse=InverseAndRoot())
+    (1e-20 * any_loss(module(torch.randn(6, 4, dtype=torch.float32)))).backward()
+    optimizer.step()
+    assert all(tensor.isfinite().all() for tensor in inverses(optimizer).values())
+    assert optimizer.metrics()["failed_refreshes"] == 0
+
+
+def test_where_the_trace_overflows_the_last_powers_stand() -> None:
+    module = nn.Linear(300, 3, dtype=torch.float32)
+    optimizer = KFACOptimizer(module, lr=0.0, inverse=InverseAndRoot(sketch=None), factor_update_period=1)
+    x = torch.randn(6, 300, dtype=torch.float32)
+    found = []
+    for size in (1.0, 3e18):
+        optimizer.zero_grad()
+        any_loss(module(x * size) / size).backward()
+        optimizer.step()
+        found.append({name: tensor.clone() for name, tensor in inverses(optimizer).items() if name.startswith("A")})
+    assert_identical(found[1], found[0])
+    assert optimizer.metrics()["failed_refreshes"] == 1
+
+
+def inverses(optimizer: KFACOptimizer) -> dict[str, Tensor]:
+    """By side and part, of the only layer."""
+    held = optimizer.state_dict()["state"][0]["kfac"]["inverse"]
+    return {name: tensor for name, tensor in held.items() if name[:2] in ("A_", "G_")}

@@ -208,3 +208,15 @@ def test_numbers_out_of_range_are_refused(name: str, value: Any, error: type[Exc
         IterateAverage(decay=1.1)
     with pytest.raises(TypeError, match=r"average \(None is without\) must be an IterateAverage"):
         KFACOptimizer(mlp(), average=0.99)
+
+
+def test_the_average_follows_the_model_to_another_dtype() -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, **AVERAGED)
+    train(model, optimizer, 2)
+    averages = [optimizer.state[param]["average"].double() for param in model.parameters()]
+    model.double()
+    train(model, optimizer, 1, start=2)
+    weight = IterateAverage().weight(3)
+    for param, before in zip(model.parameters(), averages, strict=True):
+        assert torch.equal(optimizer.state[param]["average"], before.lerp(param.detach(), weight))

@@ -351,6 +351,28 @@ def test_a_model_that_is_cast_in_mid_training_goes_on() -> None:
     assert all(param.isfinite().all() for param in model.parameters())
 
 
+def test_gradients_may_have_a_dtype_of_their_own() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float32) for _ in range(3)))
+    model[0].weight.grad_dtype = torch.bfloat16
+    before = [param.detach().clone() for param in model.parameters()]
+    train(model, KFACOptimizer(model, **OPTIONS), 5)
+    assert all(not torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e18])
+def test_the_natural_gradient_is_finite_whatever_the_size_of_the_loss(size: float) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    for step in range(4):
+        optimizer.zero_grad()
+        (size * square_loss(model(batch(step, dtype=torch.float32)))).backward()
+        for weight in (model[0].weight, model[2].weight):
+            if optimizer.state[weight]:
+                optimizer.state[weight][PREFERENCE].fill_(1)
+        optimizer.step()
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
 def test_a_layer_with_a_bias_alone_and_norm_layers_go_by_adamw() -> None:
     ours, theirs = (nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())

@@ -38,6 +38,10 @@ class ThinPowers(NamedTuple):
     root_scale: Tensor
 
 
+# The damping is at least so many of the smallest numbers (1e-32 in float32): gradients of a fitted network become so
+# small that their squares have inverses beyond the largest number, and these have room for the other factor's.
+_LEAST = 2.0**20
+
 Powers = SymmetricPowers | ThinPowers
 PowersState = DeflatedState[Powers]
 
@@ -52,8 +56,8 @@ class InverseAndRoot(PairInverse[PowersState]):
 
     Of factors of at least `4·sketch` rows the products with so many random directions are kept, and both powers have r
     eigenvectors and one number for the rest, as with `LowRank(sketch=…)`. Refreshing the others costs what it does with
-    `Eigen`. A factor that is zero counts as the identity. Condition numbers in `metrics()` are those of the damped
-    factors, in the 2-norm.
+    `Eigen`. A factor that is zero counts as the identity, and the damping of one that nearly is stays at 1e-32 in
+    float32. Condition numbers in `metrics()` are those of the damped factors, in the 2-norm.
 
     Args:
         damping: ε, above 0.
@@ -91,7 +95,8 @@ class InverseAndRoot(PairInverse[PowersState]):
         )
         for structure, equal in batches(jobs):
             mean = traces_of([job.factor for job in equal]).to(equal[0].state.condition.dtype) / equal[0].factor.dim
-            shift = torch.where(mean > 0, self.damping * mean, 1.0)
+            least = _LEAST * torch.finfo(mean.dtype).tiny
+            shift = torch.where(mean > 0, (self.damping * mean).clamp(min=least), 1.0)
             if isinstance(structure, Sketched):
                 shares = torch.split(shift, [job.factor.groups for job in equal])
                 read_off(structure, [_thin_job(job, share) for job, share in zip(equal, shares, strict=True)])
@@ -158,6 +163,7 @@ def _refresh_whole(structure: Structure, jobs: Sequence[FactorJob], shift: Tenso
     else:
         values = average + shift
         inverse, root, attempts = values.reciprocal(), values.rsqrt(), values.isfinite().all(-1).long()
+    attempts = torch.where(shift.isfinite().squeeze(-1), attempts, 0)
     usable, kept = settle(jobs, attempts), [job.state.side(job.side) for job in jobs]
     take(usable, [each.inverse for each in kept], inverse)
     take(usable, [each.root for each in kept], root)
