@@ -44,7 +44,7 @@ class Clock:
     """`LossCount.summed` of the last statistics."""
     loss_unit: float = 1
     """What the param group's `λ` is multiplied by, as of the last statistics (`StepSize.loss_unit`)."""
-    gradient_scale: float = 1
+    gradient_scale: float = 1.0
     """What the loop itself multiplied gradients by, as the last step without clipping has shown (`ScaleProbe`)."""
 
     def advance(self, steps: int = 1) -> None:

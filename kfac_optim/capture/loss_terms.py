@@ -285,7 +285,8 @@ class LossTally:
         """Begin the next step."""
         self._number += 1
         self.by_criterion = self.by_output = self.repeated = False
-        self._stated, self._is_superseded = None, False
+        self._is_superseded = False
+        self._stated = None
         self._draws = 0
         self._counted.clear()
         self._unread.clear()
