@@ -169,11 +169,13 @@ class KFACOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether `GradScaler` leaves it to the step to unscale the gradients and to skip an overflow.
 
-        It does so if a rank sees only a part of the gradients, as all ranks must skip a step together. Otherwise the
-        scaler does both, so that trainers may clip in between. A scaler asks for this as it begins a step; the step
-        does not follow if the scaler finds an overflow.
+        It does so if a rank sees only a part of the gradients, or a stage of a pipeline those of its own layers, as
+        all ranks must skip a step together. Otherwise the scaler does both, so that trainers may clip in between. A
+        scaler asks for this as it begins a step; the step does not follow if the scaler finds an overflow.
         """
         self._window.offer_step()
+        if self._executor.stages.several:
+            return True
         if not self._executor.several:
             return False
         return not self._executor.sees_all_gradients or any(map(is_sharded, self._params()))

@@ -18,6 +18,7 @@ from kfac_optim.factors.block_diagonal import matrix_by_blocks, matrix_of_layer
 from kfac_optim.inverses.state import InverseState
 from kfac_optim.layers.base import LayerAdapter
 from kfac_optim.utils.autograd import version
+from kfac_optim.utils.sharded_params import local
 
 # Elements of a weight below which a launch takes longer than its products (128 × 128; one CPU core, torch 2.13), and of
 # its inverses, which stacks hold a second time.
@@ -46,6 +47,13 @@ def regularised(param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
 def has_gradient(block: KFACBlock) -> bool:
     """Return whether any parameter of the block has a gradient."""
     return any(param.grad is not None for param in block.params)
+
+
+def is_used(block: KFACBlock) -> bool:
+    """Return whether any parameter of the block has a gradient that is not zero here; looking synchronises."""
+    return any(
+        param.grad is not None and (param.grad.is_meta or bool(local(param.grad).any())) for param in block.params
+    )
 
 
 def gradients(block: KFACBlock) -> list[Tensor]:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.preconditioning import has_gradient
+from kfac_optim.blocks.preconditioning import has_gradient, is_used
 from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
@@ -34,7 +35,7 @@ from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
 from kfac_optim.utils.sharded_params import is_sharded
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
-_UNUSED, _HAS_GRADIENT, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(5)
+_UNUSED, _HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(6)
 
 
 class DistributedExecutor(Executor):
@@ -132,6 +133,7 @@ class DistributedExecutor(Executor):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def agree(self, trained: Trained, *, finite: bool, summed: float, counted: int | None, rescaled: bool) -> Agreement:
+        self._refuse_sparse(trained)
         self._describe(trained)
         blocks, params = trained.blocks, trained.params
         # Under Sharded() `.grad` differs between ranks; otherwise the training loop has to make it the mean.
@@ -157,12 +159,14 @@ class DistributedExecutor(Executor):
             self.shared.abandon()
             self.gradients.forget()
             self._wrappers.stepped()
-        graded, sampled, unaccounted = (
+        graded, used, sampled, unaccounted = (
             {block for block, mark in zip(blocks, found, strict=True) if mark >= least}
-            for least in (_HAS_GRADIENT, _HAS_STATISTICS, _UNACCOUNTED)
+            for least in (_HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _UNACCOUNTED)
         )
         edited, restarted = verdict.edited and sharded, self.states.take_restarted()
-        return Agreement(verdict.finite, verdict.summed, sampled, graded, unaccounted, verdict.terms, edited, restarted)
+        return Agreement(
+            *(verdict.finite, verdict.summed, sampled, graded, unaccounted, verdict.terms, edited, restarted, used)
+        )
 
     def gradients_dropped(self) -> None:
         self._wrappers.forget()
@@ -216,6 +220,17 @@ class DistributedExecutor(Executor):
 
     def mean_over_examples(self, values: Tensor) -> Tensor:
         return sum_scalars(values, self.ranks.main) / self.ranks.main.world_size
+
+    def _refuse_sparse(self, trained: Trained) -> None:
+        if self.sees_all_gradients:
+            return
+        for param in trained.params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                name = trained.names().get(param, "a parameter")
+                raise NotImplementedError(
+                    f"kfac_optim: Sharded() brings gradients to their owners in dense messages, and that of {name!r} "
+                    f"is {param.grad.layout}. Make it dense (sparse=False), or use Replicated()."
+                )
 
     # -- the plan ----------------------------------------------------------------------------------------------
 
@@ -300,7 +315,10 @@ def _mark(block: KFACBlock) -> int:
         return _UNACCOUNTED
     if block.has_pending():
         return _HAS_STATISTICS if block.joint is None else _JOINS_USES
-    return _HAS_GRADIENT if has_gradient(block) else _UNUSED
+    if not has_gradient(block):
+        return _UNUSED
+    # Looking at gradients synchronises, and is asked for of blocks that have no inverse yet.
+    return _HAS_GRADIENT if block.is_ready or not is_used(block) else _IS_USED
 
 
 def _may_shard(strategy: Strategy | Auto) -> bool:

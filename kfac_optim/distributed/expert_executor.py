@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
+from kfac_optim.blocks.preconditioning import is_used
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
@@ -151,6 +152,7 @@ class ExpertExecutor(Executor):
             sampled={*of_all.sampled, *here.sampled},
             graded={*of_all.graded, *here.graded},
             unaccounted={*of_all.unaccounted, *here.unaccounted},
+            used={*(of_all.used or ()), *(filter(is_used, own.blocks) if here.used is None else here.used)},
             restarted=[*of_all.restarted, *here.restarted],
         )
 
@@ -224,6 +226,10 @@ class ExpertStatistics(Statistics):
     def merge(self, blocks: Sequence[KFACBlock]) -> None:
         for statistics, some in self._divided(blocks):
             statistics.merge(some)
+
+    def mark(self, blocks: Sequence[KFACBlock]) -> None:
+        for statistics, some in self._divided(blocks):
+            statistics.mark(some)
 
     def solve(self, blocks: Sequence[KFACBlock]) -> None:
         for statistics, some in self._divided(blocks):

@@ -72,6 +72,7 @@ class BackgroundRefresher(Refresher):
 
     def _begin(self, blocks: Sequence[KFACBlock]) -> None:
         shadows = [make_shadow(block, self._spares.pop(block, None)) for block in blocks]
+        self._executor.statistics.mark(shadows)  # now, as a checkpoint may merge again before the worker gets to them
         done = self._worker.submit(
             _refresh, self._executor.statistics.solve, shadows, self._lanes(shadows), torch.get_num_threads()
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock
 from kfac_optim.blocks.folding import fold_all
+from kfac_optim.blocks.preconditioning import is_used
 from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
@@ -25,7 +26,7 @@ from kfac_optim.step.step_size import ClosureLoss, Group, Proposal, Sized, StepS
 from kfac_optim.step.trust_region import inner_product, square_sum
 from kfac_optim.utils.autograd import profiled
 from kfac_optim.utils.joined_tensors import Joins, joined
-from kfac_optim.utils.sharded_params import is_sharded, local
+from kfac_optim.utils.sharded_params import is_sharded
 from kfac_optim.utils.validation import check_kfac_numbers
 
 Blocks = Sequence[KFACBlock]
@@ -284,17 +285,11 @@ def _covered(graded: Blocks, agreement: Agreement) -> tuple[list[KFACBlock], lis
             covered.append(block)
         # Without statistics because the loss did not use it: nothing to precondition, nothing to report.
         # Looking synchronises, for blocks that have no inverse yet.
-        elif refused or _is_used(block):
+        elif refused or (is_used(block) if agreement.used is None else block in agreement.used):
             if block.silent < SILENT_STEPS:
                 unpreconditioned.append(block.name)
             block.silent = 0  # the loss uses it after all
     return covered, unpreconditioned
-
-
-def _is_used(block: KFACBlock) -> bool:
-    return any(
-        param.grad is not None and (param.grad.is_meta or bool(local(param.grad).any())) for param in block.params
-    )
 
 
 def _held_back(

@@ -49,6 +49,9 @@ class Agreement(NamedTuple):
     """Whether gradients were changed in place on some rank, where each rank has the mean of some of them alone."""
     restarted: Sequence[str] = ()
     """Names of blocks whose statistics a loaded checkpoint has, but no rank; each load names them once."""
+    used: Collection[KFACBlock] | None = None
+    """Blocks without an inverse that have a gradient that is not zero on some rank; None where all gradients are here,
+    to be looked at."""
 
 
 class LossShare(NamedTuple):
@@ -94,6 +97,9 @@ class Statistics:
 
     def merge(self, blocks: Sequence[KFACBlock]) -> None:
         """Do the first part of a refresh: bring the statistics of all ranks to those that recompute inverses."""
+
+    def mark(self, blocks: Sequence[KFACBlock]) -> None:
+        """Mark in `blocks`, which may be copies, what `solve` leaves to other ranks, as of the last `merge`."""
 
     def solve(self, blocks: Sequence[KFACBlock]) -> None:
         """Do the second part of a refresh: recompute the inverses of `blocks`, and touch nothing else.

@@ -25,6 +25,7 @@ class Refresher:
         if blocks:
             statistics = self._executor.statistics
             statistics.merge(blocks)
+            statistics.mark(blocks)
             statistics.solve(blocks)
             statistics.share(blocks)
         return blocks

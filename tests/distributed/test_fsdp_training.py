@@ -752,3 +752,42 @@ def test_whole_parameters_beside_shards_do_not_drift_apart_unsaid(two_ranks: Ran
 
 def test_on_one_rank_alone(one_rank: Ranks) -> None:
     check(one_rank, Case())
+
+
+class LateValue(nn.Module):
+    """A head of one row, which a rank of two does not hold, is used from the sixth step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.main, self.value = (nn.Linear(4, n, dtype=torch.float64) for n in (4, 2, 1))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        h = self.first(x).tanh()
+        out: Tensor = self.main(h)
+        return out + self.value(h) if step >= 5 else out
+
+
+def with_a_late_value(rank: int | None) -> list[Tensor]:
+    model = LateValue()
+    if rank is not None:
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (*model.children(), model):
+            fully_shard(part, mesh=mesh)
+    numbers = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "factor_update_period": 10, "inverse_update_period": 10}
+    optimizer = KFACOptimizer(model, **numbers)
+    for step in range(9):
+        whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.zero_grad()
+        (model(whole if rank is None else whole.chunk(2)[rank], step) - 1).square().sum(1).mean().backward()
+        optimizer.step()
+    return [
+        (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone() for param in model.parameters()
+    ]
+
+
+def test_a_layer_of_fewer_rows_than_ranks_may_begin_late(two_ranks: Ranks) -> None:
+    expected = with_a_late_value(None)
+    for found in two_ranks.run(with_a_late_value):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=1e-14)

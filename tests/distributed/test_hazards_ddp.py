@@ -129,6 +129,34 @@ def test_layers_that_run_on_some_ranks_and_at_some_steps_alone(two_ranks: Ranks,
     check(two_ranks, plain, net=Routed, strategy=Sharded(), inverse_update_period=1)
 
 
+class LateHeads(nn.Module):
+    """From the sixth forward on each half of the examples takes a head of its own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.main, self.one, self.other = nn.Linear(4, 4), *(nn.Linear(4, 2) for _ in range(3))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        h, size = self.first(x).tanh(), EXAMPLES // 2
+        out: Tensor = self.main(h)
+        if self.forwards <= 5:
+            return out
+        if len(x) > size:
+            return out + torch.cat([self.one(h[:size]), self.other(h[size:])])
+        is_first = x[0, 0] == examples(self.forwards - 1)[0][0, 0]
+        return out + (self.one if is_first else self.other)(h)
+
+
+@each_strategy
+def test_layers_that_begin_late_on_one_rank_each(two_ranks: Ranks, strategy: Strategy) -> None:
+    """By then no more statistics of them were wanted, and all ranks have to see that they are."""
+    periods = {"factor_update_period": 10, "inverse_update_period": 10}
+    flags = {"find_unused_parameters": True}
+    check(two_ranks, plain, net=LateHeads, strategy=strategy, flags=flags, **periods)
+
+
 class Twice(nn.Module):
     """A layer twice in one forward, once of them checkpointed."""
 
@@ -599,6 +627,24 @@ def test_copies_that_refresh_in_the_background_know_of_new_owners(two_ranks: Ran
     for found in two_ranks.run(marks):
         assert sum(found[:2]) == 1
         assert not any(found[2:])
+
+
+def with_checkpoints(rank: int, busy: bool, saves: bool) -> list[Tensor]:
+    """While the thread of the refreshes has other work, so that one that has begun waits for it."""
+    refresh = Background(max_staleness=3, deterministic=True)
+    training = Training(rank, Mixed, Sharded(Placement.FACTORS), {}, refresh=refresh, inverse_update_period=4)
+    for step in range(12):
+        if busy and step == 7:
+            training.optimizer._engine.refresher._worker.submit(time.sleep, 0.5)
+        training.run(plain, [step])
+        if saves and step == 8:
+            training.optimizer.consolidate_state_dict(to=0)
+    return training.params
+
+
+def test_a_checkpoint_while_a_refresh_waits_changes_nothing(two_ranks: Ranks) -> None:
+    (expected, _), (found, _) = (two_ranks.run(with_checkpoints, *case) for case in ((False, False), (True, True)))
+    assert all(map(torch.equal, found, expected))
 
 
 class LateUse(nn.Module):

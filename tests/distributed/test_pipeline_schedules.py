@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import Ranks
+from helpers.training import TIMEOUT
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,3 +156,33 @@ def refused(rank: int) -> list[str]:
 def test_what_stages_cannot_agree_on_is_refused_by_name(two_ranks: Ranks) -> None:
     for answer in two_ranks.run(refused):
         assert "this stage has" in answer[-1]
+
+
+def overflow_of_the_first_stage(number: int) -> list[float]:
+    """Of the gradient of its first weight alone, under a scaler on each stage; return the scale after each step."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "stages"))
+    part = (net()[:2] if number == 0 else net()[2:]).float()
+    groups = {"group": mesh.get_group("data"), "pipeline": mesh.get_group("stages")}
+    optimizer = KFACOptimizer(part, **{**OPTIONS, "distributed": DistributedConfig(**groups, timeout=TIMEOUT)})
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.zeros(()))  # the first stage has no loss
+    stage = PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
+    scaled: Any = lambda output, target: scaler.scale(loss(output, target) / 2)  # noqa: E731
+    pipeline, found = ScheduleGPipe(stage, 2, loss_fn=scaled, scale_grads=False), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = (each.float() for each in batch(step))
+        if step == 1:
+            x[:, 0] = 1e38
+            if number == 0:
+                part[0].weight.data[:, 0].zero_()
+        _ = pipeline.step(x) if number == 0 else pipeline.step(target=y)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return found
+
+
+def test_an_overflow_in_one_stage_skips_the_step_in_all(two_ranks: Ranks) -> None:
+    for scales in two_ranks.run(overflow_of_the_first_stage):
+        assert scales == [64.0, 32.0, 32.0]

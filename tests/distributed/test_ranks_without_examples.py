@@ -1,5 +1,6 @@
 """Ranks that run out of examples before others do, within `Join([model, optimizer])`: they shadow the others' steps."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import Ranks
 from helpers.training import EXAMPLES, Mixed, build, close, examples, share, squares
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,10 +24,15 @@ EPOCHS = {2: [(4, 9), (2, 2), (3, 0)], 4: [(3, 6, 5, 9), (2, 2, 2, 2), (0, 1, 3,
 
 
 def on_rank(
-    rank: int, strategy: Strategy, exchange: Exchange | None, micro: int = 1, flags: dict[str, Any] | None = None
+    rank: int,
+    strategy: Strategy,
+    exchange: Exchange | None,
+    micro: int = 1,
+    flags: dict[str, Any] | None = None,
+    net: Callable[[], nn.Module] = Mixed,
 ) -> list[Tensor]:
     ranks = dist.get_world_size()
-    bare = build(Mixed)
+    bare = build(net)
     model = DistributedDataParallel(bare, **(flags or {}))
     config = DistributedConfig(strategy, timeout=timedelta(seconds=20), exchange=exchange)
     optimizer = KFACOptimizer(model, **NUMBERS, distributed=config)
@@ -44,9 +50,9 @@ def on_rank(
     return [param.detach() for param in bare.parameters()]
 
 
-def on_one_process(ranks: int, micro: int = 1) -> list[Tensor]:
+def on_one_process(ranks: int, micro: int = 1, net: Callable[[], nn.Module] = Mixed) -> list[Tensor]:
     """With the examples of those ranks that go on, whose gradients DDP divides by the number of all."""
-    model = build(Mixed)
+    model = build(net)
     optimizer = KFACOptimizer(model, **NUMBERS)
     start = 0
     for lengths in EPOCHS[ranks]:
@@ -66,9 +72,9 @@ def on_one_process(ranks: int, micro: int = 1) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def check(found: list[list[Tensor]], micro: int = 1) -> None:
+def check(found: list[list[Tensor]], micro: int = 1, net: Callable[[], nn.Module] = Mixed) -> None:
     for params in found:
-        for ours, first, expected in zip(params, found[0], on_one_process(len(found), micro), strict=True):
+        for ours, first, expected in zip(params, found[0], on_one_process(len(found), micro, net), strict=True):
             assert torch.equal(ours, first)
             close(ours, expected, "a parameter", 1e-12)
 
@@ -78,6 +84,16 @@ def test_two_ranks_of_which_one_runs_out_train_as_one_process_on_what_is_left(
     two_ranks: Ranks, strategy: Strategy
 ) -> None:
     check(two_ranks.run(on_rank, strategy, None))
+
+
+def channels_last() -> nn.Module:
+    layers = nn.Linear(4, 18), nn.Unflatten(1, (2, 3, 3)), nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("exchange", [Exchange.DIRECT, Exchange.SEGMENTS])
+def test_weights_may_lie_in_memory_as_they_like(two_ranks: Ranks, exchange: Exchange) -> None:
+    check(two_ranks.run(on_rank, Sharded(), exchange, 1, None, channels_last), net=channels_last)
 
 
 @pytest.mark.slow

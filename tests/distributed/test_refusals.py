@@ -10,6 +10,7 @@ from helpers.ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, SampleSpace, SelectedUpdates
 from kfac_optim.distributed import Auto, DistributedConfig, Replicated, Sharded
@@ -93,3 +94,19 @@ def built_before_sharding(_: int) -> list[str]:
 def test_an_optimizer_that_was_built_before_its_model_was_sharded_is_warned_of(two_ranks: Ranks) -> None:
     for told in two_ranks.run(built_before_sharding):
         assert any("If fully_shard was, it has put others in their place" in each for each in told), told
+
+
+def with_sparse_gradients(_: int) -> str:
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
+    optimizer = KFACOptimizer(model, skip_layers=["0"], distributed=DistributedConfig(strategy=Sharded()))
+    model(torch.arange(6)).square().mean().backward()
+    try:
+        optimizer.step()
+    except NotImplementedError as error:
+        return str(error)
+    return "trained"
+
+
+def test_sparse_gradients_are_refused_where_they_have_owners(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(with_sparse_gradients):
+        assert "that of '0.weight' is torch.sparse_coo. Make it dense (sparse=False), or use Replicated()" in told

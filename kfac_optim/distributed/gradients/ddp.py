@@ -89,7 +89,7 @@ class OwnersHook:
     def take_shadowed(self) -> None:
         """Make what came while this rank shadowed the others' backward its gradients."""
         for param, mean in self._shadowed:
-            param.grad = mean.clone()
+            param.grad = _gradient_of(param, mean)
         self._shadowed.clear()
 
     def _before_forward(self) -> None:
@@ -288,6 +288,13 @@ class OwnersHook:
 
         divided: torch.futures.Future[Any] = continued(scattering.get_future(), buffer.device, divide)
         return divided
+
+
+def _gradient_of(param: Tensor, piece: Tensor) -> Tensor:
+    """Return the gradient that a piece of a bucket holds: it lies there as the parameter does in memory."""
+    if piece.stride() == param.stride() or torch.empty_like(param).stride() != param.stride():  # not dense in memory
+        return piece.clone()
+    return piece.reshape(-1).as_strided(param.shape, param.stride()).clone()
 
 
 def _awaited(made: Tensor) -> Tensor:

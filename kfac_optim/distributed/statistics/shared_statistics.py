@@ -138,10 +138,11 @@ class SharedStatistics(Statistics):
         if rest := [block for block in blocks if block not in self._merged]:
             self.exchange.merge(rest)
 
+    def mark(self, blocks: Sequence[KFACBlock]) -> None:
+        self.exchange.mark_elsewhere([block for block in blocks if self.exchange.owns(block)])
+
     def solve(self, blocks: Sequence[KFACBlock]) -> None:
-        here = [block for block in blocks if self.exchange.owns(block)]
-        self.exchange.mark_elsewhere(here)
-        super().solve(here)
+        super().solve([block for block in blocks if self.exchange.owns(block)])
 
     def share(self, blocks: Sequence[KFACBlock]) -> None:
         self.exchange.share(blocks)
