@@ -340,6 +340,10 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
         lambda: watched(network(), inputs(), skip_layers=["0"]),
         r"27% of the parameters have statistics\. print\(optimizer\.summary\(\)\) says which take",
     ),
+    "a part left out, and inverses that are missing at the end": (
+        lambda: [{"measured_parameters": 0.3, "unpreconditioned_blocks": count} for count in (0.0, 0.0, 2.0)],
+        r"^30% of the parameters have statistics, and 2 layers went without an inverse in the last step\. print",
+    ),
     "a part left out, and late inverses of the rest": (
         lambda: [{"measured_parameters": 0.3, "unpreconditioned_blocks": count} for count in (4.0, 4.0, 0.0)],
         r"^30% of the parameters have statistics\. print",
