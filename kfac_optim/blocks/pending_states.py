@@ -32,7 +32,7 @@ class PendingStates:
         self.steps_waited += 1
 
     def step(self) -> int:
-        """Return the step of training that it is by the clocks of the states that wait; 0 where none does."""
+        """Return the number of the present step, by the clocks of the states that wait; 0 where none does."""
         return max((state["clock"]["step"] + self.steps_waited for state in self.waiting.values()), default=0)
 
     def leave_out(self, reasons: Mapping[KFACBlock, str]) -> None:

@@ -145,7 +145,7 @@ class Ledger:
         self.tally.drop_terms()
         if self._open or self.tally.has_counted():
             self._stale = True
-        else:  # what set_loss_terms said may be of the backward to come
+        else:  # what set_loss_terms has said may be about the backward to come
             self.tally.supersede()
 
     def notice_lost_gradients(self) -> None:

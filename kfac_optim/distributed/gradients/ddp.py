@@ -292,7 +292,7 @@ class OwnersHook:
 
 def _gradient_of(param: Tensor, piece: Tensor) -> Tensor:
     """Return the gradient that a piece of a bucket holds: it lies there as the parameter does in memory."""
-    if piece.stride() == param.stride() or torch.empty_like(param).stride() != param.stride():  # not dense in memory
+    if torch.empty_like(param).stride() != param.stride():  # which has gaps there, so that DDP lays it out plainly
         return piece.clone()
     return piece.reshape(-1).as_strided(param.shape, param.stride()).clone()
 

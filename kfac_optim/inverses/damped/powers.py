@@ -38,8 +38,9 @@ class ThinPowers(NamedTuple):
     root_scale: Tensor
 
 
-# The damping is at least so many of the smallest numbers (1e-32 in float32): gradients of a fitted network become so
-# small that their squares have inverses beyond the largest number, and these have room for the other factor's.
+# The damping is at least so many times the smallest normal number, 1e-32 in float32. A network that fits its data has
+# gradients so small that the inverse of their mean square would overflow; with this bound neither that inverse does,
+# nor its product with an ordinary one of the other factor.
 _LEAST = 2.0**20
 
 Powers = SymmetricPowers | ThinPowers
