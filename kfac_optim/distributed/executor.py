@@ -224,9 +224,9 @@ class DistributedExecutor(Executor):
     def _refuse_sparse(self, trained: Trained) -> None:
         if self.sees_all_gradients:
             return
-        for param in trained.params:
+        for number, param in enumerate(trained.params):
             if param.grad is not None and param.grad.layout is not torch.strided:
-                name = trained.names().get(param, "a parameter")
+                name = trained.names().get(param, f"parameter {number}")
                 raise NotImplementedError(
                     f"kfac_optim: Sharded() brings gradients to their owners in dense messages, and that of {name!r} "
                     f"is {param.grad.layout}. Make it dense (sparse=False), or use Replicated()."

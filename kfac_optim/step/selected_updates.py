@@ -251,7 +251,7 @@ class SelectedUpdates(StepSize):
 
     def _sized(self, matrix: Tensor) -> Tensor:
         """Scale matrices `[n, out, in]` to the root mean square of all updates; zeros stay zeros."""
-        matrix = matrix.nan_to_num()  # of factors that are nearly zero, both, the inverses may overflow together
+        matrix = matrix.nan_to_num()  # where both factors are nearly zero, their inverses may overflow together
         # Numbers whose squares vanish, or overflow, in float32 are brought near 1 before they are squared.
         largest = matrix.abs().amax((-2, -1), keepdim=True)
         matrix = matrix / torch.where(largest > 0, largest, 1)

@@ -167,7 +167,10 @@ def overflow_of_the_first_stage(number: int) -> list[float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.zeros(()))  # the first stage has no loss
     stage = PipelineStage(part, number, 2, torch.device("cpu"), group=mesh.get_group("stages"))
-    scaled: Any = lambda output, target: scaler.scale(loss(output, target) / 2)  # noqa: E731
+
+    def scaled(output: Tensor, target: Tensor) -> Any:
+        return scaler.scale(loss(output, target) / 2)
+
     pipeline, found = ScheduleGPipe(stage, 2, loss_fn=scaled, scale_grads=False), []
     for step in range(STEPS):
         optimizer.zero_grad()
