@@ -133,7 +133,6 @@ class DistributedExecutor(Executor):
     # -- a step ------------------------------------------------------------------------------------------------
 
     def agree(self, trained: Trained, *, finite: bool, summed: float, counted: int | None, rescaled: bool) -> Agreement:
-        self._refuse_sparse(trained)
         self._describe(trained)
         blocks, params = trained.blocks, trained.params
         # Under Sharded() `.grad` differs between ranks; otherwise the training loop has to make it the mean.
@@ -147,6 +146,8 @@ class DistributedExecutor(Executor):
         assert self.plan is not None, "the vote makes a plan"
         assert self.shared is not None, "the vote makes a plan"
         sharded = isinstance(self.plan.strategy, Sharded)
+        if sharded:
+            _refuse_sparse(trained)
         if verdict.finite and verdict.norm is not None and not sharded:
             self._averaging.check(verdict.norm, params, trained.names())
         found, again = verdict.marks[: len(blocks)], verdict.marks[len(blocks) :]
@@ -220,17 +221,6 @@ class DistributedExecutor(Executor):
 
     def mean_over_examples(self, values: Tensor) -> Tensor:
         return sum_scalars(values, self.ranks.main) / self.ranks.main.world_size
-
-    def _refuse_sparse(self, trained: Trained) -> None:
-        if self.sees_all_gradients:
-            return
-        for number, param in enumerate(trained.params):
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                name = trained.names().get(param, f"parameter {number}")
-                raise NotImplementedError(
-                    f"kfac_optim: Sharded() brings gradients to their owners in dense messages, and that of {name!r} "
-                    f"is {param.grad.layout}. Make it dense (sparse=False), or use Replicated()."
-                )
 
     # -- the plan ----------------------------------------------------------------------------------------------
 
@@ -319,6 +309,16 @@ def _mark(block: KFACBlock) -> int:
         return _UNUSED
     # Looking at gradients synchronises, and is asked for of blocks that have no inverse yet.
     return _HAS_GRADIENT if block.is_ready or not is_used(block) else _IS_USED
+
+
+def _refuse_sparse(trained: Trained) -> None:
+    for number, param in enumerate(trained.params):
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            name = trained.names().get(param, f"parameter {number}")
+            raise NotImplementedError(
+                f"kfac_optim: Sharded() brings gradients to their owners in dense messages, and that of {name!r} is "
+                f"{param.grad.layout}. Make it dense (sparse=False), or use Replicated()."
+            )
 
 
 def _may_shard(strategy: Strategy | Auto) -> bool:

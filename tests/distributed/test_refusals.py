@@ -96,9 +96,9 @@ def test_an_optimizer_that_was_built_before_its_model_was_sharded_is_warned_of(t
         assert any("If fully_shard was, it has put others in their place" in each for each in told), told
 
 
-def with_sparse_gradients(_: int) -> str:
+def with_sparse_gradients(_: int, strategy: Strategy | Auto) -> str:
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
-    optimizer = KFACOptimizer(model, skip_layers=["0"], distributed=DistributedConfig(strategy=Sharded()))
+    optimizer = KFACOptimizer(model, skip_layers=["0"], distributed=DistributedConfig(strategy=strategy))
     model(torch.arange(6)).square().mean().backward()
     try:
         optimizer.step()
@@ -108,5 +108,10 @@ def with_sparse_gradients(_: int) -> str:
 
 
 def test_sparse_gradients_are_refused_where_they_have_owners(two_ranks: Ranks) -> None:
-    for told in two_ranks.run(with_sparse_gradients):
+    for told in two_ranks.run(with_sparse_gradients, Sharded()):
         assert "that of '0.weight' is torch.sparse_coo. Make it dense (sparse=False), or use Replicated()" in told
+
+
+def test_sparse_gradients_train_where_the_choice_falls_on_replicas(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(with_sparse_gradients, Auto(candidates=(Replicated(), Sharded()))):
+        assert told == "trained"
