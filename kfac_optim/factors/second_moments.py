@@ -61,8 +61,10 @@ def gram(
         if constant is None:
             along = rows @ directions
             return sketch_of(rows.mT @ along, rows.square().sum((1, 2)))
-        along = rows @ directions[:-1] + constant * directions[-1]
-        products = torch.cat([rows.mT @ along, constant * along.sum(1, keepdim=True)], 1)
+        along, last = rows @ directions[:-1], directions[-1] * constant
+        # Rows that do not count are zeros here, not fewer: the share of the constant is that of the others alone.
+        sums = (along.sum(1, keepdim=True) + _by_group(count) * last) * constant
+        products = torch.cat([rows.mT @ (along + last), sums], 1)
         return sketch_of(products, rows.square().sum((1, 2)) + count * constant)
     if structure is Structure.DIAGONAL:
         squares = rows.square().sum(1)
@@ -119,6 +121,11 @@ def _border(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int) ->
     return moment
 
 
+def _by_group(count: int | Tensor) -> int | Tensor:
+    """Return the count of all rows, or those of each group, to multiply `[groups, 1, columns]` by."""
+    return count.view(-1, 1, 1) if isinstance(count, Tensor) else count
+
+
 def _filled(like: Tensor, number: float | Tensor) -> Tensor:
     return number.to(like).expand_as(like) if isinstance(number, Tensor) else torch.full_like(like, number)
 
@@ -169,7 +176,10 @@ def active_rows(gradients: Tensor, *, by_group: bool = False) -> Tensor:
         active = (gradients if by_group else gradients[0])[..., 0] != 0
         if bool(active.all()):
             return active
-    # By far the fastest way to ask, and a NaN is not zero.
+    if not on_host(gradients):  # the fewest operators; a NaN is not zero
+        active = gradients.any(-1)
+        return active if by_group else active.any(0)
+    # By far the fastest way to ask a host.
     largest = gradients.abs().amax(-1)
     return (largest if by_group else largest.amax(0)) != 0
 

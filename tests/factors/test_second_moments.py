@@ -6,11 +6,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kfac_optim import Structure
-from kfac_optim.factors.second_moments import _feature_major, active_rows, channel_moments, examples_at_once, gram
+from kfac_optim.factors.second_moments import (
+    _feature_major,
+    active_rows,
+    channel_moments,
+    examples_at_once,
+    gram,
+    sketch_of,
+)
+from kfac_optim.linalg.sketches import sketch_directions
+from kfac_optim.specs import Sketched
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-STRUCTURES = (Structure.DENSE, Structure.DIAGONAL)
+STRUCTURES = (Structure.DENSE, Structure.DIAGONAL, Sketched(3))
 
 
 @st.composite
@@ -32,7 +41,7 @@ def with_column(rows: Tensor, constant: int | None) -> Tensor:
     rows=canonical_rows(), structure=st.sampled_from(STRUCTURES), constant=st.sampled_from((None, 0, 1)), data=st.data()
 )
 def test_moments_are_sums_of_outer_products(
-    rows: Tensor, structure: Structure, constant: int | None, data: st.DataObject
+    rows: Tensor, structure: Structure | Sketched, constant: int | None, data: st.DataObject
 ) -> None:
     active = None
     whole = with_column(rows, constant)
@@ -42,7 +51,12 @@ def test_moments_are_sums_of_outer_products(
         rows = torch.where(active.unsqueeze(-1), rows, torch.nan)
     expected = torch.einsum("gbsi,gbsj->gij", whole, whole)
     found = gram(rows, structure, active, constant=constant)
-    assert_same(found, expected if structure is Structure.DENSE else expected.diagonal(dim1=-2, dim2=-1))
+    if isinstance(structure, Sketched):
+        products = expected @ sketch_directions(len(expected[0]), structure.columns, like=expected)
+        expected = sketch_of(products, expected.diagonal(dim1=-2, dim2=-1).sum(-1))
+    elif structure is Structure.DIAGONAL:
+        expected = expected.diagonal(dim1=-2, dim2=-1)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("constant", [None, 0, 1])
@@ -58,7 +72,7 @@ def test_rows_of_feature_maps_are_multiplied_as_they_lie(constant: int | None) -
 @pytest.mark.parametrize("constant", [None, 0, 1])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_device_is_not_asked_how_many_rows_count(
-    structure: Structure, constant: int | None, monkeypatch: pytest.MonkeyPatch
+    structure: Structure | Sketched, constant: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, active = torch.randn(2, 5, 3, 4), torch.rand(5, 3) < 0.5
     expected = gram(rows, structure, active, constant=constant)
