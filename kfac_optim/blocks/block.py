@@ -213,7 +213,7 @@ class KFACBlock:
             self.state.accumulate(stats)
             return
         if not self.subsample.takes_all:
-            stats.subsample(Draw(self.subsample, self.clock.step, self.name))
+            stats.subsample(Draw(self.subsample, self.clock.step))
         few = stats.few_rows() if self._may_wait else None
         if few is None:
             self.state.accumulate(stats)

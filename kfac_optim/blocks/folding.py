@@ -1,6 +1,6 @@
 """The sums of a step are taken into the averages of all blocks, those of small equal blocks in one batch."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from torch import Tensor
@@ -9,16 +9,47 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.factors.batched_fold import fold_together, most_together, shared_by
 from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.layer_statistics import FewRows
 from kfac_optim.factors.small_calls import SmallCall, add_moments
 
+# Bytes of rows that wait at most.
+_HELD = 2**29
 
-def sum_rows(blocks: Iterable[KFACBlock]) -> None:
-    """Take the rows that wait into the sums of this step; see `KFACBlock.waiting`."""
+
+class WaitingRows:
+    """Has the rows of blocks wait for those of others, for their moments to be computed in few batches.
+
+    They wait until the step, unless so many wait in one stream of an accelerator that they would take its memory.
+    """
+
+    def __init__(self) -> None:
+        self._held: defaultdict[Hashable, list[KFACBlock]] = defaultdict(list)
+        self._bytes: Counter[Hashable] = Counter()
+
+    def note(self, block: KFACBlock) -> None:
+        """Note that a block has taken statistics, by rows that wait or not."""
+        if not block.waiting:
+            return
+        rows = block.waiting[-1]
+        self._held[rows.stream].append(block)
+        self._bytes[rows.stream] += rows.size
+        if self._bytes[rows.stream] > _HELD:
+            sum_rows(self._held.pop(rows.stream), lambda each: each.stream == rows.stream)
+            del self._bytes[rows.stream]
+
+    def clear(self) -> None:
+        """Note that no rows wait any more."""
+        self._held.clear()
+        self._bytes.clear()
+
+
+def sum_rows(blocks: Iterable[KFACBlock], which: Callable[[FewRows], bool] = lambda _: True) -> None:
+    """Take the rows that wait, or some of them, into the sums of this step; see `KFACBlock.waiting`."""
     calls = []
     for block in blocks:
         if block.waiting and (pair := block.state.to_fold()) is not None:
-            calls += [SmallCall(pair, rows) for rows in block.waiting]
-            block.waiting.clear()
+            calls += [SmallCall(pair, rows) for rows in block.waiting if which(rows)]
+            block.waiting[:] = [rows for rows in block.waiting if not which(rows)]
     add_moments(calls)
 
 

@@ -10,6 +10,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Coverage
 from kfac_optim.blocks.checkpoint_check import check_layers
 from kfac_optim.blocks.discovery import build_blocks, claim
+from kfac_optim.blocks.folding import WaitingRows, sum_rows
 from kfac_optim.blocks.functional import FunctionalUses
 from kfac_optim.blocks.model_finder import ModelFinder
 from kfac_optim.blocks.module_hooks import ModuleHooks
@@ -76,8 +77,14 @@ class ModelBinding:
         self._finder: ModelFinder | None = None
         self._steps = 0  # of this object; clocks of blocks, which are in checkpoints, count all
         self._roots: dict[nn.Module, Handle] = {}
-        self._hooks = ModuleHooks(window, emitted, self._grow_within)
-        self._functional = FunctionalUses(window, self._claim, emitted, self._before_forward)
+        self._waiting = waiting = WaitingRows()
+
+        def took(block: KFACBlock) -> None:
+            emitted(block)
+            waiting.note(block)
+
+        self._hooks = ModuleHooks(window, took, self._grow_within)
+        self._functional = FunctionalUses(window, self._claim, took, self._before_forward)
         window.listener = self._functional
 
     # -- the model ---------------------------------------------------------------------------------------------
@@ -160,6 +167,11 @@ class ModelBinding:
         """Return whether nothing is preconditioned against the user's wish, nor can be later."""
         awaited = bool(self.coverage.lazy) or (bool(self.coverage.candidates) and not self.settled)
         return not (self.coverage.blocks or self._options.skip_layers or awaited)
+
+    def sum_rows(self) -> None:
+        """Take all rows that wait into the sums of this step, as it has come."""
+        sum_rows(self.coverage.blocks)
+        self._waiting.clear()
 
     def exclude_unmeasured(self) -> list[str]:
         """Leave to SGD each block whose parameter a function used in a way that is not measured.

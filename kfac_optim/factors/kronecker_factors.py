@@ -64,13 +64,13 @@ class FactorPair:
             self.g.add(stats.output_moment(self.g.structure), stats.groups)
         self.rows, self.trace = self.rows + rows, stats.trace
 
-    def add(self, rows: int, a: Tensor, g: Tensor) -> None:
+    def add(self, rows: float | Tensor, a: Tensor, g: Tensor) -> None:
         """Add moments `Σ a aᵀ` and `Σ g gᵀ` of so many rows; neither factor is the identity."""
         assert self.a is not None
         assert self.g is not None
         self.a.add(a)
         self.g.add(g)
-        self.rows += rows
+        self.rows = self.rows + rows
 
     def has_pending(self) -> bool:
         """Return whether anything was accumulated since the last fold."""

@@ -5,6 +5,7 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -16,13 +17,22 @@ from kfac_optim.specs import Sketched, Structure
 
 
 class FewRows(NamedTuple):
-    """Holds copies of the rows of one call, after weight sharing."""
+    """Holds copies of the rows of one call, after weight sharing and `subsample`."""
 
     a: Tensor
     """Inputs `[rows, in]`, without the last column where `constant` says what stands there."""
     g: Tensor
     """Output gradients `[rows, out]`; rows that are exactly zero do not count."""
     constant: int | None
+    weight: float = 1.0
+    """How many rows of the call each stands for, as `LayerStatistics.weight` has it; `g` is as it was."""
+    stream: Hashable = None
+    """The stream that the copies are made in, as `streams.current_stream` names it."""
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes are held."""
+        return self.a.nbytes + self.g.nbytes
 
 
 class LayerStatistics(ABC):
@@ -86,7 +96,7 @@ class LayerStatistics(ABC):
         """Return `a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
 
     def few_rows(self) -> FewRows | None:
-        """Copy the rows, where they are so few that their moments had better be computed with those of other layers.
+        """Copy the rows, where their moments had better be computed with those of other layers.
 
         None has the moments computed now. The copies hold what may change in place until the step.
         """

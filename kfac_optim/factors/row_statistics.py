@@ -1,5 +1,7 @@
 """Second moments of the rows of one call."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,10 +10,14 @@ from kfac_optim.factors.call_rows import CallRows
 from kfac_optim.factors.layer_statistics import FewRows
 from kfac_optim.factors.second_moments import gram, number_of, on_host, product_along
 from kfac_optim.specs import Sketched, Structure, WeightSharing
+from kfac_optim.utils.streams import current_stream
 
 # Elements of an input or output gradient below which launches take longer than the products, so that copies are kept
 # until the step: no more memory than a small factor takes.
 _FEW = 2**14
+
+# The same for rows on an accelerator: 8,192 rows of a width of 4,096.
+_FEW_THERE = 2**25
 
 
 class RowStatistics(CallRows):
@@ -37,7 +43,7 @@ class RowStatistics(CallRows):
     """
 
     rows_may_wait = False
-    """Whether the rows are no larger than the tensors of the call, so that `few_rows` may copy them."""
+    """Whether the rows are no larger than the tensors of the call, so that `few_rows` may copy them on a host."""
 
     @property
     def keeps_input(self) -> bool:
@@ -84,14 +90,32 @@ class RowStatistics(CallRows):
 
     def few_rows(self) -> FewRows | None:
         call, reduces = self.call, self.spec.weight_sharing is WeightSharing.REDUCE
-        if not (self.rows_may_wait and call.is_last) or call.earlier is not None or self._sample is not None:
+        if not call.is_last or call.earlier is not None:
             return None
-        if call.input is None or (reduces and call.gradient.dim() > 2) or not on_host(call.gradient):
+        if call.input is None or (reduces and call.gradient.dim() > 2):
+            return None
+        if not on_host(call.gradient):
+            return self._few_rows_there(call.input)
+        if not self.rows_may_wait or self._sample is not None:
             return None
         if not 0 < max(call.input.numel(), call.gradient.numel()) <= _FEW:
             return None
         a, g = (rows[0].flatten(0, 1) for rows in (self.input_rows(call.input), self.gradient_rows(call.gradient)))
         return FewRows(a.to(self.dtype, copy=True), g.to(self.dtype, copy=True), self._constant)
+
+    def _few_rows_there(self, layer_input: Tensor) -> FewRows | None:
+        """Copy the rows of a call on an accelerator, in the dtype that they have."""
+        rows = math.prod(self._latest_rows.shape[1:3])
+        if self.call.reach is not None or self.bias_in_rows:
+            return None
+        if not 0 < rows * max(self.spec.in_dim, self.spec.out_dim) <= _FEW_THERE:
+            return None
+        if self._sample is None:
+            a, g = self.input_rows(layer_input).clone(), self._latest_rows.clone()
+        else:
+            a, g = self.sampled_input_rows(layer_input, self._sample), self._latest_rows
+        stream = current_stream(g.device)
+        return FewRows(a[0].flatten(0, 1), g[0].flatten(0, 1), self._constant, self.weight, stream)
 
     def weighed_gradients(self) -> Tensor:
         """Return the output gradients alone, as `rows` gives them."""

@@ -1,15 +1,20 @@
 """Which rows of a layer's calls make its statistics, where not all are to: a few examples, and of each a few positions.
 
-The choice depends on the seed, the optimizer step and the layer's name alone: every backward through a call takes the
-same rows, a resumed run takes those of the uninterrupted one, and no generator of the training loop is touched.
+The choice depends on the seed, the optimizer step and the number of rows alone: every backward through a call takes the
+same rows, a resumed run takes those of the uninterrupted one, and no generator of the training loop is touched. Layers
+with as many rows as others take the same ones, which are drawn, and sent to an accelerator, once for all of them.
 """
 
 import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from kfac_optim.utils.streams import current_stream
 from kfac_optim.utils.validation import check_integer
 
 
@@ -60,11 +65,10 @@ class Subsample:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Draws rows for one layer in one step; calls of equal shape get the same rows."""
+    """Draws rows in one step; calls of equal shape get the same rows."""
 
     choice: Subsample
     step: int
-    layer: str
 
     def rows(self, batch: int, shared: int, device: torch.device) -> "RowSample | None":
         """Return rows of a call of `batch` examples with `shared` positions each; None where all are taken."""
@@ -74,19 +78,9 @@ class Draw:
             examples = min(examples, -(-self.choice.rows // positions))
         if (examples, positions) == (batch, shared):
             return None
-        generator = torch.Generator("cpu").manual_seed(self._seed())
-        taken = torch.randperm(batch, generator=generator, device="cpu")[:examples].sort().values
-        places = None
-        if positions < shared:
-            # Of numbers with 53 random bits: those of float32 would often be equal.
-            keys = torch.rand(examples, shared, generator=generator, dtype=torch.float64, device="cpu")
-            places = keys.topk(positions, dim=1).indices.sort(dim=1).values.to(device, non_blocking=True)
-        weight = (batch / examples) * (shared / positions)
-        return RowSample(taken.to(device, non_blocking=True), places, weight)
-
-    def _seed(self) -> int:
-        key = repr((int(self.choice.seed), self.step, self.layer))
-        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+        draw = _drawn.__wrapped__ if is_in_torch_dispatch_mode() else _drawn  # a mode may make other tensors
+        stream = current_stream(device)  # another one would not wait for what is sent in this one
+        return draw(int(self.choice.seed), self.step, (batch, examples), (shared, positions), device, stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,3 +117,21 @@ class RowSample:
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         taken = tensor.permute(order).index_select(order.index(axis), self.examples)
         return taken.permute([order.index(each) for each in range(tensor.dim())])
+
+
+@lru_cache(maxsize=8)
+def _drawn(
+    seed: int, step: int, examples: tuple[int, int], positions: tuple[int, int], device: torch.device, _: Hashable
+) -> RowSample:
+    """Draw some of so many examples, and of each some of so many positions, given as `(all, taken)`."""
+    key = hashlib.blake2b(repr((seed, step)).encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(key, "little"))
+    (batch, taken), (shared, few) = examples, positions
+    chosen = torch.randperm(batch, generator=generator, device="cpu")[:taken].sort().values
+    places = None
+    if few < shared:
+        # Of numbers with 53 random bits: those of float32 would often be equal.
+        keys = torch.rand(taken, shared, generator=generator, dtype=torch.float64, device="cpu")
+        places = keys.topk(few, dim=1).indices.sort(dim=1).values.to(device, non_blocking=True)
+    weight = (batch / taken) * (shared / few)
+    return RowSample(chosen.to(device, non_blocking=True), places, weight)

@@ -22,7 +22,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
-from kfac_optim.factors.second_moments import batched, channel_moments, channel_rows, examples_at_once
+from kfac_optim.factors.second_moments import batched, channel_moments, channel_rows, examples_at_once, on_host
 from kfac_optim.factors.subsampling import Draw, RowSample
 from kfac_optim.layers.base import WeightBiasAdapter, own_forward
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
@@ -129,7 +129,7 @@ class NormStatistics(LayerStatistics):
         step = examples_at_once(batched(gradient, self.unbatched_ndim))
         starts = range(0, max(1, examples), step)
         moments = [_moment(self._columns(gradient, start, start + step), structure) for start in starts]
-        return torch.stack(moments).sum(0)
+        return moments[0] if len(moments) == 1 else torch.stack(moments).sum(0)
 
     def _columns(self, gradient: Tensor, start: int, stop: int) -> list[Tensor]:
         """Return `g x̂`, and `g` if there is a bias: each `[examples, positions, features]`, of some of those taken."""
@@ -157,6 +157,9 @@ def _moment(columns: Sequence[Tensor], structure: Structure | Sketched) -> Tenso
     if structure is Structure.DIAGONAL:
         return torch.stack([column.square().sum((0, 1)) for column in columns], dim=-1)
     size = range(len(columns))
+    if not on_host(columns[0]):  # more arithmetic, in the fewest operators
+        u = torch.stack(list(columns))
+        return (u.unsqueeze(0) * u.unsqueeze(1)).sum((2, 3)).permute(2, 0, 1)
     sums = {(i, j): (columns[i] * columns[j]).sum((0, 1)) for i in size for j in size if i <= j}
     return torch.stack([torch.stack([sums[min(i, j), max(i, j)] for j in size], dim=-1) for i in size], dim=-2)
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_optim.blocks import checkpoint
-from kfac_optim.blocks.folding import sum_rows
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.replaced_params import refuse_replaced
 from kfac_optim.capture import gradient_check
@@ -101,7 +100,7 @@ class Gate:
             self.objective.check(gradients, before_step=self.choices.step_size.needs_objective)
         self.window.drop_stale()
         engine.follow_model(optimizer.state, self.binding.coverage.blocks)
-        sum_rows(self.binding.coverage.blocks)
+        self.binding.sum_rows()
         gradient_check.conclude(block.check for block in self.binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
         if scale.in_gradients:

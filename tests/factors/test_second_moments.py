@@ -86,7 +86,11 @@ def test_rows_are_active_where_any_feature_of_any_group_is(rows: Tensor, data: s
     zeros = torch.rand_like(rows) < data.draw(st.sampled_from((0.0, 0.5, 1.0)), label="zeros")
     rows = torch.where(zeros, 0.0, rows)
     rows = torch.where(torch.rand_like(rows) < 0.1, torch.nan, rows)
-    assert torch.equal(active_rows(rows), (rows != 0).any(-1).any(0))
+    with pytest.MonkeyPatch.context() as patch:
+        for on_host in (True, False):
+            patch.setattr("kfac_optim.factors.second_moments.on_host", lambda _, answer=on_host: answer)
+            assert torch.equal(active_rows(rows), (rows != 0).any(-1).any(0))
+            assert torch.equal(active_rows(rows, by_group=True), (rows != 0).any(-1))
 
 
 @given(

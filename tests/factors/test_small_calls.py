@@ -1,6 +1,7 @@
 """Rows that wait until the step give the factors that moments taken at once give."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,19 @@ import torch.nn.functional as F
 from helpers.plain import block
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, LossTerms, WeightSharing
+from kfac_optim import (
+    BlockDiagonal,
+    KFACOptimizer,
+    LossTerms,
+    LowRank,
+    RowStatistics,
+    Structure,
+    Subsample,
+    WeightSharing,
+)
 from kfac_optim.blocks import folding
+from kfac_optim.factors import small_calls
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.factors.small_calls import SmallCall
 from kfac_optim.layers.linear import LinearStatistics
 from kfac_optim.layers.product import ProductStatistics
@@ -137,3 +149,98 @@ def test_calls_with_too_many_elements_do_not_wait() -> None:
         assert bool(block(optimizer, "").waiting) is waits
         assert block(optimizer, "").has_pending()
         optimizer.step()
+
+
+# -- on an accelerator -----------------------------------------------------------------------------------------------
+
+
+class Padded(nn.Module):
+    """Has wide and narrow layers on sequences, of which some positions are padding, and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maps = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Conv1d(3, 3, 3, padding=1, bias=False))
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)), nn.Linear(3, 2, bias=False))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        real = torch.arange(6) < torch.tensor([6, 3, 1, 5]).unsqueeze(1)
+        return self.layers(self.maps(x).mT) * real.unsqueeze(-1)
+
+
+def padded(model: nn.Module, step: Callable[[], None]) -> None:
+    for seed in range(2):
+        x = torch.randn(4, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        model(x).square().sum().backward()
+        x.fill_(torch.nan)
+    step()
+
+
+def factors_there(
+    make: Callable[[], nn.Module], training: Training, options: dict[str, Any], *, wait: bool
+) -> tuple[Any, list[int]]:
+    """The factors after two steps, by the code for accelerators, and how many calls were taken together."""
+    together: list[int] = []
+
+    def add_there(equal: Sequence[SmallCall]) -> None:
+        together.append(len(equal))
+        add(equal)
+
+    add = small_calls._add_there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_host, "__code__", (lambda _: False).__code__)
+        patch.setattr(small_calls, "_add_there", add_there)
+        if not wait:
+            patch.setattr(RowStatistics, "_few_rows_there", lambda *_: None)
+        optimizer = KFACOptimizer(make(), lr=0.1, factor_update_period=1, loss_terms=LossTerms.SUM, **options)
+        for _ in range(2):
+            training(optimizer._binding.model, optimizer.step)
+            optimizer.zero_grad()
+        held = [block.state.tensors() for block in optimizer._binding.coverage.blocks]
+    return held, together
+
+
+@pytest.mark.parametrize(
+    ("make", "training", "options"),
+    [
+        (chain, accumulated, {}),
+        (chain, retained, {}),
+        (chain, masked, {"inverse": LowRank(1, sketch=2)}),
+        (chain, thrown_away, {}),
+        (Shared, in_a_buffer, {"weight_sharing": WeightSharing.REDUCE}),
+        (Padded, padded, {}),
+        (Padded, padded, {"inverse": LowRank(1, sketch=2)}),
+        (Padded, padded, {"inverse": LowRank(1, sketch=2), "subsample": Subsample(3)}),
+        (Padded, padded, {"subsample": Subsample(3, 4), "structure": (BlockDiagonal(2), Structure.DENSE)}),
+        (Padded, padded, {"subsample": Subsample(3, 4)}),
+    ],
+)
+@pytest.mark.parametrize("room", [None, 1, 200])
+def test_rows_that_wait_on_an_accelerator_give_the_factors_of_moments_taken_at_once(
+    make: Callable[[], nn.Module],
+    training: Training,
+    options: dict[str, Any],
+    room: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once, together = factors_there(make, training, options, wait=False)
+    assert not together
+    if room is not None:
+        monkeypatch.setattr(folding, "_HELD", 20 * room)
+        monkeypatch.setattr(small_calls, "_TOGETHER", room)
+    waited, together = factors_there(make, training, options, wait=True)
+    torch.testing.assert_close(waited, at_once, rtol=1e-12, atol=1e-14)
+    assert bool(together) is (training is not retained and "structure" not in options)
+    if room == 1:
+        assert set(together) <= {1}
+
+
+def test_rows_wait_on_an_accelerator_until_they_would_take_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    optimizer = KFACOptimizer(model := chain(), lr=0.1, factor_update_period=1)
+    rows = 8 * 7 * (5 + 5)  # bytes of those of one of the layers of equal shape
+    monkeypatch.setattr(folding, "_HELD", 8 * 7 * (5 + 3) + 2 * rows)
+    model(inputs(0)).square().mean().backward()
+    assert [len(each.waiting) for each in optimizer._binding.coverage.blocks] == [1, 0, 0, 0, 0]
+    assert all(each.has_pending() for each in optimizer._binding.coverage.blocks)

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, Subsample, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.subsampling import Draw
+from kfac_optim.layers import norm
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -213,7 +214,7 @@ def test_moments_do_not_depend_on_how_many_examples_are_worked_on_at_a_time(
     found = []
     for in_cache in (1, 2 * features.numel() // case.examples, 2**17):
         stats = adapter.statistics(module, replace(spec, weight_sharing=sharing), call, torch.float64)
-        stats.subsample(Draw(choice, 0, ""))
+        stats.subsample(Draw(choice, 0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kfac_optim.factors.second_moments._IN_CACHE", in_cache)
             found.append(stats.output_moment(structure))
@@ -221,6 +222,14 @@ def test_moments_do_not_depend_on_how_many_examples_are_worked_on_at_a_time(
     expected = g.flatten(1, 2).mT @ g.flatten(1, 2)
     for moment in found:
         assert_same(moment, expected if structure is Structure.DENSE else expected.diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_moments_on_an_accelerator_are_those_on_a_host(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = [torch.randn(3, 4, 5) for _ in range(1 + bias)]
+    expected = norm._moment(columns, Structure.DENSE)
+    monkeypatch.setattr(norm, "on_host", lambda _: False)
+    assert_same(norm._moment(columns, Structure.DENSE), expected)
 
 
 def test_examples_may_be_drawn() -> None:

@@ -575,7 +575,7 @@ def operators_of_table(positions: int, *, gathered: bool) -> int:
     call = LayerCall(torch.ones(()).expand(input_shape), gradient, context=context)
     with Operators() as operators:
         statistics = TensorStatistics(spec, call, torch.float64)
-        statistics.subsample(Draw(Subsample(rows=2), 0, ""))
+        statistics.subsample(Draw(Subsample(rows=2), 0))
         assert isinstance(statistics.count, Tensor)
         statistics.output_moment(added_structure(spec)[1])
         statistics.rows()
