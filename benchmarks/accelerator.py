@@ -8,7 +8,7 @@ and norm layers are preconditioned too.
 
 All variants of a model run interleaved, in blocks of whole inverse periods, each with weights of its own. The ratio is
 to SGD with fused kernels in the same round, that of compiled rows to SGD compiled. Peaks and waits are those of the
-steps from a refresh to the second statistics after it. Then, of a model each: what a refresh takes by each
+steps from a refresh to the second statistics after it. Steps after these are timed one by one. Then, of a model each: what a refresh takes by each
 representation on the widths that are met; and a profile of one step with statistics and a refresh.
 
 On a CPU nothing of this is of interest; --quick --device cpu shows that it runs.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -66,6 +67,7 @@ REPRESENTATIONS: dict[str, Inverse[Any]] = {
 _REFRESHES = 3
 _BASELINE_BLOCK = 20  # steps without a period; the clock is read when the device has done all of a block
 _TOP = 8  # kernels listed of a profile
+_KINDS = ("plain", "statistics", "refresh")  # of steps: without statistics, with them, and with a refresh as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ class StepCost:
         state_bytes: that the optimizer holds between steps.
         waits: how often the host waits for the device, in the median and the worst step; None where that is not to be
             known.
+        kinds: seconds of one step of each kind that was met, with the device idle before and after it, the median over
+            some steps.
     """
 
     name: str
@@ -161,6 +165,7 @@ class StepCost:
     peak_bytes: int
     state_bytes: int
     waits: tuple[float, int] | None
+    kinds: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +280,7 @@ def measure(
                 peak_bytes=peak,
                 state_bytes=variant.state_bytes(),
                 waits=(statistics.median(waits), max(waits)) if device.type == "cuda" else None,
+                kinds=_kinds(step, setting, device),
             )
         )
     del variants, variant, steps, step, contenders  # the loop's last as well: they would stay on the device
@@ -298,6 +304,22 @@ def measure(
 def _watched(setting: Setting) -> int:
     """How many steps are looked at one by one: from a refresh to the second statistics after it."""
     return 1 if setting.periods is None else min(setting.periods.common, 2 * setting.periods.factor + 1)
+
+
+def _kinds(step: Callable[[], None], setting: Setting, device: torch.device) -> dict[str, float]:
+    """Time two periods of statistics step by step; those that were looked at before are the first of a whole period."""
+    seconds: dict[str, list[float]] = {}
+    first = _watched(setting)
+    for number in range(first, first + (5 if setting.periods is None else 2 * setting.periods.factor)):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        kind = "plain"
+        if setting.periods is not None and number % setting.periods.factor == 0:
+            kind = "statistics" if number % setting.periods.inverse else "refresh"
+        seconds.setdefault(kind, []).append(time.perf_counter() - start)
+    return {kind: statistics.median(each) for kind, each in seconds.items()}
 
 
 def _variant(model: nn.Module, training: Training, setting: Setting, quick: bool) -> Variant:
@@ -423,11 +445,11 @@ def step_table(cost: ModelCost) -> Table:
     table = Table(
         title=f"{cost.model}: a training step",
         caption="ratio: to fused SGD, compiled where the row is; peak: beyond what is held between steps; waits: of "
-        "the host for the device, in the median and the worst step",
+        "the host for the device, in the median and the worst step; the rest: ms of a step by itself",
         box=box.SIMPLE,
     )
     table.add_column("variant", no_wrap=True)
-    for heading in ("periods", "ms", "ratio", "peak MB", "state MB", "waits"):
+    for heading in ("periods", "ms", "ratio", "peak MB", "state MB", "waits", *_KINDS):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in cost.steps:
         table.add_row(
@@ -438,6 +460,7 @@ def step_table(cost: ModelCost) -> Table:
             f"{row.peak_bytes / 1e6:.0f}",
             f"{row.state_bytes / 1e6:.0f}",
             "" if row.waits is None else f"{row.waits[0]:g}, {row.waits[1]}",
+            *(f"{1e3 * row.kinds[kind]:.1f}" if kind in row.kinds else "" for kind in _KINDS),
         )
     return table
 
