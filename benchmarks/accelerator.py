@@ -8,8 +8,9 @@ and norm layers are preconditioned too.
 
 All variants of a model run interleaved, in blocks of whole inverse periods, each with weights of its own. The ratio is
 to SGD with fused kernels in the same round, that of compiled rows to SGD compiled. Peaks and waits are those of the
-steps from a refresh to the second statistics after it. Steps after these are timed one by one. Then, of a model each: what a refresh takes by each
-representation on the widths that are met; and a profile of one step with statistics and a refresh.
+steps from a refresh to the second statistics after it; the steps that follow are timed one by one. Then, of a model
+each: what a refresh takes by each representation on the widths that are met; and a profile of one step with statistics
+and a refresh.
 
 On a CPU nothing of this is of interest; --quick --device cpu shows that it runs.
 """

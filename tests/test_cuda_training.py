@@ -19,12 +19,15 @@ from kfac_optim import (
     KFACOptimizer,
     LevenbergMarquardt,
     LineSearch,
+    LowRank,
     NewtonSchulz,
     QuadraticModel,
     SampleSpace,
     SelectedUpdates,
     Staggered,
+    Subsample,
 )
+from kfac_optim.factors.second_moments import channel_moments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -174,3 +177,29 @@ def test_autocast_trains_channels_last(name: str) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     assert optimizer.metrics()["failed_refreshes"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"inverse": LowRank(1, sketch=2)}, {"subsample": Subsample(5)}])
+def test_statistics_of_layers_with_padding_are_those_of_the_cpu(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    batch, real = torch.randn(8, 2, 6).double(), (torch.rand(8, 4) < 0.6).unsqueeze(-1)
+    held = []
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(layers).to(device)
+        optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1, **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(batch.to(device)) * real.to(device)).square().mean().backward()
+            optimizer.step()
+        held.append([[tensor.cpu() for tensor in pair if tensor is not None] for pair in optimizer.factors().values()])
+    torch.testing.assert_close(held[1], held[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_moments_of_channels_are_those_of_the_cpu(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    maps = (3 + torch.randn(6, 5, 4, 7)).to(dtype).to(memory_format=layout)
+    found = channel_moments(maps.cuda(), torch.float32)
+    for ours, theirs in zip(found, channel_moments(maps.double(), torch.float64), strict=True):
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-5, atol=1e-6)
