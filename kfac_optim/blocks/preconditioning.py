@@ -268,7 +268,7 @@ def _precondition_stack(
     if _is_one_matrix(block):
         return apart(found, grads[0])
     parts = zip(block.adapter.unpack(block.spec, found), grads[0], strict=True)
-    return zip(*(part.reshape(-1, *each.shape).unbind() for part, each in parts), strict=True)
+    return zip(*(part.reshape(-1, *each.shape).contiguous().unbind() for part, each in parts), strict=True)
 
 
 def _together(block: KFACBlock, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Tensor:
@@ -307,6 +307,10 @@ def to_params(block: KFACBlock, matrix: Tensor, like: Sequence[Tensor]) -> list[
 
 def laid_out(tensor: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `tensor` in the memory layout of `like`, of the same shape, and in `dtype`; itself if it is so already."""
-    if tensor.dtype == dtype and tensor.stride() == like.stride():
-        return tensor
+    if tensor.dtype == dtype:
+        if tensor.stride() == like.stride():
+            return tensor
+        along = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+        if all(size == 1 or ours == theirs for size, ours, theirs in along):  # a kernel of 1 × 1, channels last
+            return tensor.as_strided(like.shape, like.stride())
     return torch.empty_like(like, dtype=dtype).copy_(tensor)
