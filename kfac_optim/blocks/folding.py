@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
-from kfac_optim.factors.batched_fold import fold_together, most_together, shared_by
+from kfac_optim.factors.batched_fold import alike_of, fold_together
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_statistics import FewRows
 from kfac_optim.factors.small_calls import SmallCall, add_moments
@@ -70,32 +70,26 @@ def fold_all(
     for block in blocks:
         block.settle()
     tell(blocks, count, gradient_scale)
-    averaged, alike = count.averaged, defaultdict[Hashable, list[tuple[KFACBlock, FactorPair]]](list)
+    averaged = count.averaged
     if isinstance(averaged, Tensor) or isinstance(gradient_scale, Tensor):  # not looked at here
         for block in blocks:
             block.fold(count, gradient_scale)
         return
+    families: dict[tuple[float, Hashable], dict[Hashable, list[FactorPair]]] = {}
+    members: defaultdict[tuple[float, Hashable], list[KFACBlock]] = defaultdict(list)
     for block in blocks:
         pair = block.state.to_fold()
-        shared = None if pair is None else shared_by(pair)
-        if pair is None or shared is None:
+        alike = None if pair is None else alike_of(pair)
+        if pair is None or alike is None:
             block.fold(count, gradient_scale)
         else:
-            alike[block.decay(), shared].append((block, pair))
-    for equal in alike.values():
-        most = most_together(equal[0][1])
-        for start in range(0, len(equal), most):
-            _fold_alike(equal[start : start + most], count, averaged, gradient_scale)
-
-
-def _fold_alike(
-    alike: Sequence[tuple[KFACBlock, FactorPair]], count: LossCount, averaged: float, gradient_scale: float
-) -> None:
-    """Fold blocks whose pairs can be folded together."""
-    first = alike[0][0]
-    if len(alike) == 1:
-        first.fold(count, gradient_scale)
-        return
-    fold_together([pair for _, pair in alike], averaged, first.decay(), gradient_scale)
-    for block, _ in alike:
-        block.clock.note_fold(count)
+            family = block.decay(), alike.family
+            families.setdefault(family, {}).setdefault(alike.shape, []).append(pair)
+            members[family].append(block)
+    for family, shapes in families.items():
+        if len(members[family]) == 1:
+            members[family][0].fold(count, gradient_scale)
+            continue
+        fold_together(list(shapes.values()), averaged, members[family][0].decay(), gradient_scale)
+        for block in members[family]:
+            block.clock.note_fold(count)

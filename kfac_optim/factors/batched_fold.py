@@ -1,15 +1,18 @@
-"""Small factors of equal shapes are folded in one batch, as the fold of one takes longer to launch than to compute.
+"""Small factors are folded in batches, as the fold of one takes longer to launch than to compute.
 
-It is `FactorPair.fold` of each, bit for bit; `Factor.fold` itself does the arithmetic, on factors that are stacked.
+It is `FactorPair.fold` of each, bit for bit: `Factor.take` itself does the arithmetic, on factors of equal shapes that
+are stacked; and what there is one number of for each factor is computed for all shapes at once.
 """
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfac_optim.factors.factor import Factor
+from kfac_optim.factors.factor import Factor, gain_of
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.small_calls import SMALL
 from kfac_optim.specs import Sketched, Structure
@@ -17,11 +20,18 @@ from kfac_optim.specs import Sketched, Structure
 # On accelerators launches take longer than the work on larger factors: 4 MiB of float32.
 _SMALL_THERE = 2**20
 
-# Elements of the factors that are put into one stack at most: 256 MiB of float32.
+# Elements of the factors that are folded together at most: 256 MiB of float32.
 _TOGETHER = 2**26
 
 
-def shared_by(pair: FactorPair) -> Hashable | None:
+class Alike(NamedTuple):
+    """Says which pairs of factors are folded together: those of one family, of which those of one shape are stacked."""
+
+    family: Hashable
+    shape: Hashable
+
+
+def alike_of(pair: FactorPair) -> Alike | None:
     """Return what pairs share that can be folded together; None for a pair that is folded alone."""
     if type(pair) is not FactorPair or pair.everywhere is not None:
         return None
@@ -35,7 +45,9 @@ def shared_by(pair: FactorPair) -> Hashable | None:
     sides = pair.a, pair.g
     if not all(side is None or _is_small(side) for side in sides):
         return None
-    return rows, pair.refused.device, *(side and (side.structure, side.dim, side.groups, side.dtype) for side in sides)
+    masses = [side and side.mass.dtype for side in sides]
+    shapes = [side and (side.structure, side.dim, side.groups, side.dtype) for side in sides]
+    return Alike((rows, pair.refused.device, *masses), tuple(shapes))
 
 
 def _is_small(factor: Factor) -> bool:
@@ -47,32 +59,52 @@ def _is_small(factor: Factor) -> bool:
     return not isinstance(factor.structure, Sketched) and factor.packed.numel() <= SMALL
 
 
-def most_together(pair: FactorPair) -> int:
-    """Return how many pairs to fold together at most, of which one is given."""
-    return max(1, _TOGETHER // max(1, *(side.packed.numel() for side in (pair.a, pair.g) if side is not None)))
-
-
-def fold_together(pairs: Sequence[FactorPair], loss_terms: float, decay: float, loss_scale: float) -> None:
-    """Fold pairs that `shared_by` finds alike; see `FactorPair.fold`.
+def fold_together(shapes: Sequence[Sequence[FactorPair]], loss_terms: float, decay: float, loss_scale: float) -> None:
+    """Fold pairs of one family; see `FactorPair.fold`.
 
     Args:
-        pairs: at least one, of which each has a factor.
+        shapes: pairs of one shape each, at least one, of which each has a factor.
         loss_terms: as there, a number.
         decay: as there.
         loss_scale: as there, a number.
     """
-    a, g = (_stacked([pair.a for pair in pairs]), _stacked([pair.g for pair in pairs]))
-    finite = [_pending_is_finite(side, len(pairs)) for side in (a, g) if side is not None]  # [n] each
+    for portion in _portions(shapes):
+        _fold_portion(portion, loss_terms, decay, loss_scale)
+
+
+def _portions(shapes: Sequence[Sequence[FactorPair]]) -> Iterator[list[Sequence[FactorPair]]]:
+    """Divide pairs, so that no portion is too large to be copied."""
+    portion: list[Sequence[FactorPair]] = []
+    taken = 0
+    for pairs in shapes:
+        size = max(1, *(side.packed.numel() for side in (pairs[0].a, pairs[0].g) if side is not None))
+        start = 0
+        while start < len(pairs):
+            some = pairs[start : start + max(1, (_TOGETHER - taken) // size)]
+            if portion and taken + len(some) * size > _TOGETHER:
+                yield portion
+                portion, taken = [], 0
+                continue
+            portion.append(some)
+            start, taken = start + len(some), taken + len(some) * size
+    if portion:
+        yield portion
+
+
+def _fold_portion(shapes: Sequence[Sequence[FactorPair]], loss_terms: float, decay: float, loss_scale: float) -> None:
+    pairs = [pair for of_shape in shapes for pair in of_shape]
+    places = list(pairwise(accumulate((len(of_shape) for of_shape in shapes), initial=0)))
+    a = _Side([[pair.a for pair in of_shape] for of_shape in shapes])
+    g = _Side([[pair.g for pair in of_shape] for of_shape in shapes])
+    finite = [side.is_finite() for side in (a, g) if side.stacks]  # [n] each
     accept = finite[0] if len(finite) == 1 else finite[0] & finite[1]
     rows = _rows(pairs)
-    if a is not None:
+    if a.stacks:
         mean = 1 / rows.clamp(min=1).to(a.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
-        _fold(a, mean, rows, decay, accept)
-        _hand_back(a, [pair.a for pair in pairs])
-    if g is not None:
+        a.fold(mean, rows, decay, accept, places)
+    if g.stacks:
         used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1
-        _fold(g, loss_terms / loss_scale**2, loss_terms * used, decay, accept)
-        _hand_back(g, [pair.g for pair in pairs])
+        g.fold(loss_terms / loss_scale**2, loss_terms * used, decay, accept, places)
     in_a_row = torch.stack([pair.refused_in_a_row for pair in pairs])
     in_a_row = torch.where(accept, 0, in_a_row + 1)
     torch._foreach_add_([pair.refused for pair in pairs], list((~accept).to(in_a_row.dtype).unbind()))
@@ -82,40 +114,79 @@ def fold_together(pairs: Sequence[FactorPair], loss_terms: float, decay: float, 
 
 
 def _rows(pairs: Sequence[FactorPair]) -> float | Tensor:
-    """Return the rows of pairs that are alike: one number for all, or `[n]` where the device has them."""
+    """Return the rows of pairs of one family: one number for all, or `[n]` where the device has them."""
     rows = [pair.rows for pair in pairs]
     tensors = [each for each in rows if isinstance(each, Tensor)]
     return torch.stack(tensors) if tensors else rows[0]
 
 
-def _stacked(factors: Sequence[Factor | None]) -> Factor | None:
-    """Return one factor with the groups of all factors, each with its factor's mass; None for the identity.
+class _Side:
+    """Holds one factor of each of n pairs, those of one shape in a stack; nothing where that is the identity.
 
-    The mass is `[n · groups, 1]`.
+    Attributes:
+        stacks: one factor for each shape, with the groups of all factors of that shape; their masses stay where they
+            are.
+        mass: of all factors, `[n]`.
     """
-    present = [factor for factor in factors if factor is not None]
-    if not present:
-        return None
-    whole = copy.copy(present[0])
-    whole.packed = torch.cat([factor.packed for factor in present])
-    whole.mass = _of_groups(torch.stack([factor.mass for factor in present]), whole)
-    whole.pending = torch.cat([factor.pending for factor in present if factor.pending is not None])
+
+    def __init__(self, shapes: Sequence[Sequence[Factor | None]]) -> None:
+        self._factors = [[factor for factor in of_shape if factor is not None] for of_shape in shapes]
+        self._factors = [factors for factors in self._factors if factors]
+        self.stacks = [_stacked(factors) for factors in self._factors]
+        if self.stacks:
+            self.mass = torch.stack([factor.mass for factors in self._factors for factor in factors])
+
+    def is_finite(self) -> Tensor:
+        """Return `Factor.pending_is_finite` of each factor, `[n]`."""
+        shapes = zip(self.stacks, self._factors, strict=True)
+        return torch.cat([_pending_is_finite(stack, len(factors)) for stack, factors in shapes])
+
+    def fold(
+        self,
+        scale: float | Tensor,
+        mass: float | Tensor,
+        decay: float,
+        accept: Tensor,
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        """Do as `Factor.fold` does to each factor; all but `decay` and `places` is one number for all, or `[n]`.
+
+        Args:
+            scale: as there.
+            mass: as there.
+            decay: as there.
+            accept: as there, `[n]`.
+            places: where the factors of each shape lie among the n.
+        """
+        gain = gain_of(self.mass, mass, decay, accept)
+        for stack, factors, (start, stop) in zip(self.stacks, self._factors, places, strict=True):
+            of_shape = scale[start:stop] if isinstance(scale, Tensor) else scale
+            stack.take(
+                _of_groups(of_shape, stack) if isinstance(of_shape, Tensor) else of_shape,
+                _of_groups(accept[start:stop], stack),
+                _of_groups(gain[start:stop], stack),
+            )
+            if len(factors) > 1:
+                parts = torch.split(stack.packed, stack.groups // len(factors))
+                torch._foreach_copy_([factor.packed for factor in factors], list(parts))
+        each = [factor for factors in self._factors for factor in factors]
+        torch._foreach_copy_([factor.mass for factor in each], list(self.mass.unbind()))
+        for factor in each:
+            factor.pending = None
+
+
+def _stacked(factors: Sequence[Factor]) -> Factor:
+    """Return one factor with the averages and sums of all factors; of a single one those are its own."""
+    whole = copy.copy(factors[0])
+    if len(factors) > 1:
+        whole.packed = torch.cat([factor.packed for factor in factors])
+        whole.pending = torch.cat([factor.pending for factor in factors if factor.pending is not None])
     return whole
 
 
 def _of_groups(numbers: Tensor, stack: Factor) -> Tensor:
     """Return what each factor of a stack has, `[n]`, for each of its groups, `[n · groups, 1]`."""
     return numbers.unsqueeze(1).expand(-1, stack.groups // len(numbers)).reshape(-1, 1)
-
-
-def _fold(stack: Factor, scale: float | Tensor, mass: float | Tensor, decay: float, accept: Tensor) -> None:
-    """Fold a stack; all but `decay` is one number for all factors, or `[n]`."""
-    stack.fold(
-        scale=_of_groups(scale, stack) if isinstance(scale, Tensor) else scale,
-        mass=_of_groups(mass, stack) if isinstance(mass, Tensor) else mass,
-        decay=decay,
-        accept=_of_groups(accept, stack),
-    )
 
 
 def _pending_is_finite(stack: Factor, factors: int) -> Tensor:
@@ -127,13 +198,3 @@ def _pending_is_finite(stack: Factor, factors: int) -> Tensor:
     elif stack.structure is Structure.DENSE:
         pending = pending.diagonal(dim1=-2, dim2=-1)
     return pending.isfinite().reshape(factors, -1).all(-1)
-
-
-def _hand_back(stack: Factor, factors: Sequence[Factor | None]) -> None:
-    """Give each factor the average and mass that the stack has for it."""
-    present = [factor for factor in factors if factor is not None]
-    groups = present[0].groups
-    torch._foreach_copy_([factor.packed for factor in present], list(torch.split(stack.packed, groups)))
-    torch._foreach_copy_([factor.mass for factor in present], list(stack.mass[::groups].flatten().unbind()))
-    for factor in present:
-        factor.pending = None

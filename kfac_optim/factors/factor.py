@@ -156,13 +156,13 @@ class Factor:
             decay: `ε`, already raised to the number of optimizer steps since the last fold.
             accept: `[]` bool; where False the sample is refused and only the mass decays.
         """
+        self.take(scale, accept, gain_of(self.mass, mass, decay, accept))
+
+    def take(self, scale: float | Tensor, accept: Tensor, gain: Tensor) -> None:
+        """Take the sum of this step into the average by a gain that is known; else as `fold` does."""
         assert self.pending is not None
         sample = pack_triangle(self.pending).mul_(scale) if self._is_dense else (self.pending * scale).to(self.dtype)
         sample.masked_fill_(~accept, 0)
-        weight = mass * accept.to(self.mass.dtype)
-        self.mass.mul_(decay).add_(weight)
-        # Nothing held and nothing gained is 0/0: such a step leaves the average as it is.
-        gain = torch.where(self.mass > 0, weight / self.mass, 0.0)
         self.packed.lerp_(sample, gain.to(self.dtype))
         self.pending = None
 
@@ -230,6 +230,21 @@ class Factor:
     @property
     def _is_dense(self) -> bool:
         return self.structure is Structure.DENSE
+
+
+def gain_of(held: Tensor, mass: float | Tensor, decay: float, accept: Tensor) -> Tensor:
+    """Return by how much a new sample counts in an average, in the shape of its mass.
+
+    Args:
+        held: the mass of the average, which is brought up to date in place; masses of several averages may be stacked.
+        mass: of the sample.
+        decay: as of `Factor.fold`.
+        accept: as of `Factor.fold`.
+    """
+    weight = mass * accept.to(held.dtype)
+    held.mul_(decay).add_(weight)
+    # Nothing held and nothing gained is 0/0: such a step leaves the average as it is.
+    return torch.where(held > 0, weight / held, 0.0)
 
 
 def averages_of(factors: Sequence[Factor]) -> Tensor:

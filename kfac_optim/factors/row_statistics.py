@@ -8,7 +8,7 @@ from torch import Tensor
 from kfac_optim.factors.block_diagonal import cut, level_padding
 from kfac_optim.factors.call_rows import CallRows
 from kfac_optim.factors.layer_statistics import FewRows
-from kfac_optim.factors.second_moments import gram, number_of, on_host, product_along
+from kfac_optim.factors.second_moments import gram, number_of, on_host, product_along, weighed
 from kfac_optim.specs import Sketched, Structure, WeightSharing
 from kfac_optim.utils.streams import current_stream
 
@@ -65,7 +65,10 @@ class RowStatistics(CallRows):
         count = number_of(self._shared_mask(self._active))
         if self.active_before is not None:
             count = count - number_of(self._shared_mask(self.active_before))
-        return count if self._sample is None else count * self._sample.weight
+        if self._sample is None:
+            return count
+        weight = self._sample.weight
+        return weighed(count, weight, self.dtype) if isinstance(count, Tensor) else count * weight
 
     def input_moment(self, structure: Structure | Sketched) -> Tensor:
         moment = self._input_moment_over(self._active, structure)

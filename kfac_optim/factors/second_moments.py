@@ -10,6 +10,7 @@ from torch import Tensor
 from kfac_optim.linalg.products import symmetric_product
 from kfac_optim.linalg.sketches import sketch_directions
 from kfac_optim.specs import Sketched, Structure
+from kfac_optim.utils.precision import at_least_float32
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -60,12 +61,12 @@ def gram(
         directions = sketch_directions(whole, structure.columns, like=rows)
         if constant is None:
             along = rows @ directions
-            return sketch_of(rows.mT @ along, rows.square().sum((1, 2)))
+            return sketch_of(rows.mT @ along, _squares(rows))
         along, last = rows @ directions[:-1], directions[-1] * constant
         # Rows that do not count are zeros here, not fewer: the share of the constant is that of the others alone.
         sums = (along.sum(1, keepdim=True) + _by_group(count) * last) * constant
         products = torch.cat([rows.mT @ (along + last), sums], 1)
-        return sketch_of(products, rows.square().sum((1, 2)) + count * constant)
+        return sketch_of(products, _squares(rows) + count * constant)
     if structure is Structure.DIAGONAL:
         squares = rows.square().sum(1)
         return squares if constant is None else torch.cat([squares, _filled(squares[:, :1], count * constant)], dim=-1)
@@ -119,6 +120,14 @@ def _border(moment: Tensor, sums: Tensor, count: int | Tensor, constant: int) ->
     moment[:, -1, :-1] = moment[:, :-1, -1] = sums * constant
     moment[:, -1, -1] = count * constant
     return moment
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Return `Σ r²` of `[groups, rows, d]`, `[groups]`."""
+    if on_host(rows):
+        return rows.square().sum((1, 2))
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=(1, 2))  # without a copy of the rows
+    return norms.square()
 
 
 def _by_group(count: int | Tensor) -> int | Tensor:
@@ -222,6 +231,11 @@ def total(numbers: Tensor) -> int | Tensor:
 def number_of(active: Tensor) -> int | Tensor:
     """Count the rows that `active` marks: of `[batch, shared]` as `total` does, else of each group, `[groups]`."""
     return active.sum((1, 2)) if active.dim() > 2 else total(active)
+
+
+def weighed(count: Tensor, weight: float, dtype: torch.dtype) -> Tensor:
+    """Return `count * weight` of a count that the device has, at least as exact as moments of `dtype` are."""
+    return count.to(at_least_float32(dtype)) * weight
 
 
 def batched(tensor: Tensor, unbatched_ndim: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_statistics import FewRows
-from kfac_optim.factors.second_moments import active_rows, gram, on_host
+from kfac_optim.factors.second_moments import active_rows, gram, on_host, weighed
 from kfac_optim.specs import Sketched, Structure
 
 # Elements of an average below which a launch takes longer than to compute with it or to copy it.
@@ -88,11 +88,12 @@ def _add_there(equal: Sequence[SmallCall]) -> None:
     assert pair.g is not None
     a, g = (rows.unsqueeze(2) for rows in _stacked(equal))
     active = active_rows(g, by_group=True)
-    counts = active.sum((1, 2))
+    counts: Tensor = active.sum((1, 2))
     a_moments = gram(a.to(pair.a.dtype), pair.a.structure, active, constant=constant)
     g_moments = gram(g.to(pair.g.dtype), pair.g.structure)
     if weight != 1:
-        counts, a_moments, g_moments = counts * weight, a_moments.mul_(weight), g_moments.mul_(weight)
+        counts = weighed(counts, weight, pair.a.dtype)
+        a_moments, g_moments = a_moments.mul_(weight), g_moments.mul_(weight)
     each = zip(equal, counts.unbind(), torch.split(a_moments, 1), torch.split(g_moments, 1), strict=True)
     for call, count, a_moment, g_moment in each:
         call.pair.add(count, a_moment, g_moment)

@@ -2,14 +2,16 @@
 
 import copy
 import math
+from itertools import chain
 
 import pytest
 import torch
-from helpers.plain import Factors, assert_same_factors, mlp, train
+from helpers.plain import Factors, assert_identical, assert_same_factors, mlp, train
 from torch import Tensor
 
 from kfac_optim import KFACOptimizer
-from kfac_optim.factors.batched_fold import fold_together, shared_by
+from kfac_optim.factors import batched_fold
+from kfac_optim.factors.batched_fold import alike_of, fold_together
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.several_pairs import make_pair
 from kfac_optim.specs import Kept, LayerSpec, Sketched, Structure
@@ -70,14 +72,38 @@ def test_a_batch_folds_as_each_pair_does(
             factor.pending = factor.pending.clone()
             factor.pending[..., -1] = math.inf
         if not isinstance(structure[0], Sketched):  # which are small on accelerators alone
-            assert len({shared_by(pair) for pair in together}) == 1
-        fold_together(together, 12, 0.9, 2.0)
+            assert len({alike_of(pair) for pair in together}) == 1
+        fold_together([together], 12, 0.9, 2.0)
         for twin in alone:
             twin.fold(12, 0.9, 2.0)
         for pair, twin in zip(together, alone, strict=True):
             assert not pair.has_pending()
             for ours, theirs in zip(flat(pair.tensors()), flat(twin.tensors()), strict=True):
                 assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("room", [2**26, 40, 1])
+def test_a_family_folds_as_each_of_its_pairs_does(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(batched_fold, "_TOGETHER", room)
+    numbers = [(5, 3, 4), (2, 2, 1), (6, 4, 2)]
+    specs = [LayerSpec("layer", ("weight",), inputs, outputs) for inputs, outputs, _ in numbers]
+    together = [
+        [make_pair(spec, dtype=torch.float32, device=torch.device("cpu")) for _ in range(many)]
+        for spec, (_, _, many) in zip(specs, numbers, strict=True)
+    ]
+    for step in range(3):
+        for spec, pairs in zip(specs, together, strict=True):
+            for number, pair in enumerate(pairs):
+                sampled(pair, spec).rows = torch.tensor(number + step)
+        assert len({alike_of(pair).family for pairs in together for pair in pairs}) == 1
+        together[step][0].g.pending = together[step][0].g.pending * math.nan
+        alone = copy.deepcopy(together)
+        fold_together(together, 12, 0.9, 2.0)
+        for pair, twin in zip(chain(*together), chain(*alone), strict=True):
+            twin.fold(12, 0.9, 2.0)
+            assert not pair.has_pending()
+            assert_identical(pair.tensors(), twin.tensors())
 
 
 def test_equal_layers_have_the_decay_of_their_own_group() -> None:
@@ -103,7 +129,7 @@ def test_pairs_that_differ_are_not_folded_together() -> None:
     def shared(spec: LayerSpec, dtype: torch.dtype = torch.float32, rows: float | Tensor = 6) -> object:
         pair = sampled(make_pair(spec, dtype=dtype, device=torch.device("cpu")), spec)
         pair.rows = rows
-        return shared_by(pair)
+        return alike_of(pair)
 
     plain = LayerSpec("layer", ("weight",), 5, 3)
     others = [
@@ -119,5 +145,5 @@ def test_pairs_that_differ_are_not_folded_together() -> None:
     assert shared(LayerSpec("layer", ("weight",), 500, 3)) is None, "too large"
     told = sampled(make_pair(plain, dtype=torch.float32, device=torch.device("cpu")), plain)
     told.tell(2 * told.counts(1, 1))
-    assert shared_by(told) is None, "its sample is a share of that of all ranks"
-    assert shared_by(make_pair(plain, dtype=torch.float32, device=torch.device("cpu"))) is None, "nothing to fold"
+    assert alike_of(told) is None, "its sample is a share of that of all ranks"
+    assert alike_of(make_pair(plain, dtype=torch.float32, device=torch.device("cpu"))) is None, "nothing to fold"
