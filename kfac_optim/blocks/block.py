@@ -16,7 +16,7 @@ from kfac_optim.blocks.clock import Clock, period_of
 from kfac_optim.capture.gradient_check import GradientCheck
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.factors.example_rows import ExampleRows, JointStatistics, RowsByTerm
-from kfac_optim.factors.layer_statistics import FewRows, LayerStatistics
+from kfac_optim.factors.layer_statistics import FewRows, LayerStatistics, UnitRows
 from kfac_optim.factors.small_calls import takes_few_rows
 from kfac_optim.factors.subsampling import Draw, Subsample
 from kfac_optim.inverses.base import Inverse
@@ -114,7 +114,7 @@ class KFACBlock:
     measured_here: bool = True
     phase: Fraction = Fraction(0)
     state: InverseState = field(init=False)
-    waiting: list[FewRows] = field(init=False)
+    waiting: list[FewRows | UnitRows] = field(init=False)
     _may_wait: bool = field(init=False)
     under_way: RefreshUnderWay | None = field(init=False)
     check: GradientCheck = field(init=False)

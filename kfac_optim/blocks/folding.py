@@ -9,7 +9,7 @@ from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.factors.batched_fold import alike_of, fold_together
 from kfac_optim.factors.kronecker_factors import FactorPair
-from kfac_optim.factors.layer_statistics import FewRows
+from kfac_optim.factors.layer_statistics import FewRows, UnitRows
 from kfac_optim.factors.small_calls import SmallCall, add_moments
 
 # Bytes of rows that wait at most.
@@ -43,7 +43,7 @@ class WaitingRows:
         self._bytes.clear()
 
 
-def sum_rows(blocks: Iterable[KFACBlock], which: Callable[[FewRows], bool] = lambda _: True) -> None:
+def sum_rows(blocks: Iterable[KFACBlock], which: Callable[[FewRows | UnitRows], bool] = lambda _: True) -> None:
     """Take the rows that wait, or some of them, into the sums of this step; see `KFACBlock.waiting`."""
     calls = []
     for block in blocks:

@@ -64,11 +64,11 @@ class FactorPair:
             self.g.add(stats.output_moment(self.g.structure), stats.groups)
         self.rows, self.trace = self.rows + rows, stats.trace
 
-    def add(self, rows: float | Tensor, a: Tensor, g: Tensor) -> None:
-        """Add moments `Σ a aᵀ` and `Σ g gᵀ` of so many rows; neither factor is the identity."""
-        assert self.a is not None
+    def add(self, rows: float | Tensor, a: Tensor | None, g: Tensor) -> None:
+        """Add moments `Σ a aᵀ`, unless `A` is the identity, and `Σ g gᵀ` of so many rows."""
         assert self.g is not None
-        self.a.add(a)
+        if self.a is not None and a is not None:
+            self.a.add(a)
         self.g.add(g)
         self.rows = self.rows + rows
 

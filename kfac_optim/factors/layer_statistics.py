@@ -5,8 +5,8 @@ Canonical layout, used everywhere below: inputs are `[groups, batch, shared, in]
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,39 @@ class FewRows(NamedTuple):
     def size(self) -> int:
         """Return how many bytes are held."""
         return self.a.nbytes + self.g.nbytes
+
+
+class UnitRows(ABC):
+    """Holds copies of what makes the moments of one call, on an accelerator, of a layer whose `A` is the identity.
+
+    Attributes:
+        count: how many rows the call had.
+        weight: as of `FewRows`.
+        stream: as of `FewRows`.
+    """
+
+    count: int
+    weight: float
+    stream: Hashable
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Return how many bytes are held."""
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """Return how many elements the largest tensor has that is made of them."""
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """Return what calls share whose moments can be computed together."""
+
+    @abstractmethod
+    def output_moments(self, calls: Sequence[Self], structure: Structure | Sketched) -> Tensor:
+        """Return `LayerStatistics.output_moment` of calls that are alike, one behind the other, without the weight."""
 
 
 class LayerStatistics(ABC):
@@ -95,7 +128,7 @@ class LayerStatistics(ABC):
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return `a` `[groups, batch, shared, in]` and `g` `[groups, batch, shared, out]`, after weight sharing."""
 
-    def few_rows(self) -> FewRows | None:
+    def few_rows(self) -> FewRows | UnitRows | None:
         """Copy the rows, where their moments had better be computed with those of other layers.
 
         None has the moments computed now. The copies hold what may change in place until the step.

@@ -109,7 +109,7 @@ class RowStatistics(CallRows):
     def _few_rows_there(self, layer_input: Tensor) -> FewRows | None:
         """Copy the rows of a call on an accelerator, in the dtype that they have."""
         rows = math.prod(self._latest_rows.shape[1:3])
-        if self.call.reach is not None or self.bias_in_rows:
+        if self.call.reach is not None or self.bias_in_rows or Structure.IDENTITY in self.spec.structure:
             return None
         if not 0 < rows * max(self.spec.in_dim, self.spec.out_dim) <= _FEW_THERE:
             return None

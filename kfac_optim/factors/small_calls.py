@@ -5,8 +5,8 @@ have some thousand elements, on an accelerator of nearly all.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kfac_optim.factors.factor import Factor
 from kfac_optim.factors.kronecker_factors import FactorPair
-from kfac_optim.factors.layer_statistics import FewRows
+from kfac_optim.factors.layer_statistics import FewRows, UnitRows
 from kfac_optim.factors.second_moments import active_rows, gram, on_host, weighed
 from kfac_optim.specs import Sketched, Structure
 
@@ -29,12 +29,16 @@ class SmallCall(NamedTuple):
     """Names the pair of factors that the rows of a call are of."""
 
     pair: FactorPair
-    rows: FewRows
+    rows: FewRows | UnitRows
 
 
 def takes_few_rows(pair: FactorPair | None) -> bool:
-    """Return whether `add_moments` serves a pair of factors: they are of one group, and on a host small and dense."""
-    return type(pair) is FactorPair and all(_is_served(side) for side in (pair.a, pair.g))
+    """Return whether `add_moments` serves a pair of factors, which on a host are small and dense."""
+    if type(pair) is not FactorPair:
+        return False
+    if pair.a is None:
+        return type(pair.g) is Factor and pair.g.mass.dim() == 0 and not on_host(pair.g.packed)
+    return all(_is_served(side) for side in (pair.a, pair.g))
 
 
 def _is_served(factor: Factor | None) -> bool:
@@ -51,24 +55,39 @@ def add_moments(calls: Sequence[SmallCall]) -> None:
     for call in calls:
         alike[_shape(call)].append(call)
     for equal in alike.values():
-        if on_host(equal[0].rows.g):
-            _add_on_host(equal)
-            continue
-        most = _most_together(equal[0])
+        most = max(1, _TOGETHER // _size(equal[0]))
         for start in range(0, len(equal), most):
-            _add_there(equal[start : start + most])
+            some = equal[start : start + most]
+            _adder(some[0].rows)([call.pair for call in some], [call.rows for call in some])
+
+
+def _adder(rows: FewRows | UnitRows) -> Callable[[Sequence[FactorPair], Sequence[Any]], None]:
+    """Return what adds the moments of calls that are alike to their pairs."""
+    if isinstance(rows, UnitRows):
+        return _add_units
+    return _add_on_host if on_host(rows.g) else _add_there
 
 
 def _shape(call: SmallCall) -> Hashable:
     """Return what calls share whose moments can be computed in one batch."""
-    a, g, *_ = call.rows
     factors = [(side.structure, side.dtype) for side in (call.pair.a, call.pair.g) if side is not None]
-    return a.shape, g.shape, a.dtype, g.dtype, a.device, call.rows.constant, call.rows.weight, *factors
+    if isinstance(call.rows, UnitRows):
+        return call.rows.key, *factors
+    a, g, constant, weight, _ = call.rows
+    return a.shape, g.shape, a.dtype, g.dtype, a.device, constant, weight, *factors
 
 
-def _add_on_host(equal: Sequence[SmallCall]) -> None:
-    a, g = _stacked(equal)
-    if (constant := equal[0].rows.constant) is not None:
+def _size(call: SmallCall) -> int:
+    """Return how many elements the largest of the tensors has that are made of one call."""
+    if isinstance(call.rows, UnitRows):
+        return call.rows.numel
+    sides = [side for side in (call.pair.a, call.pair.g) if side is not None and side.structure is Structure.DENSE]
+    return max(call.rows.a.numel(), call.rows.g.numel(), *(side.dim**2 for side in sides))
+
+
+def _add_on_host(pairs: Sequence[FactorPair], rows: Sequence[FewRows]) -> None:
+    a, g = _stacked(rows)
+    if (constant := rows[0].constant) is not None:
         a = F.pad(a, (0, 1), value=constant)
     active = g[..., 0] != 0  # in most layers one feature shows already that all rows count
     if not bool(active.all()):
@@ -76,17 +95,17 @@ def _add_on_host(equal: Sequence[SmallCall]) -> None:
         a = torch.where(active.unsqueeze(-1), a, 0)
     counts: list[int] = active.sum(1).tolist()
     moments = zip(torch.split(a.mT @ a, 1), torch.split(g.mT @ g, 1), strict=True)
-    for call, count, (a_moment, g_moment) in zip(equal, counts, moments, strict=True):
+    for pair, count, (a_moment, g_moment) in zip(pairs, counts, moments, strict=True):
         if count > 0:
-            call.pair.add(count, a_moment, g_moment)
+            pair.add(count, a_moment, g_moment)
 
 
-def _add_there(equal: Sequence[SmallCall]) -> None:
+def _add_there(pairs: Sequence[FactorPair], rows: Sequence[FewRows]) -> None:
     """Add moments on an accelerator, which is not asked how many rows count."""
-    pair, (_, _, constant, weight, _) = equal[0]
+    pair, (_, _, constant, weight, _) = pairs[0], rows[0]
     assert pair.a is not None
     assert pair.g is not None
-    a, g = (rows.unsqueeze(2) for rows in _stacked(equal))
+    a, g = (side.unsqueeze(2) for side in _stacked(rows))
     active = active_rows(g, by_group=True)
     counts: Tensor = active.sum((1, 2))
     a_moments = gram(a.to(pair.a.dtype), pair.a.structure, active, constant=constant)
@@ -94,17 +113,19 @@ def _add_there(equal: Sequence[SmallCall]) -> None:
     if weight != 1:
         counts = weighed(counts, weight, pair.a.dtype)
         a_moments, g_moments = a_moments.mul_(weight), g_moments.mul_(weight)
-    each = zip(equal, counts.unbind(), torch.split(a_moments, 1), torch.split(g_moments, 1), strict=True)
-    for call, count, a_moment, g_moment in each:
-        call.pair.add(count, a_moment, g_moment)
+    each = zip(pairs, counts.unbind(), torch.split(a_moments, 1), torch.split(g_moments, 1), strict=True)
+    for of_call, count, a_moment, g_moment in each:
+        of_call.add(count, a_moment, g_moment)
 
 
-def _stacked(equal: Sequence[SmallCall]) -> tuple[Tensor, Tensor]:
-    return torch.stack([call.rows.a for call in equal]), torch.stack([call.rows.g for call in equal])
+def _add_units(pairs: Sequence[FactorPair], rows: Sequence[UnitRows]) -> None:
+    """Add moments of layers whose `A` is the identity."""
+    g, first = pairs[0].g, rows[0]
+    assert g is not None
+    moments = first.output_moments(rows, g.structure).mul_(first.weight).to(g.dtype)
+    for pair, moment in zip(pairs, torch.split(moments, g.groups), strict=True):
+        pair.add(first.count * first.weight, None, moment)
 
 
-def _most_together(call: SmallCall) -> int:
-    """Return how many calls that are alike to compute with at a time."""
-    sizes = [call.rows.a.numel(), call.rows.g.numel()]
-    sizes += [side.dim**2 for side in (call.pair.a, call.pair.g) if side and side.structure is Structure.DENSE]
-    return max(1, _TOGETHER // max(sizes))
+def _stacked(rows: Sequence[FewRows]) -> tuple[Tensor, Tensor]:
+    return torch.stack([each.a for each in rows]), torch.stack([each.g for each in rows])

@@ -10,7 +10,7 @@ the positions of an example, which is the exact gradient of that example.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -21,14 +21,96 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from kfac_optim.factors.layer_call import LayerCall
-from kfac_optim.factors.layer_statistics import LayerStatistics
+from kfac_optim.factors.layer_statistics import LayerStatistics, UnitRows
 from kfac_optim.factors.second_moments import batched, channel_moments, channel_rows, examples_at_once, on_host
 from kfac_optim.factors.subsampling import Draw, RowSample
 from kfac_optim.layers.base import WeightBiasAdapter, own_forward
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
+from kfac_optim.utils.streams import current_stream
+
+# Elements of an input or gradient on an accelerator below which rows wait for those of other layers.
+_MOST_THERE = 2**25
 
 M = TypeVar("M", bound=nn.Module)
 TrailingNorm = TypeVar("TrailingNorm", nn.LayerNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True, slots=True)
+class ByExample:
+    """Standardises examples by themselves; layers of one `key` do so alike."""
+
+    key: Hashable
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, some: Tensor) -> Tensor:
+        return self.function(some)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByChannel:
+    """Standardises examples by the `shift` and `scale` of each channel, shaped to be taken off an example."""
+
+    shift: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    def __call__(self, some: Tensor) -> Tensor:
+        return (some - self.shift).to(self.dtype).mul_(self.scale)
+
+
+Standardiser = Callable[[Tensor], Tensor]
+"""Makes `x̂` of examples of a layer's input; a `ByExample` or `ByChannel` can do so for several layers at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormRows(UnitRows):
+    """Holds examples of the input and of the output gradient of one call.
+
+    Attributes:
+        x: of the input, `[examples, ...]` as the module has it.
+        g: of the gradient.
+        standardise: as of `NormStatistics`.
+        canonical: as of `NormStatistics`.
+        has_bias: whether `u` has two elements.
+    """
+
+    x: Tensor
+    g: Tensor
+    standardise: ByExample | ByChannel
+    canonical: Callable[[Tensor], Tensor]
+    has_bias: bool
+    count: int
+    weight: float
+    stream: Hashable
+
+    @property
+    def size(self) -> int:
+        return self.x.nbytes + self.g.nbytes
+
+    @property
+    def numel(self) -> int:
+        return 4 * self.x.numel()
+
+    @property
+    def key(self) -> Hashable:
+        how = self.standardise.key if isinstance(self.standardise, ByExample) else self.standardise.dtype
+        shapes = self.x.shape, self.g.shape, self.x.dtype, self.g.dtype, self.x.device
+        return type(self.standardise), how, *shapes, self.has_bias, self.count, self.weight
+
+    def output_moments(self, calls: Sequence["NormRows"], structure: Structure | Sketched) -> Tensor:
+        if len(calls) == 1:
+            x = self.standardise(self.x)
+        elif isinstance(self.standardise, ByExample):
+            x = self.standardise(torch.cat([call.x for call in calls]))
+        else:
+            by_channel = [call.standardise for call in calls if isinstance(call.standardise, ByChannel)]
+            shift = torch.stack([each.shift for each in by_channel]).unsqueeze(1)
+            scale = torch.stack([each.scale for each in by_channel]).unsqueeze(1)
+            x = ByChannel(shift, scale, self.standardise.dtype)(torch.stack([call.x for call in calls])).flatten(0, 1)
+        g = torch.cat([call.g for call in calls]).to(x.dtype)
+        x, g = (self.canonical(each) for each in (x, g))
+        columns = [g * x, g] if self.has_bias else [g * x]
+        return _moments([column.reshape(len(calls), -1, column.shape[-1]) for column in columns], structure)
 
 
 @dataclass(eq=False)
@@ -52,7 +134,7 @@ class NormStatistics(LayerStatistics):
     spec: LayerSpec
     call: LayerCall
     dtype: torch.dtype
-    standardise: Callable[[Tensor], Tensor]
+    standardise: Standardiser
     canonical: Callable[[Tensor], Tensor]
     unbatched_ndim: int
     _sample: RowSample | None = None
@@ -113,13 +195,30 @@ class NormStatistics(LayerStatistics):
         u = torch.stack(columns, dim=-1).permute(2, 0, 1, 3).mul(self.weight**0.5).to(self.dtype)
         return u.new_ones(*u.shape[:-1], 1), u
 
+    def few_rows(self) -> UnitRows | None:
+        how, gradient = self.standardise, batched(self.call.gradient, self.unbatched_ndim)
+        if on_host(gradient) or not isinstance(how, ByExample | ByChannel) or not self.call.is_last:
+            return None
+        if not self.has_input or self.spec.weight_sharing is WeightSharing.REDUCE:
+            return None
+        if self._sample is not None and self._sample.positions is not None:
+            return None
+        assert self.call.input is not None
+        x = batched(self.call.input, self.unbatched_ndim)
+        if x.numel() // len(x) * self._taken[0] > _MOST_THERE:
+            return None
+        x, g = ((each.clone() if self._sample is None else self._sample.of_batch(each)) for each in (x, gradient))
+        stream = current_stream(g.device)
+        return NormRows(x, g, how, self.canonical, self.spec.out_dim > 1, self._rows, self.weight, stream)
+
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor]:
         examples = self._shape[0]
         step = examples_at_once(batched(self.call.gradient, self.unbatched_ndim))
         total = directions.new_zeros(self.spec.groups, self.spec.out_dim)
         squares = directions.new_zeros(())
         for start in range(0, examples, step):
-            columns = [column.to(directions.dtype) for column in self._columns(self.call.gradient, start, start + step)]
+            products = self._products(self.call.gradient, start, start + step)
+            columns = [column.to(directions.dtype) for column in products]
             total += torch.stack([column.sum((0, 1)) for column in columns], dim=-1)
             squares += torch.stack([column.square().sum() for column in columns]).sum()
         return total.unsqueeze(-1) * directions, squares.sqrt() * torch.linalg.vector_norm(directions)
@@ -132,15 +231,19 @@ class NormStatistics(LayerStatistics):
         return moments[0] if len(moments) == 1 else torch.stack(moments).sum(0)
 
     def _columns(self, gradient: Tensor, start: int, stop: int) -> list[Tensor]:
+        """Return `_products`, summed over the positions of an example with weight sharing `reduce`."""
+        columns = self._products(gradient, start, stop)
+        if self.spec.weight_sharing is WeightSharing.REDUCE:
+            columns = [column.sum(1, keepdim=True) for column in columns]
+        return columns
+
+    def _products(self, gradient: Tensor, start: int, stop: int) -> list[Tensor]:
         """Return `g x̂`, and `g` if there is a bias: each `[examples, positions, features]`, of some of those taken."""
         assert self.call.input is not None
         part = slice(start, stop) if self._sample is None else self._sample.part(start, stop)
         x = self._of_part(self.call.input, part, self.standardise)
         g = self._of_part(gradient, part, lambda some: some.to(x.dtype))
-        columns = [g * x, g][: self.spec.out_dim]
-        if self.spec.weight_sharing is WeightSharing.REDUCE:
-            columns = [column.sum(1, keepdim=True) for column in columns]
-        return columns
+        return [g * x, g][: self.spec.out_dim]
 
     def _of_part(self, tensor: Tensor, part: slice | RowSample, change: Callable[[Tensor], Tensor]) -> Tensor:
         tensor = batched(tensor, self.unbatched_ndim)
@@ -156,12 +259,27 @@ def _moment(columns: Sequence[Tensor], structure: Structure | Sketched) -> Tenso
     """Return `Σ u uᵀ` `[features, out, out]`, or its diagonal, of the columns of `u`."""
     if structure is Structure.DIAGONAL:
         return torch.stack([column.square().sum((0, 1)) for column in columns], dim=-1)
+    if not on_host(columns[0]):
+        return _moments([column.flatten(0, 1).unsqueeze(0) for column in columns], structure)
     size = range(len(columns))
-    if not on_host(columns[0]):  # more arithmetic, in the fewest operators
-        u = torch.stack(list(columns))
-        return (u.unsqueeze(0) * u.unsqueeze(1)).sum((2, 3)).permute(2, 0, 1)
     sums = {(i, j): (columns[i] * columns[j]).sum((0, 1)) for i in size for j in size if i <= j}
     return torch.stack([torch.stack([sums[min(i, j), max(i, j)] for j in size], dim=-1) for i in size], dim=-2)
+
+
+def _moments(columns: Sequence[Tensor], structure: Structure | Sketched) -> Tensor:
+    """Do as `_moment` does for several calls, by more arithmetic in the fewest operators.
+
+    Args:
+        columns: each `[calls, rows, features]`.
+        structure: as there.
+
+    Returns:
+        `[calls · features, out, out]`, or the diagonals.
+    """
+    u = torch.stack(list(columns))
+    if structure is Structure.DIAGONAL:
+        return u.square().sum(2).flatten(1).mT
+    return (u.unsqueeze(0) * u.unsqueeze(1)).sum(3).flatten(2).permute(2, 0, 1)
 
 
 class NormAdapter(WeightBiasAdapter[M]):
@@ -172,9 +290,7 @@ class NormAdapter(WeightBiasAdapter[M]):
     family: ClassVar[type[nn.Module]]
 
     @abstractmethod
-    def standardiser(
-        self, module: M, layer_input: Tensor, dtype: torch.dtype, training: bool
-    ) -> Callable[[Tensor], Tensor]:
+    def standardiser(self, module: M, layer_input: Tensor, dtype: torch.dtype, training: bool) -> Standardiser:
         """Return what the layer, in that mode, does before `weight` and `bias`: it makes `x̂` of examples of its input.
 
         It changes no buffer.
@@ -228,20 +344,20 @@ class LayerNormAdapter(_TrailingNormAdapter[nn.LayerNorm]):
 
     def standardiser(
         self, module: nn.LayerNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
-    ) -> Callable[[Tensor], Tensor]:
-        return lambda some: F.layer_norm(some.to(dtype), module.normalized_shape, eps=module.eps)
+    ) -> Standardiser:
+        key = LayerNormAdapter, dtype, module.normalized_shape, module.eps
+        return ByExample(key, lambda some: F.layer_norm(some.to(dtype), module.normalized_shape, eps=module.eps))
 
 
 class RMSNormAdapter(_TrailingNormAdapter[nn.RMSNorm]):
     family = nn.RMSNorm
 
-    def standardiser(
-        self, module: nn.RMSNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
-    ) -> Callable[[Tensor], Tensor]:
+    def standardiser(self, module: nn.RMSNorm, layer_input: Tensor, dtype: torch.dtype, training: bool) -> Standardiser:
         # Without an eps torch takes that of the dtype it computes in, which here may be wider than the layer's.
         widest = torch.promote_types(module.weight.dtype, torch.float32)
         eps = torch.finfo(widest).eps if module.eps is None else module.eps
-        return lambda some: F.rms_norm(some.to(dtype), module.normalized_shape, eps=eps)
+        key = RMSNormAdapter, dtype, module.normalized_shape, eps
+        return ByExample(key, lambda some: F.rms_norm(some.to(dtype), module.normalized_shape, eps=eps))
 
 
 class _ChannelNormAdapter(NormAdapter[M]):
@@ -259,8 +375,9 @@ class GroupNormAdapter(_ChannelNormAdapter[nn.GroupNorm]):
 
     def standardiser(
         self, module: nn.GroupNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
-    ) -> Callable[[Tensor], Tensor]:
-        return lambda some: F.group_norm(some.to(dtype), module.num_groups, eps=module.eps)
+    ) -> Standardiser:
+        key = GroupNormAdapter, dtype, module.num_groups, module.eps
+        return ByExample(key, lambda some: F.group_norm(some.to(dtype), module.num_groups, eps=module.eps))
 
 
 class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
@@ -268,9 +385,7 @@ class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
 
     family = _BatchNorm
 
-    def standardiser(
-        self, module: _BatchNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
-    ) -> Callable[[Tensor], Tensor]:
+    def standardiser(self, module: _BatchNorm, layer_input: Tensor, dtype: torch.dtype, training: bool) -> Standardiser:
         mean, variance = module.running_mean, module.running_var
         if training or mean is None or variance is None:
             mean, variance = channel_moments(layer_input, dtype)
@@ -278,7 +393,7 @@ class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
             mean, variance = mean.to(dtype), variance.to(dtype)
         shape = (-1, *[1] * (layer_input.dim() - 2))
         shift, scale = mean.view(shape), (variance + module.eps).rsqrt().to(dtype).view(shape)
-        return lambda some: (some - shift).to(dtype).mul_(scale)
+        return ByChannel(shift, scale, dtype)
 
 
 class InstanceNormAdapter(_ChannelNormAdapter[_InstanceNorm]):
@@ -289,9 +404,10 @@ class InstanceNormAdapter(_ChannelNormAdapter[_InstanceNorm]):
 
     def standardiser(
         self, module: _InstanceNorm, layer_input: Tensor, dtype: torch.dtype, training: bool
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> Standardiser:
         if training or not module.track_running_stats:
-            return lambda some: F.instance_norm(some.to(dtype), eps=module.eps)
+            key = InstanceNormAdapter, dtype, module.eps
+            return ByExample(key, lambda some: F.instance_norm(some.to(dtype), eps=module.eps))
         mean, var = _like(module.running_mean, dtype), _like(module.running_var, dtype)
         return lambda some: F.instance_norm(some.to(dtype), mean, var, use_input_stats=False, eps=module.eps)
 

@@ -410,6 +410,20 @@ def test_a_frozen_bias_is_no_difference() -> None:
     assert optimizer.metrics()["unpreconditioned_blocks"] == 0
 
 
+@pytest.mark.parametrize("sharing", list(WeightSharing))
+def test_gradients_of_rounding_errors_alone_are_no_difference(sharing: WeightSharing) -> None:
+    """What a norm adds and multiplies by is taken off again by one that follows it."""
+    torch.manual_seed(0)
+    norms = (nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True))
+    model = nn.Sequential(*norms, *copy.deepcopy(norms), nn.InstanceNorm1d(4)).double()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1, weight_sharing=sharing)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.tanh(model(torch.randn(5, 4, 6, dtype=torch.float64))).square().mean().backward()
+        optimizer.step()
+    assert len(optimizer.factors()) == 6
+
+
 def test_gradients_of_zero_say_nothing_and_the_check_waits() -> None:
     model = mlp()
     optimizer = optimizer_of(model)

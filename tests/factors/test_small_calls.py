@@ -21,9 +21,12 @@ from kfac_optim import (
 )
 from kfac_optim.blocks import folding
 from kfac_optim.factors import small_calls
+from kfac_optim.factors.kronecker_factors import FactorPair
+from kfac_optim.factors.layer_statistics import FewRows, UnitRows
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.factors.small_calls import SmallCall
 from kfac_optim.layers.linear import LinearStatistics
+from kfac_optim.layers.norm import NormStatistics
 from kfac_optim.layers.product import ProductStatistics
 
 Training = Callable[[nn.Module, Callable[[], None]], None]
@@ -169,6 +172,28 @@ class Padded(nn.Module):
         return self.layers(self.maps(x).mT) * real.unsqueeze(-1)
 
 
+class Norms(nn.Module):
+    """Has several norms of each kind, of which some are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kinds: list[Callable[[], nn.Module]] = [
+            lambda: nn.BatchNorm1d(4),
+            lambda: nn.GroupNorm(2, 4),
+            lambda: nn.InstanceNorm1d(4, affine=True),
+            lambda: nn.LayerNorm(6),
+            lambda: nn.LayerNorm(6, bias=False),
+            lambda: nn.RMSNorm(6),
+        ]
+        self.first = nn.Conv1d(2, 4, 1)
+        self.norms = nn.Sequential(*(kind() for kind in kinds for _ in range(3)), nn.LayerNorm(6, eps=0.1))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norms(self.first(x)))
+
+
 def padded(model: nn.Module, step: Callable[[], None]) -> None:
     for seed in range(2):
         x = torch.randn(4, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -183,16 +208,20 @@ def factors_there(
     """The factors after two steps, by the code for accelerators, and how many calls were taken together."""
     together: list[int] = []
 
-    def add_there(equal: Sequence[SmallCall]) -> None:
-        together.append(len(equal))
-        add(equal)
+    def counted(add: Callable[..., None]) -> Callable[..., None]:
+        def add_counted(pairs: Sequence[FactorPair], rows: Sequence[FewRows | UnitRows]) -> None:
+            together.append(len(pairs))
+            add(pairs, rows)
 
-    add = small_calls._add_there
+        return add_counted
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_host, "__code__", (lambda _: False).__code__)
-        patch.setattr(small_calls, "_add_there", add_there)
+        for name in ("_add_there", "_add_units"):
+            patch.setattr(small_calls, name, counted(getattr(small_calls, name)))
         if not wait:
             patch.setattr(RowStatistics, "_few_rows_there", lambda *_: None)
+            patch.setattr(NormStatistics, "few_rows", lambda _: None)
         optimizer = KFACOptimizer(make(), lr=0.1, factor_update_period=1, loss_terms=LossTerms.SUM, **options)
         for _ in range(2):
             training(optimizer._binding.model, optimizer.step)
@@ -214,6 +243,9 @@ def factors_there(
         (Padded, padded, {"inverse": LowRank(1, sketch=2), "subsample": Subsample(3)}),
         (Padded, padded, {"subsample": Subsample(3, 4), "structure": (BlockDiagonal(2), Structure.DENSE)}),
         (Padded, padded, {"subsample": Subsample(3, 4)}),
+        (Norms, padded, {}),
+        (Norms, padded, {"subsample": Subsample(3)}),
+        (Norms, padded, {"weight_sharing": WeightSharing.REDUCE}),
     ],
 )
 @pytest.mark.parametrize("room", [None, 1, 200])
@@ -231,7 +263,10 @@ def test_rows_that_wait_on_an_accelerator_give_the_factors_of_moments_taken_at_o
         monkeypatch.setattr(small_calls, "_TOGETHER", room)
     waited, together = factors_there(make, training, options, wait=True)
     torch.testing.assert_close(waited, at_once, rtol=1e-12, atol=1e-14)
-    assert bool(together) is (training is not retained and "structure" not in options)
+    alone = training is retained or "structure" in options or (make is Norms and "weight_sharing" in options)
+    assert bool(together) is not alone
+    if room is None and make is Norms and together:
+        assert max(together) >= 3
     if room == 1:
         assert set(together) <= {1}
 
@@ -244,3 +279,19 @@ def test_rows_wait_on_an_accelerator_until_they_would_take_its_memory(monkeypatc
     model(inputs(0)).square().mean().backward()
     assert [len(each.waiting) for each in optimizer._binding.coverage.blocks] == [1, 0, 0, 0, 0]
     assert all(each.has_pending() for each in optimizer._binding.coverage.blocks)
+
+
+@pytest.mark.parametrize("make", [Padded, Norms])
+@pytest.mark.parametrize("options", [{}, {"inverse": LowRank(1, sketch=2)}, {"subsample": Subsample(3)}])
+def test_factors_by_the_code_for_accelerators_are_those_by_the_code_for_hosts(
+    make: Callable[[], nn.Module], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = []
+    for _ in range(2):
+        optimizer = KFACOptimizer(model := make(), lr=0.1, factor_update_period=1, **options)
+        for _ in range(2):
+            padded(model, optimizer.step)
+            optimizer.zero_grad()
+        factors.append(optimizer.factors())
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    torch.testing.assert_close(*factors, rtol=1e-10, atol=1e-13)
