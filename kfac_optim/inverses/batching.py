@@ -41,36 +41,57 @@ class FactorJob:
 
 J = TypeVar("J", bound=FactorJob)
 
-Usable = Sequence[Tensor] | None
-"""A mask for each job says which groups replace their old results, `[groups]` bool; None where all of all jobs do."""
+Usable = Tensor | None
+"""A mask says which groups of all jobs replace their old results, `[n]` bool; None where all do."""
 
 
 def settle(jobs: Sequence[FactorJob], attempts: Tensor) -> Usable:
     """Count what came of each group of each job; see `FactorJob.settle`.
 
     Nearly always all were solved at the first attempt, and there is nothing to count. A host sees that in a few calls
-    for all jobs; an accelerator is not asked.
+    for all jobs; an accelerator is not asked, and counts for all jobs at once.
 
     Args:
         jobs: of one batch.
         attempts: of the groups of all jobs, `[n]`.
     """
-    if on_host(attempts) and bool((attempts == 1).all()) and _all_are_held(jobs):
-        torch._foreach_zero_([job.state.failed_in_a_row[job.side] for job in jobs])
-        return None
+    if (masses := _masses(jobs)) is not None:
+        if not on_host(attempts):
+            if len(attempts) == len(jobs):
+                return _settle_there(jobs, attempts, masses)
+        elif bool((attempts == 1).all()) and bool((masses > 0).all()):
+            torch._foreach_zero_([job.state.failed_in_a_row[job.side] for job in jobs])
+            return None
     parts = torch.split(attempts, [job.factor.groups for job in jobs])
-    return [job.settle(part) for job, part in zip(jobs, parts, strict=True)]
+    return torch.cat([job.settle(part) for job, part in zip(jobs, parts, strict=True)])
 
 
-def _all_are_held(jobs: Sequence[FactorJob]) -> bool:
-    """Return whether samples were accepted of all factors of the blocks, where each has one mass, which is here."""
+def _masses(jobs: Sequence[FactorJob]) -> Tensor | None:
+    """Return the masses of both factors of each job's block, `[2, jobs]`, that of a single one twice.
+
+    None where a factor has several masses, or one that another rank keeps.
+    """
     pairs = [job.state.pair for job in jobs]
-    factors = [factor for pair in pairs for factor in (pair.a, pair.g) if factor is not None]
+    factors = [[factor for factor in (pair.a, pair.g) if factor is not None] for pair in pairs]
     if any(type(pair) is not FactorPair for pair in pairs):
-        return False
-    if any(factor.elsewhere is not None or factor.mass.dim() > 0 for factor in factors):
-        return False
-    return bool((torch.stack([factor.mass for factor in factors]) > 0).all())
+        return None
+    if any(factor.elsewhere is not None or factor.mass.dim() > 0 for pair in factors for factor in pair):
+        return None
+    return torch.stack([pair[side].mass for side in (0, -1) for pair in factors]).view(2, -1)
+
+
+def _settle_there(jobs: Sequence[FactorJob], attempts: Tensor, masses: Tensor) -> Tensor:
+    """Do as `FactorJob.settle` for each job of one group, in a few operators for all."""
+    failed = attempts == 0
+    counts = torch.stack([failed, attempts > 1]).to(jobs[0].state.failed.dtype).unbind(1)
+    for side in (0, 1):  # a state counts for both of its factors
+        some = [(job.state, count.unbind()) for job, count in zip(jobs, counts, strict=True) if job.side == side]
+        if some:
+            torch._foreach_add_([state.failed for state, _ in some], [count for _, (count, _) in some])
+            torch._foreach_add_([state.retried for state, _ in some], [count for _, (_, count) in some])
+    in_a_row = [job.state.failed_in_a_row[job.side] for job in jobs]
+    torch._foreach_copy_(in_a_row, list(torch.where(failed, torch.stack(in_a_row) + 1, 0).unbind()))
+    return ~failed & (masses > 0).all(0)
 
 
 def take(usable: Usable, held: Sequence[Tensor], new: Tensor) -> None:
@@ -81,12 +102,10 @@ def take(usable: Usable, held: Sequence[Tensor], new: Tensor) -> None:
         held: of each job, `[groups, ...]`; it may be of a narrower dtype.
         new: of the groups of all jobs, `[n, ...]`.
     """
-    parts = torch.split(new, [len(each) for each in held])
-    if usable is None:
-        torch._foreach_copy_(list(held), list(parts))
-        return
-    for each, part, taken in zip(held, parts, usable, strict=True):
-        torch.where(taken.view(-1, *(1,) * (part.dim() - 1)), part.to(each.dtype), each, out=each)
+    if usable is not None:
+        kept = torch.cat(list(held))
+        new = torch.where(usable.view(-1, *(1,) * (new.dim() - 1)), new.to(kept.dtype), kept)
+    torch._foreach_copy_(list(held), list(torch.split(new, [len(each) for each in held])))
 
 
 def mark(usable: Usable, flags: Sequence[Tensor]) -> None:
@@ -100,7 +119,7 @@ def mark(usable: Usable, flags: Sequence[Tensor]) -> None:
         for flag in flags:
             flag.fill_(True)
     else:
-        for flag, taken in zip(flags, usable, strict=True):
+        for flag, taken in zip(flags, torch.split(usable, [len(flag) for flag in flags]), strict=True):
             flag.logical_or_(taken)
 
 
@@ -114,10 +133,14 @@ def take_largest(usable: Usable, jobs: Sequence[FactorJob], held: Sequence[Tenso
         new: of the groups of all jobs, `[n]`.
     """
     places = [each[job.side] for job, each in zip(jobs, held, strict=True)]
-    parts = torch.split(new, [job.factor.groups for job in jobs])
+    groups = [job.factor.groups for job in jobs]
     if usable is not None:
-        parts = tuple(torch.where(*each) for each in zip(usable, parts, places, strict=True))
-    torch._foreach_copy_(places, [part.max() for part in parts])
+        kept = torch.cat([place.expand(size) for place, size in zip(places, groups, strict=True)])
+        new = torch.where(usable, new, kept)
+    if len(new) == len(jobs):
+        torch._foreach_copy_(places, list(new.unbind()))
+    else:
+        torch._foreach_copy_(places, [part.max() for part in torch.split(new, groups)])
 
 
 def averages(jobs: Sequence[FactorJob]) -> Tensor:

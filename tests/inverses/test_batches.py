@@ -12,6 +12,7 @@ from helpers.states import CPU, add_moments, measured_state, spec
 
 from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, InverseAndRoot, LowRank, NewtonSchulz, SumOfTerms
 from kfac_optim.factors.factor import Elsewhere
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.inverses import batching
 from kfac_optim.inverses.batching import batches
 from kfac_optim.inverses.damped.base import damped_factors, damped_jobs
@@ -73,8 +74,13 @@ def test_blocks_of_equal_shapes_share_lambda_each_among_its_own_factors(
 
 
 @pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1, sketch=None), NewtonSchulz(), Eigen(), InverseAndRoot()])
-def test_one_of_a_batch_that_fails_keeps_its_last_result(inverse: Inverse[Any]) -> None:
-    states = [measured_state(inverse, 4, 3) for _ in range(3)]
+@pytest.mark.parametrize(("groups", "there"), [(2, False), (1, True), (2, True)])
+def test_one_of_a_batch_that_fails_keeps_its_last_result(
+    inverse: Inverse[Any], groups: int, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there:
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    states = [measured_state(inverse, 4, 3, groups=groups) for _ in range(3)]
     inverse.refresh(states, [0.1] * 3)
     before = copy.deepcopy(states)
     for state in states:
@@ -82,7 +88,7 @@ def test_one_of_a_batch_that_fails_keeps_its_last_result(inverse: Inverse[Any]) 
         state.fold(1, 0.5)
     expected = copy.deepcopy(states)
     inverse.refresh(expected[::2], [0.1] * 2)
-    states[1].pair.g.packed[1] = torch.nan
+    states[1].pair.g.packed[-1] = torch.nan
     for failures in (1, 2):
         inverse.refresh(states, [0.1] * 3)
         assert [state.failed_in_a_row.tolist() for state in states] == [[0, 0], [0, failures], [0, 0]]
@@ -92,14 +98,19 @@ def test_one_of_a_batch_that_fails_keeps_its_last_result(inverse: Inverse[Any]) 
             for ours, theirs in zip(states[::2], expected[::2], strict=True):
                 assert_identical(ours.computed(), theirs.computed())
     sides = states[1].g._asdict(), before[1].g._asdict()
-    assert_identical(*({name: tensor[1] for name, tensor in side.items()} for side in sides))
-    states[1].pair.g.packed[1] = states[0].pair.g.packed[1]
+    assert_identical(*({name: tensor[-1] for name, tensor in side.items()} for side in sides))
+    states[1].pair.g.packed[-1] = states[0].pair.g.packed[-1]
     inverse.refresh(states, [0.1] * 3)
     assert [state.failed_in_a_row.tolist() for state in states] == [[0, 0]] * 3
 
 
 @pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1, sketch=None), InverseAndRoot()])
-def test_one_more_equal_block_takes_few_more_operators_of_a_refresh(inverse: Inverse[Any]) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_one_more_equal_block_takes_few_more_operators_of_a_refresh(
+    inverse: Inverse[Any], there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there:
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
     counts = []
     for blocks in (2, 12):
         states = [measured_state(inverse, 4, 3, groups=1) for _ in range(blocks)]
@@ -107,3 +118,16 @@ def test_one_more_equal_block_takes_few_more_operators_of_a_refresh(inverse: Inv
             inverse.refresh(states, [0.1] * blocks)
         counts.append(operators.count)
     assert counts[1] <= counts[0] + 30  # three for each
+
+
+@pytest.mark.parametrize("inverse", [Cholesky(), LowRank(1, sketch=None), NewtonSchulz(), InverseAndRoot()])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_block_without_a_sample_keeps_what_it_has(
+    inverse: Inverse[Any], there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there:
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    blank = inverse.init(spec(4, 3, 1, (Structure.DENSE, Structure.DENSE)), dtype=torch.float64, device=CPU)
+    before = copy.deepcopy(blank.computed())
+    inverse.refresh([measured_state(inverse, 4, 3, groups=1), blank], [0.1] * 2)
+    assert_identical(blank.computed(), before)
