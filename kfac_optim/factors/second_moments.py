@@ -159,7 +159,7 @@ def channel_moments(features: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     of channels. The mean is taken off before the square: however far from zero, no digits are lost.
     """
     dtype = torch.promote_types(features.dtype, dtype)
-    if features.is_cuda and dtype is torch.float32:  # in one pass, of a narrow dtype as it is
+    if features.is_cuda and dtype is torch.float32:  # in one pass, of a narrow dtype as it is  # pragma: cuda
         mean, inverse = torch.batch_norm_stats(features, 0.0)
         return mean, inverse.square().reciprocal()
     if not on_host(features):
