@@ -61,6 +61,16 @@ def test_a_matrix_of_zeros_stays_beside_one_that_is_not(dtype: torch.dtype) -> N
     assert found[1].norm() > 0.6
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(7, 9), (16, 17), (9, 8), (8, 16)])
+def test_zeros_that_make_a_matrix_quicker_to_multiply_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
+) -> None:
+    matrix = torch.randn(3, rows, columns, dtype=torch.float64)
+    expected = orthogonalised(matrix)
+    monkeypatch.setattr(orthogonal, "_wants_eights", lambda _: True)
+    torch.testing.assert_close(orthogonalised(matrix), expected, rtol=1e-12, atol=1e-14)
+
+
 def test_wide_matrices_whose_products_are_taken_by_halves_come_out_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(2, 70, 50, dtype=torch.float64)
