@@ -42,8 +42,11 @@ class RowStatistics(CallRows):
         dtype: of the moments, and of the products that make them.
     """
 
+    rows_suffice = False
+    """Whether moments are made of `input_rows` and `gradient_rows` and nothing else, so that `few_rows` may copy these."""
+
     rows_may_wait = False
-    """Whether the rows are no larger than the tensors of the call, so that `few_rows` may copy them on a host."""
+    """Whether these are no larger than the tensors of the call either, so that `few_rows` may copy them on a host."""
 
     @property
     def keeps_input(self) -> bool:
@@ -109,7 +112,9 @@ class RowStatistics(CallRows):
     def _few_rows_there(self, layer_input: Tensor) -> FewRows | None:
         """Copy the rows of a call on an accelerator, in the dtype that they have."""
         rows = math.prod(self._latest_rows.shape[1:3])
-        if self.call.reach is not None or self.bias_in_rows or Structure.IDENTITY in self.spec.structure:
+        if not self.rows_suffice or self.call.reach is not None or self.bias_in_rows:
+            return None
+        if Structure.IDENTITY in self.spec.structure:
             return None
         if not 0 < rows * max(self.spec.in_dim, self.spec.out_dim) <= _FEW_THERE:
             return None

@@ -13,7 +13,7 @@ from kfac_optim.specs import LayerSpec
 
 
 class LinearStatistics(RowStatistics):
-    rows_may_wait = True
+    rows_suffice = rows_may_wait = True
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
         return linear_rows(layer_input)

@@ -23,7 +23,7 @@ class ProductStatistics(RowStatistics):
     with the transpose has none, and its `g` is zero there.
     """
 
-    rows_may_wait = True
+    rows_suffice = rows_may_wait = True
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
         rows = linear_rows(layer_input)

@@ -49,6 +49,8 @@ class SequenceStatistics(RowStatistics):
     What is left of the time axis after the end of a sequence is zero, and so no row either.
     """
 
+    rows_suffice = True
+
     def input_rows(self, layer_input: Tensor) -> Tensor:
         return self._by_sequence(layer_input)
 

@@ -41,6 +41,8 @@ class PatchStatistics(RowStatistics):
         spec: as in `RowStatistics`, as are `call` and `dtype`.
     """
 
+    rows_suffice = True
+
     def __init__(self, ndim: int, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
         super().__init__(spec, call, dtype)
         self.ndim = ndim
