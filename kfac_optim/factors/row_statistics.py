@@ -43,7 +43,7 @@ class RowStatistics(CallRows):
     """
 
     rows_suffice = False
-    """Whether moments are made of `input_rows` and `gradient_rows` and nothing else, so that `few_rows` may copy these."""
+    """Whether moments are made of `input_rows` and `gradient_rows` alone, so that `few_rows` may copy these."""
 
     rows_may_wait = False
     """Whether these are no larger than the tensors of the call either, so that `few_rows` may copy them on a host."""
