@@ -308,7 +308,10 @@ class KFACOptimizer(Optimizer):
             self._objective = Objective(self._recorder, estimate.likelihood)
             self._window.recorder = self._recorder
             if adapt_damping is not None:
-                self._judge = Judge(adapt_damping, self._window, self._recorder, self._objective, self._executor)
+                self._judge = Judge(
+                    *(adapt_damping, self._window, self._recorder, self._objective, self._executor),
+                    damps_steps=step_size.needs_objective,
+                )
         self._gate = Gate(
             choices,
             self._window,
@@ -356,9 +359,9 @@ class KFACOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a covered parameter has a sparse gradient; `nonfinite_limit` is reached; `adapt_damping` or
-                `LineSearch` has no closure, or one that draws other examples at each call; the curvature of the loss
-                cannot be computed; a refresh in the background raised; this is a copy without the `grad_scaler` that
-                was named; or the model holds averages, since `eval()`.
+                `LineSearch` has no closure, or `adapt_damping` one that draws other examples at each call; the
+                curvature of the loss cannot be computed; a refresh in the background raised; this is a copy without
+                the `grad_scaler` that was named; or the model holds averages, since `eval()`.
             TypeError: an entry of a param group is of the wrong kind.
             ValueError: a number of a param group is out of its range (those of SGD, as in `optim.SGD`, may be any that
                 are finite), or groups disagree on `kl_clip`.
@@ -392,7 +395,7 @@ class KFACOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if judge is not None:
-            judge.check_loss(loss)
+            judge.check_loss(loss, self.param_groups)
         trial = None
         self._closure_loss = None
         if searches and closure is not None and random is not None:
@@ -410,7 +413,9 @@ class KFACOptimizer(Optimizer):
                 admission = self._step(judged=trial is not None)
             stays = admission is not None
             if judge is not None and trial is not None and closure is not None and random is not None and stays:
-                after = judge.evaluate_again(trial, closure, random, self._binding.model)
+                after = judge.evaluate_again(
+                    *(trial, closure, random, self._binding.model, self._binding.coverage.blocks)
+                )
                 with without_autocast(devices):
                     stays = judge.decide(trial, after, number, self._record, self._binding.coverage.blocks)
             if self._choices.average is not None and admission is not None and stays:

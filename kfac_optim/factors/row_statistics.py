@@ -95,14 +95,14 @@ class RowStatistics(CallRows):
         return a, self.weighed_gradients()
 
     def few_rows(self) -> FewRows | None:
-        call, reduces = self.call, self.spec.weight_sharing is WeightSharing.REDUCE
-        if not call.is_last or call.earlier is not None:
-            return None
-        if call.input is None or (reduces and call.gradient.dim() > 2):
+        call = self.call
+        if not call.is_last or call.earlier is not None or call.input is None:
             return None
         if not on_host(call.gradient):
             return self._few_rows_there(call.input)
         if not self.rows_may_wait or self._sample is not None:
+            return None
+        if self.spec.weight_sharing is WeightSharing.REDUCE and call.gradient.dim() > 2:
             return None
         if not 0 < max(call.input.numel(), call.gradient.numel()) <= _FEW:
             return None
@@ -111,10 +111,12 @@ class RowStatistics(CallRows):
 
     def _few_rows_there(self, layer_input: Tensor) -> FewRows | None:
         """Copy the rows of a call on an accelerator, in the dtype that they have."""
-        rows = math.prod(self._latest_rows.shape[1:3])
+        rows, shared = math.prod(self._latest_rows.shape[1:3]), self._latest_rows.shape[2]
         if not self.rows_suffice or self.call.reach is not None or self.bias_in_rows:
             return None
         if Structure.IDENTITY in self.spec.structure:
+            return None
+        if shared > 1 and self.spec.weight_sharing is WeightSharing.REDUCE:
             return None
         if not 0 < rows * max(self.spec.in_dim, self.spec.out_dim) <= _FEW_THERE:
             return None

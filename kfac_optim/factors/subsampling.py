@@ -76,7 +76,7 @@ class Draw:
         examples = min(batch, self.choice.examples or batch)
         if self.choice.rows is not None and positions > 0:
             examples = min(examples, -(-self.choice.rows // positions))
-        if (examples, positions) == (batch, shared):
+        if (examples, positions) == (batch, shared) or batch * shared == 0:
             return None
         draw = _drawn.__wrapped__ if is_in_torch_dispatch_mode() else _drawn  # a mode may make other tensors
         stream = current_stream(device)  # another one would not wait for what is sent in this one

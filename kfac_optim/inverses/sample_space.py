@@ -54,6 +54,9 @@ class SampleState(InverseState):
         self.rows.clear()
         self.solved = None
 
+    def forget_step(self) -> None:
+        self.direction.zero_()
+
     def has_statistics(self) -> bool:
         return self._was_sampled
 

@@ -48,6 +48,9 @@ class InverseState(ABC):
     def end_step(self) -> None:  # noqa: B027 (most have nothing to drop)
         """Drop what only the step that has ended needed; asked of representations that `takes_rows`."""
 
+    def forget_step(self) -> None:  # noqa: B027 (most remember nothing of it)
+        """Forget what is remembered of the direction of a step, as it was taken back."""
+
     @abstractmethod
     def has_statistics(self) -> bool:
         """Return whether any sample was ever accepted. Synchronises; asked only until the first yes."""

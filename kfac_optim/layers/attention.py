@@ -55,7 +55,7 @@ class ProjectionStatistics(RowStatistics):
     @property
     def count(self) -> float | Tensor:
         count = super().count
-        if self._use.shared:
+        if self._use.shared or not self.has_input:
             return count
         count = torch.as_tensor(count, device=self.call.gradient.device)
         of_groups = count.new_zeros(self.spec.groups)

@@ -35,7 +35,8 @@ class BilinearStatistics(RowStatistics):
         self.width = width
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
-        first, second = layer_input[..., : self.width], layer_input[..., self.width :]
+        wide = layer_input.to(torch.promote_types(layer_input.dtype, self.dtype))  # products of narrow numbers overflow
+        first, second = wide[..., : self.width], wide[..., self.width :]
         return linear_rows((first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2))
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class EmbeddingBagStatistics(RowStatistics):
         bags = self.call.gradient.shape[0]
         along = directions.new_zeros(bags, directions.shape[1])
         along.index_add_(0, self.bags, directions[self.ids] * self.weights.to(directions.dtype).unsqueeze(1))
-        return along.view(1, bags, 1, -1)
+        return along.view(1, bags, 1, directions.shape[1])
 
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor]:
         g = self.gradient_rows(self.call.gradient.to(directions.dtype))

@@ -141,6 +141,8 @@ class TensorStatistics(LayerStatistics):
     def count(self) -> float | Tensor:
         if self.spec.groups == 1:
             return sum(part.count for _, part in self.parts)
+        if not self.has_input:
+            return 0
         counts = self.call.gradient.new_zeros(self.spec.groups, dtype=torch.float32)
         for groups, part in self.parts:
             counts[groups] = part.count

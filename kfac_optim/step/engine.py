@@ -154,7 +154,15 @@ class Engine:
             or (trained and (step_size.needs_objective or step_size.needs_closure or step_size.directs_all))
         ):
             with profiled("kfac.step_size"):
-                sized = step_size.size(proposal)
+                try:
+                    sized = step_size.size(proposal)
+                except (
+                    BaseException
+                ):  # of the closure: the statistics are folded, and the step that they are of is over
+                    for block in blocks:
+                        block.state.end_step()
+                        block.clock.advance()
+                    raise
             for block in by_rows:
                 block.state.end_step()
             if sized.memory is not None:

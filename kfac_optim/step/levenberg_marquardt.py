@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kfac_optim.step.step_size import refuse_complex, refuse_sparse
 from kfac_optim.utils.validation import check_flag, check_integer, check_number
 
 # Martens & Grosse 2015, §6.5, after Nocedal & Wright: trust the model more above, less below.
@@ -66,6 +67,12 @@ class LevenbergMarquardt:
                     "kfac_optim: LevenbergMarquardt judges steps by how far they lower the loss: maximize of param "
                     f"group {i} must be False, got {group['maximize']!r}. Negate the loss in the closure."
                 )
+
+    def check_gradients(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError where a gradient does not go with it."""
+        for i, group in enumerate(groups):
+            refuse_sparse(group, i, "LevenbergMarquardt")
+            refuse_complex(group, i, "LevenbergMarquardt")
 
     def adapts_at(self, step: int) -> bool:
         """Return whether `λ` is adapted after step number `step`, the first being 0."""

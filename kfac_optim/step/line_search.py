@@ -8,9 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks.preconditioning import acceleration, regularised
-from kfac_optim.step.scaling import scale_all
+from kfac_optim.step.scalars import scalar_beside
+from kfac_optim.step.scaling import penalty, scale_all
 from kfac_optim.step.step_size import ClosureLoss, Direction, Group, Proposal, Sized, StepSize, refuse_sparse, require
 from kfac_optim.utils.validation import check_flag, check_integer, check_number
+
+# The place of the last number of halvings in what is remembered: another step size that goes on from a checkpoint reads
+# there whether a trust region held the last step, and a number in the place of the region's size would be one.
+_HALVINGS = 2
 
 # The part of the last step's length along which the acceleration is seen.
 _SEEN = 0.1
@@ -83,9 +88,11 @@ class LineSearch(StepSize):
             if param.grad is not None
         } | proposal.direction()
         for group in proposal.groups:
-            scale_all([direction[param] for param in group["params"] if param in direction], group["lr"])
+            scaled = [direction[param] for param in group["params"] if param in direction]
+            if scaled:
+                scale_all(scaled, scalar_beside(group["lr"], scaled[0]))
 
-        start = min(max(int(proposal.memory[0]), 0), self.halvings)
+        start = min(max(int(proposal.memory[_HALVINGS]), 0), self.halvings)
         bend = self._acceleration(proposal, loss, direction, _SEEN * self.longest * 2.0**-start)
         velocity, acceleration = _norm([direction[param] for param in bend]), _norm(list(bend.values()))
 
@@ -98,14 +105,16 @@ class LineSearch(StepSize):
 
         def loss_of(halvings: int) -> float:
             length = self.longest * 2.0**-halvings
-            found = loss.reevaluation.loss_at(_moved(step_of(length), length))
+            there = _moved(step_of(length), length)
+            found = loss.reevaluation.loss_at(there) + penalty(proposal.groups, there)
             return found if math.isfinite(found) else math.inf
 
-        halvings, lowest = self._search(loss_of, start, loss.before)
-        falls = lowest < loss.before
+        before = loss.before + penalty(proposal.groups, {param: param for param in direction})
+        halvings, lowest = self._search(loss_of, start, before)
+        falls = lowest < before
         length = self.longest * 2.0**-halvings if falls else 0.0
         memory = proposal.memory.clone()
-        memory[0] = halvings if falls else 0
+        memory[_HALVINGS] = halvings if falls else 0
         like = next(iter(direction.values()))
         return Sized(
             step_of(length),

@@ -4,12 +4,19 @@ Along `Σ wᵢ vᵢ` the model is `q(w) = bᵀw + ½ wᵀ M w`, with `bᵢ = v�
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 # Losses are float32 as a rule: a mean of rounded terms is off by some units of 6e-8.
 _ROUNDING = 1e-6
+
+
+def rounding_of(tensors: Iterable[Tensor]) -> float:
+    """Return the relative change of a loss that is lost in rounding, where these tensors make it, at least 1e-6."""
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return max([_ROUNDING, *(8 * torch.finfo(dtype).eps for dtype in dtypes)])
 
 
 def minimum(curvature: Tensor, slope: Tensor) -> Tensor:
@@ -45,13 +52,14 @@ def change(curvature: Tensor, slope: Tensor, weights: Tensor) -> Tensor:
     return slope @ weights + weights @ curvature @ weights / 2
 
 
-def reduction_ratio(before: float, after: float, predicted: float) -> float | None:
+def reduction_ratio(before: float, after: float, predicted: float, *, rounding: float = _ROUNDING) -> float | None:
     """Return `ρ`, the change of the loss over the change that the model predicted.
 
     Args:
         before: the loss at θ.
         after: the loss at θ + δ, of the same examples.
         predicted: `q(δ)`.
+        rounding: as `rounding_of` has it.
 
     Returns:
         -∞ where one of them is not finite; None where `ρ` says nothing: the loss fell though a rise was predicted, or
@@ -60,5 +68,5 @@ def reduction_ratio(before: float, after: float, predicted: float) -> float | No
     if not (math.isfinite(after) and math.isfinite(predicted)):
         return -math.inf
     actual = after - before
-    lost = abs(predicted) <= _ROUNDING * max(abs(before), abs(after))
+    lost = abs(predicted) <= rounding * max(abs(before), abs(after))
     return None if lost or actual < 0 < predicted else actual / predicted

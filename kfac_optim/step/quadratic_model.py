@@ -14,7 +14,16 @@ from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.step.quadratic import change, minimum
 from kfac_optim.step.scalars import scalar_beside
 from kfac_optim.step.scaling import scale_all
-from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize, refuse_sparse, require
+from kfac_optim.step.step_size import (
+    Direction,
+    Group,
+    Proposal,
+    Sized,
+    StepSize,
+    refuse_complex,
+    refuse_sparse,
+    require,
+)
 from kfac_optim.step.trust_region import inner_product
 
 
@@ -53,6 +62,7 @@ class QuadraticModel(StepSize):
         require(groups, wanted, "QuadraticModel decides on momentum itself and descends")
         for i, group in enumerate(groups):
             refuse_sparse(group, i, "QuadraticModel")
+            refuse_complex(group, i, "QuadraticModel")
             if bool(group["weight_decay"] != 0) and not group["l2_in_curvature"]:
                 raise ValueError(
                     f"kfac_optim: weight_decay={group['weight_decay']!r} of param group {i} is no part of the loss "

@@ -11,15 +11,28 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.random_state import RandomState
+from kfac_optim.utils.tensor_storage import held_once
 
 
 class WithoutBackward(TorchFunctionMode):
-    """Has `loss.backward()` do nothing: where the loss alone is asked for, gradients would double the cost."""
+    """Has `loss.backward()` do nothing: where the loss alone is asked for, gradients would double the cost.
+
+    A closure may look at gradients behind it, and change them: it sees copies of those of the first evaluation.
+
+    Args:
+        gradients: of each parameter, or None.
+    """
+
+    def __init__(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        super().__init__()
+        self._gradients = gradients
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.backward and not (kwargs or {}).get("create_graph"):
+            for param, grad in self._gradients.items():
+                param.grad = None if grad is None else grad.clone()
             return None  # one with create_graph is a part of the loss
         return func(*args, **(kwargs or {}))
 
@@ -52,7 +65,7 @@ class Reevaluation:
         if self.several:
             held = {param: None if grad is None else grad.clone() for param, grad in held.items()}
         buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
-        values = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        values = [(buffer, held_once(buffer).clone()) for buffer in self.model.buffers()]
         try:
             for param in held:
                 param.grad = None
@@ -60,7 +73,7 @@ class Reevaluation:
                 stack.enter_context(self.random.replayed())
                 stack.enter_context(torch.enable_grad())
                 if not self.backward:
-                    stack.enter_context(WithoutBackward())
+                    stack.enter_context(WithoutBackward(held))
                 stack.enter_context(self.window.muted())  # last, as it takes off what an interrupted forward left on
                 return self.closure()
         finally:
@@ -70,7 +83,7 @@ class Reevaluation:
                 registered.update(old)
             with torch.no_grad():
                 for buffer, value in values:
-                    buffer.copy_(value)
+                    held_once(buffer).copy_(value)
 
     @torch.no_grad()
     def loss_at(self, values: Mapping[nn.Parameter, Tensor]) -> float:

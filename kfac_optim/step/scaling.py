@@ -1,12 +1,13 @@
 """Sums over a proposed step, and the scaling of its directions and of the momentum."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kfac_optim.blocks.block import l2
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.scalars import Scalar, chosen, scalar_beside, total
 from kfac_optim.step.step_size import Group, Proposal
@@ -37,6 +38,21 @@ class Momentum(NamedTuple):
     """`∇h`."""
     counts: bool
     """Whether sums over ranks take this part: of copies they take one."""
+
+
+def penalty(groups: Iterable[Group], values: Mapping[nn.Parameter, Tensor]) -> float:
+    """Return `½ η ‖θ‖²` of some parameters, where weight decay is part of the curvature.
+
+    Args:
+        groups: the param groups.
+        values: `θ`.
+    """
+    total = 0.0
+    for group in groups:
+        if eta := l2(group):
+            held = [values[param] for param in group["params"] if param in values]
+            total += sum(float(value.detach().double().square().sum()) for value in held) * eta / 2
+    return total
 
 
 def momenta(proposal: Proposal) -> list[Momentum]:

@@ -230,3 +230,14 @@ def refuse_sparse(group: Group, number: int, step_size: str) -> None:
                 f"kfac_optim: a parameter {list(param.shape)} of param group {number} has a {param.grad.layout} "
                 f"gradient; {step_size} needs dense ones. Pass sparse=False to the layer."
             )
+
+
+def refuse_complex(group: Group, number: int, choice: str) -> None:
+    """Raise RuntimeError where a choice needs real parameters, and a param group has a complex one with a gradient."""
+    for param in group["params"]:
+        if param.grad is not None and param.is_complex():
+            raise RuntimeError(
+                f"kfac_optim: a parameter {list(param.shape)} of param group {number} is {param.dtype}; {choice} has a "
+                "model of the loss in real numbers alone. Keep its real and imaginary parts as parameters, or drop "
+                f"{choice}."
+            )

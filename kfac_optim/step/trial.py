@@ -1,7 +1,7 @@
 """A step that is judged after it was taken: by the change of the loss on its examples, and taken back if need be."""
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from kfac_optim.fisher.objective import Objective
 from kfac_optim.step.engine import StepRecord
 from kfac_optim.step.execution import Executor
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
-from kfac_optim.step.quadratic import reduction_ratio
+from kfac_optim.step.quadratic import reduction_ratio, rounding_of
 from kfac_optim.step.reevaluation import Reevaluation
+from kfac_optim.step.scaling import penalty
 from kfac_optim.step.trust_region import inner_product
 from kfac_optim.utils.random_state import RandomState
 from kfac_optim.utils.validation import check_loss
@@ -42,6 +43,7 @@ class Trial:
             param: param.detach().clone() for group in groups for param in group["params"] if param.grad is not None
         }
         self._penalty_before = self._penalty(self._before)
+        self._rounding = rounding_of([*self._before, *([loss] if isinstance(loss, Tensor) else [])])
         self.loss = float(loss)
 
     @property
@@ -67,15 +69,18 @@ class Trial:
         """
         if predicted is None:
             predicted = self._predicted(objective, count, executor)
-        return reduction_ratio(self.loss + self._penalty_before, self._after(loss), predicted)
+        before, after = self.loss + self._penalty_before, self._after(loss)
+        return reduction_ratio(before, after, predicted, rounding=self._rounding)
 
     @torch.no_grad()
-    def undo(self) -> None:
-        """Take the step back; momentum, which led into it, starts from zero."""
+    def undo(self, blocks: Iterable[KFACBlock]) -> None:
+        """Take the step back; momentum, which led into it, starts from zero, that of an inverse of `blocks` too."""
         for param, value in self._before.items():
             param.copy_(value)
             if param in self._state:
                 self._state[param].pop(MOMENTUM, None)
+        for block in blocks:
+            block.state.forget_step()
 
     def _after(self, loss: float) -> float:
         return loss + self._penalty({param: param.detach() for param in self._before})
@@ -95,13 +100,7 @@ class Trial:
         return float(total)
 
     def _penalty(self, values: Mapping[nn.Parameter, Tensor]) -> float:
-        """Return `½ η ‖θ‖²`, if weight decay is part of the curvature."""
-        total = 0.0
-        for group in self.groups:
-            if eta := l2(group):
-                held = [values[param] for param in group["params"] if param in values]
-                total += sum(float(value.double().square().sum()) for value in held) * eta / 2
-        return total
+        return penalty(self.groups, values)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +113,7 @@ class Judge:
         recorder: of the model's forwards.
         objective: whose quadratic model is judged.
         executor: of the steps: what it averages over processes, they all decide by.
+        damps_steps: whether the step size uses the damping, beside the inverses.
         ratio: `ρ` of the last step that was judged; None where it said nothing.
         rejected: steps that were taken back.
     """
@@ -123,20 +123,29 @@ class Judge:
     recorder: ForwardRecorder
     objective: Objective
     executor: Executor
+    damps_steps: bool
     ratio: float | None = None
     rejected: int = 0
 
     def check_call(self, closure: object, groups: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a step without a closure, and numbers that the rule does not go with."""
         self.rule.check(groups)
+        own = [group["preconditioner_damping"] for group in groups]
+        if not self.damps_steps and groups and None not in own:
+            raise ValueError(
+                f"kfac_optim: {self.rule} adapts damping, in whose place the inverses take preconditioner_damping "
+                f"({', '.join(map(repr, own))} in the param groups), so that no step would follow. Set it to None, or "
+                "pass step_size=QuadraticModel(), which uses both."
+            )
         if closure is None:
             raise RuntimeError(
                 f"kfac_optim: {self.rule} has to see what a step does to the loss: pass step() a closure that "
                 "evaluates the model, calls backward() and returns the loss."
             )
 
-    def check_loss(self, loss: object) -> None:
-        """Refuse a closure that did not return the loss."""
+    def check_loss(self, loss: object, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a closure that did not return the loss, and gradients that the rule does not go with."""
+        self.rule.check_gradients(groups)
         if loss is None:
             raise RuntimeError(
                 f"kfac_optim: the closure returned None, and {self.rule} has to see what a step does to the loss: "
@@ -145,7 +154,12 @@ class Judge:
         check_loss(loss)
 
     def evaluate_again(
-        self, trial: Trial, closure: Callable[[], Any], random: RandomState, model: nn.Module | None
+        self,
+        trial: Trial,
+        closure: Callable[[], Any],
+        random: RandomState,
+        model: nn.Module | None,
+        blocks: Iterable[KFACBlock],
     ) -> float:
         """Return the loss at the parameters of now, on the examples of the last evaluation; nothing else is changed.
 
@@ -167,7 +181,7 @@ class Judge:
                 )
             return float(loss)
         except BaseException:
-            trial.undo()
+            trial.undo(blocks)
             raise
         finally:
             self.recorder.kept = before
@@ -186,7 +200,7 @@ class Judge:
         rejected = self.rule.reject and trial.rose(loss)
         self.ratio = -math.inf if rejected else None
         if rejected:
-            trial.undo()
+            trial.undo(blocks)
             self.rejected += 1
             for block in blocks:
                 if block.is_ready:

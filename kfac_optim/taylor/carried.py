@@ -291,7 +291,8 @@ def _with(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Func
 
 
 def _is_lone(args: tuple[Any, ...]) -> bool:
-    return bool(args) and isinstance(args[0], Channels) and not any(isinstance(arg, Tensor) for arg in args[1:])
+    others = any(isinstance(arg, (Tensor, Channels)) for arg in args[1:])
+    return bool(args) and isinstance(args[0], Channels) and not others
 
 
 def _holds_channels(tree: Any) -> bool:

@@ -18,6 +18,14 @@ def hold(tensor: Tensor, device: torch.device) -> None:
         torch.utils.swap_tensors(tensor, torch.zeros_like(tensor, device=device))  # type: ignore[no-untyped-call]
 
 
+def held_once(tensor: Tensor) -> Tensor:
+    """Return a view of all that an expanded tensor holds, each element once, so that it can be written to."""
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
 def copy_held(target: Tensor, source: Tensor) -> None:
     """Copy `source` into `target`, unless one of them has no memory."""
     if not (target.is_meta or source.is_meta):

@@ -295,3 +295,40 @@ def test_factors_by_the_code_for_accelerators_are_those_by_the_code_for_hosts(
         factors.append(optimizer.factors())
         monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
     torch.testing.assert_close(*factors, rtol=1e-10, atol=1e-13)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells = nn.LSTM(2, 3, batch_first=True)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.cells(x.mT)[0]
+        return output
+
+
+@pytest.mark.parametrize("sharing", list(WeightSharing))
+def test_rows_of_a_recurrence_are_shared_as_on_a_host(sharing: WeightSharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = []
+    for _ in range(2):
+        optimizer = KFACOptimizer(model := Recurrent(), lr=0.1, factor_update_period=1, weight_sharing=sharing)
+        padded(model, optimizer.step)
+        factors.append(optimizer.factors())
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    torch.testing.assert_close(*factors, rtol=1e-10, atol=1e-13)
+
+
+def test_a_step_in_which_no_group_has_a_row_is_none_of_theirs_on_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    for size in (3, 0, 3):
+        optimizer.zero_grad()
+        query, key = torch.randn(size, 2, 4), torch.randn(size, 5, 4)
+        model(query, key, key, need_weights=False)[0].square().sum().backward()
+        optimizer.step()
+    assert all(bool(param.isfinite().all()) for param in model.parameters())

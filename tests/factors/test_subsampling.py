@@ -589,3 +589,8 @@ def test_only_the_layers_that_are_named_are_subsampled() -> None:
 def test_bad_numbers_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Subsample(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (6, 0)])
+def test_of_no_rows_none_are_drawn(shape: tuple[int, int]) -> None:
+    assert Draw(Subsample(examples=3, positions=2), 0).rows(*shape, CPU) is None

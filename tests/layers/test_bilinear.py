@@ -6,7 +6,10 @@ from helpers import oracles
 from helpers.oracles import assert_same
 from torch import nn
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, LayerSpec, Structure, Subsample
+from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.subsampling import Draw
+from kfac_optim.layers.bilinear import BilinearStatistics
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -48,3 +51,14 @@ def test_the_examples_of_its_batch_are_the_terms_of_a_mean(batch: tuple[int, ...
     a = oracles.linear_rows(torch.einsum("...i,...j->...ij", x, y).flatten(-2))
     expected = oracles.factors(a, oracles.linear_rows(output.grad), terms=terms, bias=True)
     assert_same(optimizer.factors()[""], expected)
+
+
+def test_products_of_narrow_numbers_are_taken_in_the_dtype_of_the_factors() -> None:
+    first, second = (300 + torch.randn(4, size).half() for size in (2, 3))
+    spec = LayerSpec("layer", ("weight",), 6, 2)
+    call = LayerCall(torch.cat([first, second], -1), torch.ones(4, 2, dtype=torch.float16))
+    rows = (first.float().unsqueeze(-1) * second.float().unsqueeze(-2)).flatten(1)
+    stats = BilinearStatistics(2, spec, call, torch.float32)
+    stats.subsample(Draw(Subsample(examples=3), 0))
+    taken = rows[stats._sample.examples]
+    torch.testing.assert_close(stats.input_moment(Structure.DENSE)[0], taken.T @ taken * 4 / 3)

@@ -119,3 +119,13 @@ def test_an_embedding_that_scales_its_output_and_a_head_tied_to_it_are_as_if_the
         results.append((optimizer.factors()["embedding"], model.embedding.weight.detach().clone()))
     assert_same(results[0][0], results[1][0])
     assert_same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("given", [(torch.zeros(0, 3, dtype=torch.int64),), (torch.zeros(0, dtype=torch.int64),) * 2])
+def test_a_batch_without_a_bag_is_no_sample(given: tuple[Tensor, ...]) -> None:
+    model = nn.EmbeddingBag(5, 4)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    before = model.weight.detach().clone()
+    model(*given).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)

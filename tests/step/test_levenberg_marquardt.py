@@ -19,6 +19,7 @@ from kfac_optim import (
     LevenbergMarquardt,
     MonteCarlo,
     QuadraticModel,
+    SampleSpace,
     TrustRegion,
 )
 from kfac_optim.step.step_size import StepSize
@@ -189,6 +190,7 @@ def test_each_param_group_keeps_its_share_and_the_preconditioner_its_own_damping
         damping=0.5,
         preconditioner_damping=0.7,
         estimate=ExactGGN(nn.MSELoss()),
+        step_size=QuadraticModel(),
         adapt_damping=LevenbergMarquardt(interval=1),
     )
     step(model, optimizer)
@@ -507,3 +509,80 @@ def test_the_count_of_rejected_steps_survives_a_copy() -> None:
     assert twin.metrics()["rejected_steps"] == optimizer.metrics()["rejected_steps"] == 1
     step(twin_model, twin)
     assert twin.metrics()["rejected_steps"] == 2
+
+
+def test_the_momentum_of_an_inverse_starts_from_zero_behind_a_step_that_is_taken_back() -> None:
+    model, criterion = network(), nn.MSELoss()
+    optimizer = KFACOptimizer(
+        model,
+        lr=100.0,  # which raises the loss
+        estimate=ExactGGN(criterion),
+        inverse=SampleSpace(momentum=0.9),
+        adapt_damping=LevenbergMarquardt(interval=1, reject=True),
+    )
+    x, y = data()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = criterion(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    optimizer.step(closure)
+    assert optimizer.metrics()["rejected_steps"] == 1
+    assert not any(bool(block.state.direction.any()) for block in optimizer._binding.coverage.blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_change_that_the_dtype_of_the_model_rounds_away_says_nothing(dtype: torch.dtype) -> None:
+    model = network().to(dtype)
+    optimizer = build(model, LevenbergMarquardt(interval=1), lr=1e-3, momentum=0.0, kl_clip=None)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        x, y = data()
+        loss = F.mse_loss(model(x.to(dtype)), y.to(dtype))
+        loss.backward()
+        return loss.detach()
+
+    optimizer.step(closure)
+    damping = optimizer.param_groups[0]["damping"]
+    assert damping == (0.5 if dtype is torch.bfloat16 else pytest.approx(0.5 * 0.95))
+
+
+def test_what_it_cannot_judge_is_refused_before_the_step() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    with pytest.raises(RuntimeError, match=r"torch.sparse_coo gradient; LevenbergMarquardt needs dense ones"):
+        refused(nn.Sequential(embedding, nn.Linear(3, 3)), torch.tensor([1, 2]), skip_layers=[nn.Embedding])
+    model = nn.Sequential(linear(), Turned())
+    with pytest.raises(RuntimeError, match=r"\[3\] of param group 0 is torch.complex128; LevenbergMarquardt"):
+        refused(model, torch.randn(2, 4))
+    with pytest.raises(ValueError, match=r"preconditioner_damping \(0.1 in the param groups\), so that no step would"):
+        refused(linear(), torch.randn(2, 4), preconditioner_damping=0.1)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.turn.abs()
+
+
+def refused(model: nn.Module, x: Tensor, **options: Any) -> None:
+    criterion = nn.MSELoss()
+    options = {"estimate": ExactGGN(criterion), "adapt_damping": LevenbergMarquardt(interval=1), **options}
+    optimizer = KFACOptimizer(model, lr=0.1, **options)
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = criterion(model(x), torch.zeros(2, 3))
+        loss.backward()
+        return loss.detach()
+
+    try:
+        optimizer.step(closure)
+    finally:
+        assert all(map(torch.equal, model.parameters(), before))

@@ -1,12 +1,17 @@
 """The length of steps by a search, and the loss evaluated again; covers step/line_search.py, step/reevaluation.py."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from helpers.oracles import assert_same
 from helpers.plain import batch, clones, mlp
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LineSearch, SampleSpace
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LevenbergMarquardt, LineSearch, SampleSpace
+
+Closure = Callable[[], Tensor]
 
 
 def problem() -> tuple[nn.Module, KFACOptimizer]:
@@ -195,3 +200,130 @@ def test_a_closure_may_drop_the_gradients_after_its_forward(evaluated: bool) -> 
             optimizer.step(closure)
         runs.append(clones(model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def closure_of(model: nn.Module, optimizer: KFACOptimizer, edit: Callable[[], object] = lambda: None) -> Closure:
+    x = batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        edit()
+        return loss.detach()
+
+    return closure
+
+
+def test_a_closure_may_look_at_gradients_and_change_them() -> None:
+    """What it sees behind a backward that is not run are copies of the first gradients."""
+    found = []
+    for edits in (False, True):
+        model, optimizer = problem()
+        seen: list[list[float]] = []
+
+        def edit(model: nn.Module = model, seen: list[list[float]] = seen, edits: bool = edits) -> None:
+            seen.append([float(param.grad.norm()) for param in model.parameters()])
+            if edits and len(seen) > 1:
+                for param in model.parameters():
+                    param.grad.mul_(torch.nan)
+
+        optimizer.step(closure_of(model, optimizer, edit))
+        assert len(seen) > 2
+        assert all(each == seen[0] for each in seen)
+        found.append([*clones(model.parameters()), *clones(param.grad for param in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_the_rate_may_be_a_tensor_of_one_element() -> None:
+    found = []
+    for lr in (0.5, torch.tensor([0.5])):
+        model = mlp()
+        optimizer = KFACOptimizer(model, lr=lr, damping=1e-2, inverse=Cholesky(), step_size=LineSearch())
+        optimizer.step(closure_of(model, optimizer))
+        found.append(clones(model.parameters()))
+    assert_same(*found)
+
+
+def test_weight_decay_that_is_part_of_the_curvature_is_part_of_the_loss_that_is_searched() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(40, size, dtype=torch.float64, generator=generator) for size in (3, 1))
+    eta = 0.3
+    # h = mean (xw - y)² + ½ η w², from the minimum of the loss alone, which no step against h lowers.
+    ridge = torch.linalg.solve(2 * x.T @ x / 40 + eta * torch.eye(3, dtype=torch.float64), 2 * x.T @ y / 40)
+    model = nn.Linear(3, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.solve(x.T @ x, x.T @ y).T)
+    options = {"weight_decay": eta, "l2_in_curvature": True, "inverse": Cholesky(), "damping": 1e-6}
+    optimizer = KFACOptimizer(model, lr=1.0, step_size=LineSearch(), factor_update_period=1, **options)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(60):
+        optimizer.step(closure)
+    assert_same(model.weight, ridge.T, rtol=1e-5)
+
+
+def test_the_default_goes_on_from_its_checkpoint_with_a_region_of_its_own() -> None:
+    model, optimizer = problem()
+    for _ in range(3):
+        optimizer.step(closure_of(model, optimizer))
+    saved = optimizer.state_dict()
+    for block in saved["state"].values():
+        if (memory := block.get("kfac", {}).get("step_size")) is not None:
+            assert memory[0] == 0, "the logarithm of the size of a trust region"
+    searched = KFACOptimizer(model, lr=1.0, damping=1e-2, inverse=Cholesky(), step_size=LineSearch())
+    searched.load_state_dict(saved)
+    assert searched._memory.get([], [*model.parameters()]).tolist() == optimizer._memory.get([], []).tolist()
+
+
+def test_a_step_whose_search_fails_counts_its_statistics_once() -> None:
+    model = mlp()
+    options = {"damping": 1e-2, "inverse": Cholesky(), "factor_update_period": 1, "step_size": LineSearch()}
+    optimizer = KFACOptimizer(model, lr=1.0, **options)
+    calls = 0
+
+    def edit() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+
+    closure = closure_of(model, optimizer, edit)
+    with pytest.raises(MemoryError):
+        optimizer.step(closure)
+    for _ in range(2):
+        optimizer.step(closure)
+    clocks = [block.clock for block in optimizer._binding.coverage.blocks]
+    assert [(clock.step, clock.folds) for clock in clocks] == [(3, 3)] * len(clocks)
+    KFACOptimizer(model, lr=1.0, **options).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"step_size": LineSearch()}, {"adapt_damping": LevenbergMarquardt(interval=1)}])
+def test_buffers_that_are_expanded_views_are_put_back(options: dict[str, Any]) -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("seen", torch.zeros(1, 3).expand(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen[0] += 1
+            return super().forward(x) + 0 * self.seen[1]
+
+    model, criterion = Masked(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.1, estimate=ExactGGN(criterion), **options)
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = criterion(model(x), y)
+        loss.backward()
+        return loss
+
+    for number in range(3):
+        optimizer.step(closure)
+        assert model.seen.tolist() == [[number + 1.0] * 3] * 2

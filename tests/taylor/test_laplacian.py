@@ -70,6 +70,7 @@ def test_derivatives_and_their_gradients_by_parameters_are_those_of_nested_diffe
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "a softmax": lambda x: torch.softmax(x * x, -1),
     "powers": lambda x: x**3 + 2 ** (x / 3) - 1 / (2 + x.square()),
+    "powers of two that depend on x": lambda x: (1 + x.square()) ** x + torch.pow(2 + x.square(), x[:, :1]),
     "a product over elements": lambda x: (x.sin() + 2).prod(-1),
     "a matrix product of two": lambda x: torch.bmm(x[:, :, None] ** 2, x[:, None].exp()),
     "an einsum": lambda x: torch.einsum("ni,nj->nij", x.sin(), x.cos()),
