@@ -49,7 +49,8 @@ def range_test(
         loader: what can be iterated again, as a `DataLoader`, or a list of batches; `steps / 7` batches of it are held
             in memory. An iterator is refused, unless it has `state_dict` and `load_state_dict`.
         loss_of: computes the loss of a batch as training does, `[]`, without `backward()`. It must leave the batch as
-            it is. Clipping of gradients, accumulation and schedules take no part.
+            it is. What it states by `optimizer.set_loss_terms` or `optimizer.observe` counts for the steps of the
+            trials alone. Clipping of gradients, accumulation and schedules take no part.
         steps: how many at most, each a forward and a backward; forwards of a few batches come on top.
         advance: is called after each step, for a progress bar.
 

@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from kfac_optim import (
     Background,
+    ExactGGN,
     IterateAverage,
     KFACOptimizer,
     LevenbergMarquardt,
     MonteCarlo,
     QuadraticModel,
+    SampleSpace,
     SelectedUpdates,
 )
 from kfac_optim.tuning import RangeTest, Trial, range_test
@@ -240,6 +242,36 @@ def test_a_trial_trains_as_the_optimizer_would() -> None:
     trial = range_test(optimizer, batches(), loss_with(model), steps=FEW).records[1]
     optimizer.param_groups[0]["lr"] = trial.lr
     assert train(model, optimizer, 8) == list(trial.losses)
+
+
+@pytest.mark.parametrize("states", ["terms", "residuals"])
+def test_what_the_loss_states_counts_for_the_trials_alone(states: str) -> None:
+    model = mlp(dtype=torch.float32)
+    options: dict[str, Any] = {} if states == "terms" else {"estimate": ExactGGN(CRITERION), "inverse": SampleSpace()}
+    optimizer = KFACOptimizer(model, lr=0.02, factor_update_period=1, **options)
+
+    def loss_of(batch: Batch) -> Tensor:
+        residual = model(batch[0]) - batch[1]
+        if states == "terms":
+            optimizer.set_loss_terms(2)
+        else:
+            optimizer.observe(residual)
+        return residual.square().mean()
+
+    def train_on(these: list[Batch]) -> list[float]:
+        losses = []
+        for batch in these:
+            optimizer.zero_grad()
+            losses.append(loss_of(batch))
+            losses[-1].backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return [loss.item() for loss in losses]
+
+    train_on(batches(3))
+    trial = range_test(optimizer, batches(), loss_of, steps=FEW).records[1]
+    assert optimizer._window.tally.result().averaged == 0
+    optimizer.param_groups[0]["lr"] = trial.lr
+    assert train_on(batches()) == list(trial.losses)
 
 
 def test_a_progress_bar_is_told_of_each_step() -> None:
