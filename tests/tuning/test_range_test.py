@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,35 @@ def test_a_loader_goes_on_with_the_batches_that_it_would_have_given() -> None:
             range_test(KFACOptimizer(model), loader, loss_with(model), steps=FEW)
         epochs.append([torch.cat([x, y], dim=1) for x, y in loader])
     assert all(torch.equal(one, other) for one, other in zip(*epochs, strict=True))
+
+
+class Remembering(nn.Module):
+    """Keeps what it has seen outside of buffers, and draws noise of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.mean, self.means = torch.zeros(4), [torch.zeros(4)]
+        self.listed, self.kinds, self.latest = [0], {0}, deque([0], maxlen=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mean in (self.mean, *self.means):
+            mean.mul_(0.9).add_(x.detach().mean(0))
+        for add in (self.listed.append, self.kinds.add, self.latest.append):
+            add(len(self.listed))
+        return x - self.mean + torch.randn(x.shape, generator=self.generator)
+
+    def kept(self) -> tuple[object, ...]:
+        tensors = [tensor.tolist() for tensor in (self.mean, *self.means, self.generator.get_state())]
+        return tensors, [*self.listed], {*self.kinds}, [*self.latest]
+
+
+def test_what_modules_keep_outside_of_buffers_is_put_back() -> None:
+    model = nn.Sequential(Remembering(), nn.Linear(4, 3))
+    before = model[0].kept()
+    result = range_test(KFACOptimizer(model, lr=0.02), batches(), loss_with(model), steps=FEW)
+    assert model[0].kept() == before
+    assert len({trial.losses[0] for trial in result.records}) == 1
 
 
 def test_workers_that_persist_are_left_alone() -> None:
