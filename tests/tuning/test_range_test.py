@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from kfac_optim import (
     Background,
     ExactGGN,
+    HyperparameterScheduler,
     IterateAverage,
     KFACOptimizer,
     LevenbergMarquardt,
@@ -493,11 +494,20 @@ def test_the_picture_shows_all_trials_and_the_recommendation(tmp_path: Path) -> 
     assert words not in [text.get_text() for text in gains.get_legend().get_texts()]
 
 
-def test_a_recommendation_is_not_applied_behind_the_back_of_a_scheduler() -> None:
+@pytest.mark.parametrize("key", ["lr", "damping"])
+def test_a_recommendation_is_not_applied_behind_the_back_of_a_scheduler(key: str) -> None:
     optimizer = KFACOptimizer(network(), lr=0.02)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(RuntimeError, match="scheduler"):
+    if key == "lr":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    else:
+        HyperparameterScheduler(optimizer, key, lambda _: 1.0)
+    with pytest.raises(RuntimeError, match=f"after a scheduler of '{key}' was made"):
         RESULT.apply(optimizer)
+
+
+def test_a_recommendation_is_not_applied_to_a_rate_of_zero() -> None:
+    with pytest.raises(ValueError, match=r"lr of param group 0 is 0\.0\. Set it to 0\.001"):
+        RESULT.apply(KFACOptimizer(network(), lr=0.0))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
