@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from kfac_optim.utils.validation import check_integer, check_number
+from kfac_optim.utils.validation import check_integer, check_number, plain_number
 
 _PERIODS = ("factor_update_period", "inverse_update_period")
 
@@ -114,7 +114,7 @@ class HyperparameterScheduler:
             if not isinstance(each, Real):
                 raise TypeError(f"kfac_optim: a factor of {self.key!r} must return a number, and returned {each!r}.")
         for group, base, by in zip(self.optimizer.param_groups, self.base_values, found, strict=False):
-            value = base * by
+            value = plain_number(base * by)
             group[self.key] = max(1, round(value)) if self.key in _PERIODS else value
 
     def get_last_value(self) -> list[float]:

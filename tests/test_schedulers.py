@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.plain import assert_identical, clones, mlp, train
@@ -47,6 +48,12 @@ def test_a_period_is_rounded_stays_an_integer_and_never_falls_below_one(key: str
     found = [value for (value,) in values(scheduler, 6)]
     assert found == [10, 3, 2, 1, 1, 1, 23]
     assert all(type(value) is int for value in found)
+
+
+def test_a_factor_of_numpy_leaves_a_number_of_python() -> None:
+    """Checkpoints with numbers of numpy are not read by `torch.load(weights_only=True)`."""
+    scheduler = HyperparameterScheduler(optimizer(), "damping", lambda step: np.cos(step))
+    assert [type(value) for (value,) in values(scheduler, 1)] == [float, float]
 
 
 def test_an_edit_of_the_group_between_steps_is_overwritten_from_the_base() -> None:

@@ -40,16 +40,20 @@ def range_test(
     rate, and damping takes part. All that is known is what a few steps show; decays of the rate are for the user.
 
     A twin of the optimizer takes the steps, and the optimizer itself does not notice. What is put back to the bit, also
-    after an error or Ctrl-C: parameters, buffers, `.grad` and attributes of the model's modules, random states of
-    torch, CUDA, `random` and NumPy, generators and attributes of the loader, its samplers and data sets. What stands
-    elsewhere is not known. Compiled models run uncompiled.
+    after an error or Ctrl-C: parameters, buffers and `.grad` of the model's modules; what attributes of the modules, of
+    the loader, its samplers, data sets and transforms are bound to, and what stands in those that are dicts, lists,
+    deques or sets; the states of generators (of torch, `random` and NumPy) there and in tuples; in modules also tensors
+    that are neither parameters nor buffers, if changed in place, not by `.data`; and the random states of torch, CUDA,
+    `random` and NumPy. What else attributes hold is not looked into, such as arrays, objects of other classes, and
+    containers in containers. Compiled models run uncompiled.
 
     Args:
         optimizer: the optimizer as training begins with it, or between two steps. It must know its model.
         loader: what can be iterated again, as a `DataLoader`, or a list of batches; `steps / 7` batches of it are held
             in memory. An iterator is refused, unless it has `state_dict` and `load_state_dict`.
         loss_of: computes the loss of a batch as training does, `[]`, without `backward()`. It must leave the batch as
-            it is. Clipping of gradients, accumulation and schedules take no part.
+            it is. What it states by `optimizer.set_loss_terms` or `optimizer.observe` counts for the steps of the
+            trials alone. Clipping of gradients, accumulation and schedules take no part.
         steps: how many at most, each a forward and a backward; forwards of a few batches come on top.
         advance: is called after each step, for a progress bar.
 

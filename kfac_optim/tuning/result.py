@@ -44,15 +44,23 @@ class RangeTest:
 
         Raises:
             TypeError: this is no `KFACOptimizer`.
-            RuntimeError: a scheduler has been made already.
+            RuntimeError: a scheduler of these numbers has been made already.
+            ValueError: the rate of the first param group is not above 0, so that those of others have no ratio to it.
         """
         check_kind("what RangeTest.apply is given", optimizer, KFACOptimizer)
-        if any("initial_lr" in group for group in optimizer.param_groups):
-            raise RuntimeError(
-                "kfac_optim: RangeTest.apply was called after a scheduler was made, which would go on from the old "
-                "rate. Call it before, and make the scheduler then."
-            )
+        for name in ("lr", "damping", "preconditioner_damping"):
+            bases = [group[f"initial_{name}"] for group in optimizer.param_groups if f"initial_{name}" in group]
+            if bases:
+                raise RuntimeError(
+                    f"kfac_optim: RangeTest.apply was called after a scheduler of {name!r} was made, which would go on "
+                    f"from the old value, {float(bases[0]):g}. Call it before, and make the scheduler then."
+                )
         first = optimizer.param_groups[0]
+        if not float(first["lr"]) > 0:
+            raise ValueError(
+                f"kfac_optim: RangeTest.apply multiplies the rates of all param groups alike, and lr of param group 0 "
+                f"is {float(first['lr'])}. Set it to {self.before[0]:g}, as it was for range_test."
+            )
         factors = {"lr": self.lr / float(first["lr"])}
         if first["damping"]:
             factors["damping"] = factors["preconditioner_damping"] = self.damping / first["damping"]

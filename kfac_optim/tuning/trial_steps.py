@@ -5,7 +5,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,21 +60,30 @@ class TrialSteps:
 
     def run(self, lr: float, damping: float) -> Trial:
         """Train with a rate and a damping of the first param group; those of other groups keep their ratio to it."""
-        self._undo()
-        twin = _twin(self._optimizer, lr, damping)
         losses: list[float] = []
-        try:
+        with self._twin_trains(lr, damping) as twin:
             for batch in self._batches:
                 losses.append(self._step(twin, batch))
                 self.steps += 1
                 self._advance()
                 if not losses[-1] <= losses[0] + (_HOPELESS - 1) * abs(losses[0]):  # a NaN is not
                     return Trial(lr, damping, tuple(losses), ())
-        finally:
-            twin.remove_hooks()
         ends = losses[-len(self._before) :]
         gains = tuple(before - after for before, after in zip(self._before, ends, strict=True))
         return Trial(lr, damping, tuple(losses), gains)
+
+    @contextmanager
+    def _twin_trains(self, lr: float, damping: float) -> Iterator[KFACOptimizer]:
+        """Return a context in which a twin with these numbers trains the model as it was at first."""
+        self._undo()
+        twin = _twin(self._optimizer, lr, damping)
+        # A loss that states its terms, or what it reads, knows the user's optimizer alone: the twin is to hear of it.
+        window, self._optimizer._window = self._optimizer._window, twin._window
+        try:
+            yield twin
+        finally:
+            self._optimizer._window = window
+            twin.remove_hooks()
 
     def _step(self, twin: KFACOptimizer, batch: Any) -> float:
         def closure() -> Any:
@@ -89,12 +98,12 @@ class TrialSteps:
 
     def _losses_now(self, batches: Sequence[Any]) -> list[float]:
         """Return the losses of the model as the user has it."""
-        self._undo()
         losses = []
-        for batch in batches:
-            with torch.enable_grad():  # the loss may hold derivatives
+        first = self._optimizer.param_groups[0]
+        with self._twin_trains(float(first["lr"]), first["damping"]), torch.enable_grad():  # it may hold derivatives
+            for batch in batches:
                 losses.append(check_loss(self._loss_of(batch)).item())
-            self.forwards += 1
+                self.forwards += 1
         if not all(map(math.isfinite, losses)):
             raise ValueError(f"kfac_optim: range_test found losses that are not finite before any step: {losses}.")
         return losses

@@ -1,9 +1,11 @@
 """Everything that trial steps change, put back: the model, random states and the loader."""
 
 import copy
+import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from kfac_optim.utils.autograd import version
+
 _PARTS = (  # of a loader
     *("dataset", "datasets", "data_source", "sampler", "batch_sampler", "collate_fn"),
     *("transform", "transforms", "target_transform"),  # as data sets of torchvision have them, and its Compose
 )
 _MISSING = object()
+_UNCOUNTED = -1  # is the version of a tensor that is put back whether or not a change in place was counted
 
 
 @contextmanager
@@ -26,25 +31,29 @@ def everything_undone(
     """Return a context that leaves modules, parameters, random states and loader to the bit as it found them.
 
     Args:
-        modules: with their parameters, buffers, gradients and attributes, hooks among them.
+        modules: with their parameters, buffers, gradients and attributes, hooks among them, and what those hold.
         params: further ones.
         loader: a loader of batches.
 
     Yields:
         A function that puts back all but the loader, for the next trial.
     """
-    tensors = [tensor for module in modules for tensor in _own(module)]
-    tensors = list({id(tensor): tensor for tensor in (*tensors, *params)}.values())
-    values = [(tensor, tensor.detach().clone(), tensor.grad if tensor.is_leaf else None) for tensor in tensors]
+    own = [tensor for module in modules for tensor in _own(module)]
+    registered = {id(tensor): tensor for tensor in (*own, *params)}
+    tensors = [(tensor, _UNCOUNTED) for tensor in registered.values()]
+    tensors += [(tensor, version(tensor)) for tensor in _unregistered(modules, registered)]
+    values = [(*each, each[0].detach().clone(), each[0].grad if each[0].is_leaf else None) for each in tensors]
     attributes = [_Attributes(module) for module in modules]
-    states = [*_random_states(), *(_state_of(generator) for generator in _generators(loader))]
+    generators = _generators([*modules, *_parts(loader)])
+    states = [*_random_states(), *(_state_of(generator) for generator in generators)]
 
     def undo() -> None:
         for each in attributes:
             each.put_back()
         with torch.no_grad():
-            for tensor, value, gradient in values:
-                tensor.copy_(value)
+            for tensor, count, value, gradient in values:
+                if version(tensor) != count:
+                    tensor.copy_(value)
                 if tensor.is_leaf:
                     tensor.grad = gradient
         for put_back in states:
@@ -63,15 +72,38 @@ def _own(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in registered if tensor is not None]
 
 
+def _held(owner: object) -> list[Any]:
+    """Return what the attributes of an object are bound to, and what stands in those of them that are containers."""
+    values = list(vars(owner).values())
+    for value in tuple(values):
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list | tuple | deque | set):
+            values += value
+    return values
+
+
+def _unregistered(modules: Iterable[nn.Module], registered: Container[int]) -> list[Tensor]:
+    """Return the tensors that modules hold, but for those of these identities, and those that cannot be written to."""
+    found = {id(value): value for module in modules for value in _held(module) if isinstance(value, Tensor)}
+    plain = [value for key, value in found.items() if key not in registered and not value.is_nested]
+    return [value for value in plain if value.layout is torch.strided and 0 not in value.stride()]  # 0: it is expanded
+
+
 class _Attributes:
-    """Holds what the attributes of an object are bound to, and what stands in those of them that are dicts."""
+    """Holds what the attributes of an object are bound to, and what stands in those of them that are containers."""
 
     def __init__(self, owner: object) -> None:
         attributes = vars(owner)
-        held = (attributes, *(value for value in attributes.values() if isinstance(value, dict)))
-        self._kept = [(each, dict(each)) for each in held]
+        values = tuple(attributes.values())
+        self._kept = [(each, dict(each)) for each in (attributes, *values) if isinstance(each, dict)]
+        self._listed = [(each, tuple(each)) for each in values if isinstance(each, list | deque | set)]
 
     def put_back(self) -> None:
+        for listed, members in self._listed:
+            if len(listed) != len(members) or any(map(operator.is_not, listed, members)):
+                listed.clear()
+                (listed.update if isinstance(listed, set) else listed.extend)(members)
         for now, kept in self._kept:
             if list(now) != list(kept):  # hooks have an order
                 now.clear()
@@ -107,12 +139,12 @@ def _parts(loader: Any) -> list[Any]:
     return list(seen.values())
 
 
-def _generators(loader: Any) -> list[Any]:
-    """Return the generators that a loader and its parts hold as attributes; see `_PARTS`."""
+def _generators(owners: Iterable[object]) -> list[Any]:
+    """Return the generators that objects hold."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    values = [value for part in _parts(loader) for value in vars(part).values()]
+    values = [value for owner in owners for value in _held(owner)]
     return list({id(value): value for value in values if isinstance(value, kinds)}.values())
 
 

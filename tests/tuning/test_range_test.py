@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,14 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from kfac_optim import (
     Background,
+    ExactGGN,
+    HyperparameterScheduler,
     IterateAverage,
     KFACOptimizer,
     LevenbergMarquardt,
     MonteCarlo,
     QuadraticModel,
+    SampleSpace,
     SelectedUpdates,
 )
 from kfac_optim.tuning import RangeTest, Trial, range_test
@@ -172,6 +176,35 @@ def test_a_loader_goes_on_with_the_batches_that_it_would_have_given() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*epochs, strict=True))
 
 
+class Remembering(nn.Module):
+    """Keeps what it has seen outside of buffers, and draws noise of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.mean, self.means = torch.zeros(4), [torch.zeros(4)]
+        self.listed, self.kinds, self.latest = [0], {0}, deque([0], maxlen=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mean in (self.mean, *self.means):
+            mean.mul_(0.9).add_(x.detach().mean(0))
+        for add in (self.listed.append, self.kinds.add, self.latest.append):
+            add(len(self.listed))
+        return x - self.mean + torch.randn(x.shape, generator=self.generator)
+
+    def kept(self) -> tuple[object, ...]:
+        tensors = [tensor.tolist() for tensor in (self.mean, *self.means, self.generator.get_state())]
+        return tensors, [*self.listed], {*self.kinds}, [*self.latest]
+
+
+def test_what_modules_keep_outside_of_buffers_is_put_back() -> None:
+    model = nn.Sequential(Remembering(), nn.Linear(4, 3))
+    before = model[0].kept()
+    result = range_test(KFACOptimizer(model, lr=0.02), batches(), loss_with(model), steps=FEW)
+    assert model[0].kept() == before
+    assert len({trial.losses[0] for trial in result.records}) == 1
+
+
 def test_workers_that_persist_are_left_alone() -> None:
     model = network()
     loader = DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), batch_size=8)
@@ -240,6 +273,36 @@ def test_a_trial_trains_as_the_optimizer_would() -> None:
     trial = range_test(optimizer, batches(), loss_with(model), steps=FEW).records[1]
     optimizer.param_groups[0]["lr"] = trial.lr
     assert train(model, optimizer, 8) == list(trial.losses)
+
+
+@pytest.mark.parametrize("states", ["terms", "residuals"])
+def test_what_the_loss_states_counts_for_the_trials_alone(states: str) -> None:
+    model = mlp(dtype=torch.float32)
+    options: dict[str, Any] = {} if states == "terms" else {"estimate": ExactGGN(CRITERION), "inverse": SampleSpace()}
+    optimizer = KFACOptimizer(model, lr=0.02, factor_update_period=1, **options)
+
+    def loss_of(batch: Batch) -> Tensor:
+        residual = model(batch[0]) - batch[1]
+        if states == "terms":
+            optimizer.set_loss_terms(2)
+        else:
+            optimizer.observe(residual)
+        return residual.square().mean()
+
+    def train_on(these: list[Batch]) -> list[float]:
+        losses = []
+        for batch in these:
+            optimizer.zero_grad()
+            losses.append(loss_of(batch))
+            losses[-1].backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return [loss.item() for loss in losses]
+
+    train_on(batches(3))
+    trial = range_test(optimizer, batches(), loss_of, steps=FEW).records[1]
+    assert optimizer._window.tally.result().averaged == 0
+    optimizer.param_groups[0]["lr"] = trial.lr
+    assert train_on(batches()) == list(trial.losses)
 
 
 def test_a_progress_bar_is_told_of_each_step() -> None:
@@ -431,11 +494,20 @@ def test_the_picture_shows_all_trials_and_the_recommendation(tmp_path: Path) -> 
     assert words not in [text.get_text() for text in gains.get_legend().get_texts()]
 
 
-def test_a_recommendation_is_not_applied_behind_the_back_of_a_scheduler() -> None:
+@pytest.mark.parametrize("key", ["lr", "damping"])
+def test_a_recommendation_is_not_applied_behind_the_back_of_a_scheduler(key: str) -> None:
     optimizer = KFACOptimizer(network(), lr=0.02)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(RuntimeError, match="scheduler"):
+    if key == "lr":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    else:
+        HyperparameterScheduler(optimizer, key, lambda _: 1.0)
+    with pytest.raises(RuntimeError, match=f"after a scheduler of '{key}' was made"):
         RESULT.apply(optimizer)
+
+
+def test_a_recommendation_is_not_applied_to_a_rate_of_zero() -> None:
+    with pytest.raises(ValueError, match=r"lr of param group 0 is 0\.0\. Set it to 0\.001"):
+        RESULT.apply(KFACOptimizer(network(), lr=0.0))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
