@@ -40,7 +40,7 @@ def laplacian(
     The forward may hold whatever torch can differentiate often enough: modules, activations, sums, products, features
     such as `torch.sin(2 * x)`, `cat`, indexing, layer norms. Each example has to be treated by itself. Refused are
     functions that change a tensor in place, draw random numbers (dropout in training) or mix the examples of a batch
-    (batch norm in training), custom autograd functions, and scripted modules; a scripted function makes all
+    (batch norm in training), custom autograd functions, compiled and scripted modules; a scripted function makes all
     derivatives NaN.
     A forward of several arguments is called by a function: `laplacian(lambda z: model(z[:, :1], z[:, 1:]), z)`.
 
@@ -67,6 +67,11 @@ def laplacian(
         raise NotCarriedError(
             f"kfac_optim: taylor.laplacian was called within another taylor.laplacian, which carries two derivatives "
             f"and no more. {REMEDY}"
+        )
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        raise NotCarriedError(
+            "kfac_optim: taylor.laplacian runs the model's own forward, and a compiled model has another one. Pass the "
+            "model that was compiled (its _orig_mod)."
         )
     examples, inputs = x.shape
     operators = _operators(weights, x)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from kfac_optim.utils.autograd import version
+from kfac_optim.utils.tensor_storage import held_once
 
 _PARTS = (  # of a loader
     *("dataset", "datasets", "data_source", "sampler", "batch_sampler", "collate_fn"),
@@ -42,7 +43,9 @@ def everything_undone(
     registered = {id(tensor): tensor for tensor in (*own, *params)}
     tensors = [(tensor, _UNCOUNTED) for tensor in registered.values()]
     tensors += [(tensor, version(tensor)) for tensor in _unregistered(modules, registered)]
-    values = [(*each, each[0].detach().clone(), each[0].grad if each[0].is_leaf else None) for each in tensors]
+    values = [
+        (*each, held_once(each[0].detach()).clone(), each[0].grad if each[0].is_leaf else None) for each in tensors
+    ]
     attributes = [_Attributes(module) for module in modules]
     generators = _generators([*modules, *_parts(loader)])
     states = [*_random_states(), *(_state_of(generator) for generator in generators)]
@@ -53,7 +56,7 @@ def everything_undone(
         with torch.no_grad():
             for tensor, count, value, gradient in values:
                 if version(tensor) != count:
-                    tensor.copy_(value)
+                    held_once(tensor).copy_(value)
                 if tensor.is_leaf:
                     tensor.grad = gradient
         for put_back in states:

@@ -223,3 +223,8 @@ def test_bad_arguments_are_refused(x: Tensor, weights: object, error: type[Excep
 def test_a_model_of_several_outputs_is_refused() -> None:
     with pytest.raises(TypeError, match=r"one tensor, got tuple; .*model\(x\)\[0\]"):
         laplacian(lambda x: (x, x), torch.randn(3, 2))
+
+
+def test_a_compiled_model_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="Pass the model that was compiled"):
+        laplacian(torch.compile(nn.Linear(2, 1), backend="eager"), torch.randn(3, 2))

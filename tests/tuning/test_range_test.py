@@ -612,3 +612,16 @@ def test_the_script_of_the_guide_runs_as_it_stands(
     exec(script[1], {})
     assert "Recommended: lr" in capsys.readouterr().out
     assert Path("range.png").exists()
+
+
+def test_buffers_that_are_expanded_views_are_put_back() -> None:
+    model = nn.Linear(4, 3)
+    model.register_buffer("seen", torch.zeros(1, 3).expand(2, 3))
+    optimizer = KFACOptimizer(model, lr=0.1)
+
+    def loss_of(batch: Tensor) -> Tensor:
+        model.seen[0] += 1
+        return model(batch).square().mean()
+
+    range_test(optimizer, [torch.randn(8, 4) for _ in range(20)], loss_of, steps=56)
+    assert not bool(model.seen.any())
