@@ -165,28 +165,28 @@ def check_parameter_state(state: object, param: nn.Parameter, name: str, *, cove
         if state.get(key) is not None:
             rule = value_checks.not_negative if key == SECOND_MOMENT else value_checks.finite
             _check_tensor(state[key], param, f"{key!r} of {name!r} is", rule, covered=covered)
-    if SECOND_MOMENT in state and not _is_count(state.get(ADAM_STEPS), Tensor, 0):
+    if SECOND_MOMENT in state and not _is_count(state.get(ADAM_STEPS), Tensor):
         raise _refusal(
             f"{ADAM_STEPS!r} of {name!r} is {described(state.get(ADAM_STEPS))}, and must be a tensor [] of a number "
             f"from 0 on where there is {SECOND_MOMENT!r}"
         )
     averaged = state.get(AVERAGED_STEPS)
-    if (AVERAGE in state) != (AVERAGED_STEPS in state) or (AVERAGE in state and not _is_count(averaged, int, 1)):
+    if (AVERAGE in state) != (AVERAGED_STEPS in state) or (AVERAGE in state and not _is_count(averaged, int)):
         raise _refusal(
-            f"{AVERAGED_STEPS!r} of {name!r} is {described(averaged)}, and must be a number from 1 on where there is "
+            f"{AVERAGED_STEPS!r} of {name!r} is {described(averaged)}, and must be a number from 0 on where there is "
             f"{AVERAGE!r}, and nowhere else"
         )
     if ITERATE in state and AVERAGE not in state:
         raise _refusal(f"{ITERATE!r} of {name!r} is there without {AVERAGE!r}")
 
 
-def _is_count(value: object, kind: type, least: int) -> bool:
-    """Return whether a value is a number of that kind, and not too small; on `meta` there is no number to look at."""
+def _is_count(value: object, kind: type) -> bool:
+    """Return whether a value is a number of that kind, from 0 on; on `meta` there is no number to look at."""
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_complex() and (value.is_meta or bool(value >= least))
-    return isinstance(value, int) and value >= least
+        return value.dim() == 0 and not value.is_complex() and (value.is_meta or bool(value >= 0))
+    return isinstance(value, int) and value >= 0
 
 
 def _check_tensor(buffer: object, param: nn.Parameter, at: str, rule: value_checks.Rule, *, covered: bool) -> None:

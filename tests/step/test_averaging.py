@@ -12,6 +12,7 @@ from helpers.plain import FREQUENT, batch, mlp, square_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from kfac_optim import IterateAverage, KFACOptimizer, LevenbergMarquardt, MonteCarlo
 
@@ -110,6 +111,18 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been(saved: str, dtype: torch.
     assert {average.dtype for average in averages} == {torch.promote_types(dtype, torch.float32)}
 
 
+@pytest.mark.parametrize("eta", [0.0, 8.0])
+def test_a_state_of_no_step_loads_and_the_average_begins_with_the_first(eta: float) -> None:
+    """A new optimizer makes that state when `torch.distributed.checkpoint` asks for it."""
+    model, twin = mlp(), mlp()
+    optimizer, untouched = (KFACOptimizer(each, **OPTIONS, average=IterateAverage(eta)) for each in (model, twin))
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    for each, its in ((optimizer, model), (untouched, twin)):
+        train(its, each, 3)
+        each.eval()
+    assert_equal(values(model), values(twin))
+
+
 def spoil(model: nn.Module) -> None:
     next(model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
 
@@ -165,7 +178,7 @@ Damage = Callable[[dict[str, Any]], object]
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "shape": (lambda held: held.update(average=torch.zeros(2)), r"'average' of '0\.weight' is \[2\], here \[5, 4\]"),
     "nan": (lambda held: held["average"].fill_(torch.nan), r"'average' of '0\.weight' is not finite"),
-    "steps": (lambda held: held.update(averaged_steps=0), r"'averaged_steps' of '0\.weight' is 0"),
+    "steps": (lambda held: held.update(averaged_steps=-1), r"'averaged_steps' of '0\.weight' is -1"),
     "no steps": (lambda held: held.pop("averaged_steps"), r"'averaged_steps' of '0\.weight' is None"),
     "iterate": (lambda held: held.update(iterate=torch.zeros(3)), r"'iterate' of '0\.weight' is \[3\]"),
     "iterate alone": (
