@@ -4,7 +4,6 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint
@@ -58,7 +57,7 @@ def publish(
 
 def fill_up(state: MutableMapping[Any, Any], params: Sequence[nn.Parameter]) -> None:
     """Give trained parameters an empty state: `torch.distributed.checkpoint` misses those that have none."""
-    if state and dist.is_available() and dist.is_initialized():
+    if state:
         for param in params:
             if param.requires_grad:
                 state[param]
