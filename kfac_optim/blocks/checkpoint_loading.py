@@ -110,7 +110,7 @@ def _incoming(
     if not several:
         for block in blocks:
             checkpoint_groups.check_momenta(block, held)
-    return Incoming(states, marks)
+    return Incoming({param: checkpoint.due_if_not_read(state) for param, state in states.items()}, marks)
 
 
 def _awaits(binding: ModelBinding, param: nn.Parameter) -> bool:

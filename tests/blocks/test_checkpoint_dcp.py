@@ -12,7 +12,7 @@ from helpers.plain import assert_identical, clones, mlp, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from kfac_optim import EKFAC, Inverse, KFACOptimizer, NewtonSchulz, TrustRegion
+from kfac_optim import EKFAC, Background, Cholesky, Inverse, KFACOptimizer, NewtonSchulz, TrustRegion
 
 Run = tuple[nn.Module, KFACOptimizer]
 
@@ -107,3 +107,15 @@ def test_a_momentum_buffer_that_is_gone_is_missed() -> None:
     del state["state"][3]["momentum_buffer"]
     with pytest.raises(ValueError, match=r"saved with 2 momentum buffers of '2', and has 1"):
         other[1].load_state_dict(state)
+
+
+def test_a_refresh_that_was_under_way_is_made_anew_where_a_new_optimizer_has_no_place_for_it(tmp_path: Path) -> None:
+    refresh = Background(max_staleness=3, deterministic=True)
+    run, other = (new(0.9, Cholesky(), refresh=refresh) for _ in range(2))
+    train(*run, 5)
+    assert any(block.under_way is not None for block in run[1]._binding.coverage.blocks)
+    template = get_optimizer_state_dict(*other)
+    through_files(get_optimizer_state_dict(*run), template, tmp_path)
+    set_optimizer_state_dict(*other, template)
+    train(*other, 1, start=5)
+    assert {block.clock.refreshed_at for block in other[1]._binding.coverage.blocks} == {5}
