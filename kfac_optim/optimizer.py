@@ -749,7 +749,7 @@ class KFACOptimizer(Optimizer):
         if incoming.warm:
             self._warnings.warm_start()
         if incoming.averages and self._choices.average is None:
-            self._warnings.averages_left()
+            self._warnings.averages_left(shown=averaging.shows_averages(incoming.averages))
         if not self._executor.several:  # else it may be that another rank has it
             checkpoint.warn_of_missed(incoming.missed)
 

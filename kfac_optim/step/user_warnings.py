@@ -64,11 +64,24 @@ class UserWarnings:
             "taken over; statistics and inverses, which it has none of, begin from zero at the next step."
         )
 
-    def averages_left(self) -> None:
-        warn(
-            "kfac_optim: the checkpoint holds averages of the parameters, and this optimizer averages nothing: they "
-            "were left. Pass average=IterateAverage() to go on with them."
-        )
+    def averages_left(self, *, shown: bool) -> None:
+        """Warn of averages that a checkpoint holds and the optimizer does not.
+
+        Args:
+            shown: whether the model held them, and so the checkpoint of the model does.
+        """
+        if shown:
+            warn(
+                "kfac_optim: the checkpoint was saved after optimizer.eval(), and this optimizer averages nothing: a "
+                "model loaded with it holds the averages of its parameters, and the trained ones, which are in the "
+                "checkpoint of the optimizer, were left. To go on from these build the optimizer with "
+                "average=IterateAverage(), load both checkpoints, and then call optimizer.train()."
+            )
+        else:
+            warn(
+                "kfac_optim: the checkpoint holds averages of the parameters, and this optimizer averages nothing: "
+                "they were left. Pass average=IterateAverage() to go on with them."
+            )
 
     def no_gradients(self) -> None:
         if self._is_first("unseen"):

@@ -253,6 +253,22 @@ def test_averages_that_the_optimizer_does_not_go_on_with_are_left_with_a_warning
     assert all("average" not in held for held in other.state.values())
 
 
+def test_averages_that_a_model_was_loaded_with_are_told_and_the_remedy_works() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, **AVERAGED)
+    train(model, optimizer, 2)
+    trained = values(model)
+    optimizer.eval()
+    saved, other = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"saved after optimizer\.eval\(\).*then call optimizer\.train\(\)") as caught:
+        KFACOptimizer(other, **OPTIONS).load_state_dict(saved)
+    assert len(caught) == 1
+    remedy = KFACOptimizer(other, **AVERAGED)
+    remedy.load_state_dict(saved)
+    remedy.train()
+    assert_equal(values(other), trained)
+
+
 @pytest.mark.parametrize(("value", "error"), [(-0.1, ValueError), (float("nan"), ValueError), ("0.9", TypeError)])
 @pytest.mark.parametrize("name", ["eta", "decay"])
 def test_numbers_out_of_range_are_refused(name: str, value: Any, error: type[Exception]) -> None:
