@@ -746,6 +746,7 @@ class KFACOptimizer(Optimizer):
         finally:
             handle.remove()
             incoming, self._incoming = self._incoming, Incoming()
+        self._warnings.unread = incoming.unread
         if incoming.warm:
             self._warnings.warm_start()
         if incoming.averages and self._choices.average is None:

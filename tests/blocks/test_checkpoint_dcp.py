@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from helpers.plain import assert_identical, clones, mlp, train
+from helpers.plain import assert_identical, batch, clones, mlp, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -119,3 +120,30 @@ def test_a_refresh_that_was_under_way_is_made_anew_where_a_new_optimizer_has_no_
     set_optimizer_state_dict(*other, template)
     train(*other, 1, start=5)
     assert {block.clock.refreshed_at for block in other[1]._binding.coverage.blocks} == {5}
+
+
+def resumed_without_a_model(folder: Path, *, given: bool = False, forward: bool = False, **options: Any) -> None:
+    """Resume in an optimizer that has to find its model, or does not."""
+    options = {"lr": 0.1, "momentum": 0.9, "factor_update_period": 1, **options}
+    model, other = mlp(), mlp()
+    optimizer = KFACOptimizer(model, **options)
+    train(model, optimizer, 5)
+    resumed = KFACOptimizer(other.parameters(), model=other if given else None, **options)
+    if forward:
+        with torch.no_grad():
+            other(batch())
+    template = get_optimizer_state_dict(other, resumed)
+    through_files(get_optimizer_state_dict(model, optimizer), template, folder)
+    set_optimizer_state_dict(other, resumed, template)
+    assert_goes_on_alike((model, optimizer), (other, resumed))
+
+
+def test_statistics_that_were_not_read_before_the_model_was_known_are_missed(tmp_path: Path) -> None:
+    told = r"has no statistics of '0', '2'.*KFACOptimizer\(model, \.\.\.\), or run one forward"
+    with pytest.warns(UserWarning, match=told), pytest.raises(AssertionError):
+        resumed_without_a_model(tmp_path)
+
+
+@pytest.mark.parametrize("how", [{"given": True}, {"forward": True}, {"skip_layers": ("*",)}], ids=str)
+def test_where_none_were_to_be_read_and_by_both_remedies_nothing_is_missed(how: dict[str, Any], tmp_path: Path) -> None:
+    resumed_without_a_model(tmp_path, **how)
