@@ -684,6 +684,7 @@ class KFACOptimizer(Optimizer):
             self._warnings.partial_checkpoint(lacking)
         self._publish_blocks()
         whole = super().state_dict()
+        published_state.fill_up(whole["state"], self._params())
         if fresh:  # `torch.distributed.checkpoint` takes whatever stands there for a sign that momentum does
             self.state.clear()
         return whole
@@ -887,7 +888,6 @@ class KFACOptimizer(Optimizer):
             keeps_directions=keeps_directions,
             remembered=self._memory.get(self._binding.coverage.blocks, self._params()),
         )
-        published_state.fill_up(self.state, self._params())
 
 
 def _as_given(group: dict[str, Any]) -> dict[str, Any]:
