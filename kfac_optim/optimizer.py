@@ -689,6 +689,7 @@ class KFACOptimizer(Optimizer):
             self._warnings.partial_checkpoint(lacking)
         self._publish_blocks()
         whole = super().state_dict()
+        published_state.fill_up(whole["state"], self._params())
         if fresh:  # `torch.distributed.checkpoint` takes whatever stands there for a sign that momentum does
             self.state.clear()
         return whole
@@ -751,10 +752,11 @@ class KFACOptimizer(Optimizer):
         finally:
             handle.remove()
             incoming, self._incoming = self._incoming, Incoming()
+        self._warnings.unread = incoming.unread
         if incoming.warm:
             self._warnings.warm_start()
         if incoming.averages and self._choices.average is None:
-            self._warnings.averages_left()
+            self._warnings.averages_left(shown=averaging.shows_averages(incoming.averages))
         if not self._executor.several:  # else it may be that another rank has it
             checkpoint.warn_of_missed(incoming.missed)
 
@@ -891,7 +893,6 @@ class KFACOptimizer(Optimizer):
             keeps_directions=keeps_directions,
             remembered=self._memory.get(self._binding.coverage.blocks, self._params()),
         )
-        published_state.fill_up(self.state, self._params())
 
 
 def _as_given(group: dict[str, Any]) -> dict[str, Any]:

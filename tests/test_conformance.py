@@ -872,9 +872,8 @@ def test_no_state_is_empty(desc: str) -> None:
     model = nn.Linear(5, 5)
     optimizer = Preconditioned.build(model, **inputs()[desc])
     run(optimizer, closure_of(Preconditioned, model, optimizer, rows(2)), 1)
+    assert optimizer.state_dict()["state"]  # where torch.distributed.checkpoint asks for empty ones
     assert all(len(state) > 0 for state in optimizer.state.values())
-    assert all(len(state) > 0 for state in optimizer.state_dict()["state"].values())
-    assert optimizer.state_dict()["state"]
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------

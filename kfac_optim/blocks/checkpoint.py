@@ -98,6 +98,16 @@ def aged(state: Mapping[str, Any], steps: int) -> Mapping[str, Any]:
     return {**state, "clock": {**state["clock"], "step": state["clock"]["step"] + steps}}
 
 
+def due_if_not_read(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give a block's state with a refresh due where one was under way that `torch.distributed.checkpoint` did not read.
+
+    It reads what there is a place for, and a new optimizer has no refresh under way.
+    """
+    if state["refreshing"] and "under_way" not in state:
+        return {**state, "clock": {**state["clock"], "outdated": True}}
+    return state
+
+
 def reason_of(mark: Mapping[str, Any]) -> str:
     return text_of(mark["left_out"])
 

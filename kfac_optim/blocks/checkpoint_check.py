@@ -253,8 +253,6 @@ def _damages(block: KFACBlock, state: Mapping[str, Any], *, several: bool) -> It
     measured = state["clock"]["refreshed_at"] >= 0 and not state["spread"]
     if "inverse" not in state and state["factors"] and measured:
         yield f"'inverse' of {block.name!r} is missing"
-    if "under_way" not in state and state["refreshing"]:
-        yield f"'under_way' of {block.name!r} is missing"
 
 
 def _pairs(block: KFACBlock, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor | None, Any]]:

@@ -165,28 +165,34 @@ def check_parameter_state(state: object, param: nn.Parameter, name: str, *, cove
         if state.get(key) is not None:
             rule = value_checks.not_negative if key == SECOND_MOMENT else value_checks.finite
             _check_tensor(state[key], param, f"{key!r} of {name!r} is", rule, covered=covered)
-    if SECOND_MOMENT in state and not _is_count(state.get(ADAM_STEPS), Tensor, 0):
+    if SECOND_MOMENT in state and not _is_count(state.get(ADAM_STEPS)):
         raise _refusal(
             f"{ADAM_STEPS!r} of {name!r} is {described(state.get(ADAM_STEPS))}, and must be a tensor [] of a number "
             f"from 0 on where there is {SECOND_MOMENT!r}"
         )
     averaged = state.get(AVERAGED_STEPS)
-    if (AVERAGE in state) != (AVERAGED_STEPS in state) or (AVERAGE in state and not _is_count(averaged, int, 1)):
+    is_whole = isinstance(averaged, int) and not isinstance(averaged, bool)
+    if (AVERAGE in state) != (AVERAGED_STEPS in state) or (AVERAGE in state and not is_whole):
         raise _refusal(
-            f"{AVERAGED_STEPS!r} of {name!r} is {described(averaged)}, and must be a number from 1 on where there is "
+            f"{AVERAGED_STEPS!r} of {name!r} is {described(averaged)}, and must be a whole number where there is "
             f"{AVERAGE!r}, and nowhere else"
+        )
+    if averaged is not None and averaged < 0 and ITERATE not in state:
+        raise _refusal(
+            f"{ITERATE!r} of {name!r}, the trained parameter, is missing: the checkpoint was saved after "
+            "optimizer.eval(), and torch.distributed.checkpoint.load reads what there is a place for. Call "
+            "get_optimizer_state_dict(model, optimizer) and then optimizer.eval() before you make the dict that it is "
+            "read into, and optimizer.train() after loading; or save after optimizer.train()"
         )
     if ITERATE in state and AVERAGE not in state:
         raise _refusal(f"{ITERATE!r} of {name!r} is there without {AVERAGE!r}")
 
 
-def _is_count(value: object, kind: type, least: int) -> bool:
-    """Return whether a value is a number of that kind, and not too small; on `meta` there is no number to look at."""
-    if not isinstance(value, kind) or isinstance(value, bool):
+def _is_count(value: object) -> bool:
+    """Return whether a value is a tensor `[]` of a number from 0 on; on `meta` there is no number to look at."""
+    if not isinstance(value, Tensor) or value.dim() > 0 or value.is_complex():
         return False
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_complex() and (value.is_meta or bool(value >= least))
-    return isinstance(value, int) and value >= least
+    return value.is_meta or bool(value >= 0)
 
 
 def _check_tensor(buffer: object, param: nn.Parameter, at: str, rule: value_checks.Rule, *, covered: bool) -> None:

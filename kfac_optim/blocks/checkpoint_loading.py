@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint, checkpoint_check, checkpoint_groups
 from kfac_optim.blocks.checkpoint_groups import Origin
-from kfac_optim.blocks.model_binding import ModelBinding
+from kfac_optim.blocks.model_binding import ModelBinding, says_something
 from kfac_optim.blocks.state_keys import AVERAGE, AVERAGED_STEPS, ITERATE, MOMENTUM
 
 _AVERAGED = (AVERAGE, AVERAGED_STEPS, ITERATE)
@@ -22,6 +22,7 @@ class Incoming:
         states: what it holds for blocks.
         marks: of the layers that were left to SGD.
         warm: whether it is of SGD, and blocks begin from zero.
+        unread: whether it has momentum of ours and nothing of blocks, for want of a place while no model is known.
         averages: what it holds of the averages of parameters, which torch would cast to their dtype.
         missed: names of the blocks whose statistics other ranks had when it was saved, filled in as it is loaded.
     """
@@ -29,6 +30,7 @@ class Incoming:
     states: checkpoint.States = field(default_factory=dict)
     marks: checkpoint.States = field(default_factory=dict)
     warm: bool = False
+    unread: bool = False
     averages: dict[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
 
@@ -110,7 +112,9 @@ def _incoming(
     if not several:
         for block in blocks:
             checkpoint_groups.check_momenta(block, held)
-    return Incoming(states, marks)
+    states = {param: checkpoint.due_if_not_read(state) for param, state in states.items()}
+    has_stepped = any(says_something(state.get(MOMENTUM)) for state in held.values())
+    return Incoming(states, marks, unread=binding.model is None and not of_blocks and has_stepped)
 
 
 def _awaits(binding: ModelBinding, param: nn.Parameter) -> bool:

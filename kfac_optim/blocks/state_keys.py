@@ -13,6 +13,9 @@ UPDATED = (MOMENTUM, SECOND_MOMENT, ADAM_STEPS, PREFERENCE)
 AVERAGE = "average"
 """The key of the average of the parameter's iterates, in float32 at least."""
 AVERAGED_STEPS = "averaged_steps"
-"""The key of the number of iterates in that average."""
+"""The key of the number of iterates in that average, below 0 while the model holds the average.
+
+By the sign a checkpoint tells that the trained parameter belongs to it, also where that was not read.
+"""
 ITERATE = "iterate"
 """The key of the trained parameter, while the model holds the average."""

@@ -98,6 +98,7 @@ def show_averages(state: State) -> None:
     for param, held in state.items():
         if isinstance(held, dict) and AVERAGE in held and ITERATE not in held:
             held[ITERATE] = param.detach().clone()
+            held[AVERAGED_STEPS] *= -1
             param.copy_(held[AVERAGE])
 
 
@@ -107,6 +108,7 @@ def show_iterates(state: State) -> None:
     for param, held in state.items():
         if isinstance(held, dict) and ITERATE in held:
             param.copy_(held.pop(ITERATE))
+            held[AVERAGED_STEPS] = abs(held[AVERAGED_STEPS])
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint
@@ -56,12 +55,16 @@ def publish(
         state[param][checkpoint.KEY] = marked
 
 
-def fill_up(state: MutableMapping[Any, Any], params: Sequence[nn.Parameter]) -> None:
-    """Give trained parameters an empty state: `torch.distributed.checkpoint` misses those that have none."""
-    if state and dist.is_available() and dist.is_initialized():
-        for param in params:
-            if param.requires_grad:
-                state[param]
+def fill_up(states: MutableMapping[Any, Any], params: Sequence[nn.Parameter]) -> None:
+    """Give trained parameters an empty state in a checkpoint: `torch.distributed.checkpoint` misses those without one.
+
+    Args:
+        states: what the checkpoint holds of parameters, by their numbers.
+        params: all parameters of the param groups.
+    """
+    for number, param in enumerate(params if states else ()):
+        if param.requires_grad:
+            states.setdefault(number, {})
 
 
 def _publish_directions(state: MutableMapping[Any, Any], blocks: Sequence[KFACBlock], executor: Executor) -> None:

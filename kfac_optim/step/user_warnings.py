@@ -7,6 +7,7 @@ from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.specs import LossTerms
 from kfac_optim.step.step_size import PLAIN_SGD, PlainSteps
+from kfac_optim.utils.text import listed
 from kfac_optim.utils.warning import warn
 
 _PASS_MODEL = (
@@ -21,11 +22,15 @@ class UserWarnings:
     Args:
         finds_model: whether the optimizer was given parameters, and has to find the model.
         plain: what becomes of gradients that are not preconditioned.
+
+    Attributes:
+        unread: whether a checkpoint was loaded before the model was known that has momentum and nothing of layers.
     """
 
     def __init__(self, *, finds_model: bool = False, plain: PlainSteps = PLAIN_SGD) -> None:
         self._plain = plain
         self.given: set[str] = set()  # names of the warnings that are not given again
+        self.unread = False
         self._remedy = _PASS_MODEL if finds_model else ""
 
     def _is_first(self, name: str) -> bool:
@@ -34,7 +39,7 @@ class UserWarnings:
         return first
 
     def coverage(self, binding: ModelBinding) -> None:
-        """Warn if nothing is preconditioned, against the user's wish."""
+        """Warn if nothing is preconditioned, against the user's wish, or if statistics were not read."""
         if binding.model is None:
             warn(
                 f"kfac_optim: nothing is preconditioned and every parameter takes the plain {self._plain.rest} step: "
@@ -45,6 +50,15 @@ class UserWarnings:
             warn(
                 f"kfac_optim: nothing is preconditioned; every parameter takes the plain {self._plain.rest} step. "
                 "optimizer.summary() lists the reasons."
+            )
+        elif self.unread and binding.coverage.blocks:
+            names = listed([block.name for block in binding.coverage.blocks], 4)
+            warn(
+                "kfac_optim: the checkpoint that was loaded before the first forward has momentum of KFACOptimizer and "
+                f"has no statistics of {names}, which begin from zero. torch.distributed.checkpoint.load reads what "
+                "there is a place for, and a new optimizer has none for layers before it knows the model. Pass the "
+                "model, KFACOptimizer(model, ...), or run one forward before you call "
+                "get_optimizer_state_dict(model, optimizer) to load."
             )
 
     def unmeasured(self, reason: str) -> None:
@@ -64,11 +78,24 @@ class UserWarnings:
             "taken over; statistics and inverses, which it has none of, begin from zero at the next step."
         )
 
-    def averages_left(self) -> None:
-        warn(
-            "kfac_optim: the checkpoint holds averages of the parameters, and this optimizer averages nothing: they "
-            "were left. Pass average=IterateAverage() to go on with them."
-        )
+    def averages_left(self, *, shown: bool) -> None:
+        """Warn of averages that a checkpoint holds and the optimizer does not.
+
+        Args:
+            shown: whether the model held them, and so the checkpoint of the model does.
+        """
+        if shown:
+            warn(
+                "kfac_optim: the checkpoint was saved after optimizer.eval(), and this optimizer averages nothing: a "
+                "model loaded with it holds the averages of its parameters, and the trained ones, which are in the "
+                "checkpoint of the optimizer, were left. To go on from these build the optimizer with "
+                "average=IterateAverage(), load both checkpoints, and then call optimizer.train()."
+            )
+        else:
+            warn(
+                "kfac_optim: the checkpoint holds averages of the parameters, and this optimizer averages nothing: "
+                "they were left. Pass average=IterateAverage() to go on with them."
+            )
 
     def no_gradients(self) -> None:
         if self._is_first("unseen"):

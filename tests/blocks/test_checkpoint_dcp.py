@@ -3,17 +3,17 @@
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from helpers.plain import assert_identical, clones, mlp, train
+from helpers.plain import assert_identical, batch, clones, mlp, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from kfac_optim import EKFAC, Inverse, KFACOptimizer, NewtonSchulz, TrustRegion
+from kfac_optim import EKFAC, Background, Cholesky, Inverse, KFACOptimizer, NewtonSchulz, TrustRegion
 
 Run = tuple[nn.Module, KFACOptimizer]
 
@@ -55,8 +55,7 @@ FORMS = {
 @pytest.mark.parametrize("through", ["memory", "files"])
 def test_every_form_resumes_bitwise(form: str, through: str, momentum: float, tmp_path: Path) -> None:
     """From memory into an optimizer that has not been asked for its state yet."""
-    # Without momentum there is no state of biases, which torch misses unless told otherwise.
-    options = replace(FORMS[form], strict=momentum != 0)
+    options = FORMS[form]
     run, other = new(momentum, NewtonSchulz()), new(momentum, NewtonSchulz())
     train(*run, 5)
     state = copy.deepcopy(get_optimizer_state_dict(*run, options=options))
@@ -109,3 +108,42 @@ def test_a_momentum_buffer_that_is_gone_is_missed() -> None:
     del state["state"][3]["momentum_buffer"]
     with pytest.raises(ValueError, match=r"saved with 2 momentum buffers of '2', and has 1"):
         other[1].load_state_dict(state)
+
+
+def test_a_refresh_that_was_under_way_is_made_anew_where_a_new_optimizer_has_no_place_for_it(tmp_path: Path) -> None:
+    refresh = Background(max_staleness=3, deterministic=True)
+    run, other = (new(0.9, Cholesky(), refresh=refresh) for _ in range(2))
+    train(*run, 5)
+    assert any(block.under_way is not None for block in run[1]._binding.coverage.blocks)
+    template = get_optimizer_state_dict(*other)
+    through_files(get_optimizer_state_dict(*run), template, tmp_path)
+    set_optimizer_state_dict(*other, template)
+    train(*other, 1, start=5)
+    assert {block.clock.refreshed_at for block in other[1]._binding.coverage.blocks} == {5}
+
+
+def resumed_without_a_model(folder: Path, *, given: bool = False, forward: bool = False, **options: Any) -> None:
+    """Resume in an optimizer that has to find its model, or does not."""
+    options = {"lr": 0.1, "momentum": 0.9, "factor_update_period": 1, **options}
+    model, other = mlp(), mlp()
+    optimizer = KFACOptimizer(model, **options)
+    train(model, optimizer, 5)
+    resumed = KFACOptimizer(other.parameters(), model=other if given else None, **options)
+    if forward:
+        with torch.no_grad():
+            other(batch())
+    template = get_optimizer_state_dict(other, resumed)
+    through_files(get_optimizer_state_dict(model, optimizer), template, folder)
+    set_optimizer_state_dict(other, resumed, template)
+    assert_goes_on_alike((model, optimizer), (other, resumed))
+
+
+def test_statistics_that_were_not_read_before_the_model_was_known_are_missed(tmp_path: Path) -> None:
+    told = r"has no statistics of '0', '2'.*KFACOptimizer\(model, \.\.\.\), or run one forward"
+    with pytest.warns(UserWarning, match=told), pytest.raises(AssertionError):
+        resumed_without_a_model(tmp_path)
+
+
+@pytest.mark.parametrize("how", [{"given": True}, {"forward": True}, {"skip_layers": ("*",)}], ids=str)
+def test_where_none_were_to_be_read_and_by_both_remedies_nothing_is_missed(how: dict[str, Any], tmp_path: Path) -> None:
+    resumed_without_a_model(tmp_path, **how)

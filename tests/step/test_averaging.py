@@ -2,16 +2,25 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from helpers.plain import FREQUENT, batch, mlp, square_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 from kfac_optim import IterateAverage, KFACOptimizer, LevenbergMarquardt, MonteCarlo
 
@@ -110,6 +119,51 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been(saved: str, dtype: torch.
     assert {average.dtype for average in averages} == {torch.promote_types(dtype, torch.float32)}
 
 
+@pytest.mark.parametrize("eta", [0.0, 8.0])
+def test_a_state_of_no_step_loads_and_the_average_begins_with_the_first(eta: float) -> None:
+    """A new optimizer makes that state when `torch.distributed.checkpoint` asks for it."""
+    model, twin = mlp(), mlp()
+    optimizer, untouched = (KFACOptimizer(each, **OPTIONS, average=IterateAverage(eta)) for each in (model, twin))
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    for each, its in ((optimizer, model), (untouched, twin)):
+        train(its, each, 3)
+        each.eval()
+    assert_equal(values(model), values(twin))
+
+
+def both(model: nn.Module, optimizer: KFACOptimizer) -> dict[str, Any]:
+    return dict(zip(("model_state_dict", "optim_state_dict"), get_state_dict(model, optimizer), strict=True))
+
+
+def resume(model: nn.Module, optimizer: KFACOptimizer, folder: Path) -> None:
+    template = both(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(template, checkpoint_id=folder)
+    set_state_dict(model, optimizer, **template)
+
+
+def test_trained_parameters_that_were_not_read_are_missed_and_the_remedy_works(tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` has read what a new optimizer had a place for."""
+    model, other = mlp(), mlp(seed=1)
+    optimizer, resumed = KFACOptimizer(model, **AVERAGED), KFACOptimizer(other, **AVERAGED)
+    train(model, optimizer, 4)
+    optimizer.eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(both(model, optimizer), checkpoint_id=tmp_path)
+    remedy = r"get_optimizer_state_dict\(model, optimizer\) and then optimizer\.eval\(\)"
+    with pytest.raises(ValueError, match=rf"'iterate' of '0\.weight'.* is missing.*{remedy}"):
+        resume(other, resumed, tmp_path)
+    get_optimizer_state_dict(other, resumed)
+    resumed.eval()
+    resume(other, resumed, tmp_path)
+    for each, its in ((optimizer, model), (resumed, other)):
+        each.train()
+        train(its, each, 3, start=4)
+    assert_equal(values(model), values(other))
+
+
 def spoil(model: nn.Module) -> None:
     next(model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
 
@@ -155,17 +209,17 @@ def test_the_average_of_a_layer_that_is_trained_later_begins_then() -> None:
     train(model, optimizer, 3)
     model[0].requires_grad_(True)
     train(model, optimizer, 1, start=3)
+    assert [held["averaged_steps"] for held in (optimizer.state[param] for param in model.parameters())] == [1, 1, 4, 4]
     iterate = values(model[0])
     optimizer.eval()
     assert_equal(values(model[0]), iterate)
-    assert [held["averaged_steps"] for held in (optimizer.state[param] for param in model.parameters())] == [1, 1, 4, 4]
 
 
 Damage = Callable[[dict[str, Any]], object]
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "shape": (lambda held: held.update(average=torch.zeros(2)), r"'average' of '0\.weight' is \[2\], here \[5, 4\]"),
     "nan": (lambda held: held["average"].fill_(torch.nan), r"'average' of '0\.weight' is not finite"),
-    "steps": (lambda held: held.update(averaged_steps=0), r"'averaged_steps' of '0\.weight' is 0"),
+    "steps": (lambda held: held.update(averaged_steps=2.5), r"'averaged_steps' of '0\.weight' is 2\.5"),
     "no steps": (lambda held: held.pop("averaged_steps"), r"'averaged_steps' of '0\.weight' is None"),
     "iterate": (lambda held: held.update(iterate=torch.zeros(3)), r"'iterate' of '0\.weight' is \[3\]"),
     "iterate alone": (
@@ -197,6 +251,22 @@ def test_averages_that_the_optimizer_does_not_go_on_with_are_left_with_a_warning
     with pytest.warns(UserWarning, match=r"holds averages.*average=IterateAverage\(\)"):
         other.load_state_dict(optimizer.state_dict())
     assert all("average" not in held for held in other.state.values())
+
+
+def test_averages_that_a_model_was_loaded_with_are_told_and_the_remedy_works() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, **AVERAGED)
+    train(model, optimizer, 2)
+    trained = values(model)
+    optimizer.eval()
+    saved, other = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"saved after optimizer\.eval\(\).*then call optimizer\.train\(\)") as caught:
+        KFACOptimizer(other, **OPTIONS).load_state_dict(saved)
+    assert len(caught) == 1
+    remedy = KFACOptimizer(other, **AVERAGED)
+    remedy.load_state_dict(saved)
+    remedy.train()
+    assert_equal(values(other), trained)
 
 
 @pytest.mark.parametrize(("value", "error"), [(-0.1, ValueError), (float("nan"), ValueError), ("0.9", TypeError)])
