@@ -329,14 +329,6 @@ class KFACBlock:
         self.under_way = None
 
     @property
-    def is_partly_frozen(self) -> bool:
-        """Return whether some of its parameters are trained and others are not, so that its matrix is another one."""
-        if len(self.params) == 1:
-            return False
-        first, *others = self.params
-        return any(param.requires_grad != first.requires_grad for param in others)
-
-    @property
     def wide_dtype(self) -> torch.dtype:
         """Give the dtype of preconditioned gradients until they are cast to the parameters': at least float32."""
         return at_least_float32(self.dtype)

@@ -42,10 +42,8 @@ class Coverage:
         return [module for module in modules if any(param in shown for _, param in names.held_by(module))]
 
     def has_grown(self) -> bool:
-        """Return whether a parameter has got its shape or was unfrozen since then, or a part of a block was frozen."""
-        if any(not is_lazy(param) for param in self.lazy) or any(param.requires_grad for param in self.frozen):
-            return True
-        return any(block.is_partly_frozen for block in self.blocks)
+        """Return whether a parameter got its shape, or was unfrozen, since the blocks were built."""
+        return any(not is_lazy(param) for param in self.lazy) or any(param.requires_grad for param in self.frozen)
 
 
 @dataclass(frozen=True)

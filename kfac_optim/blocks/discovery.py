@@ -48,8 +48,9 @@ def build_blocks(
     coverage = Coverage()
     names = ModuleNames(model)
     assembly = Assembly(names, group_of, options, existing)
-    # What was frozen since keeps its block, with its statistics, unless the rest of the block is trained without it.
-    known = {param for block in existing if not block.is_partly_frozen for param in block.params}.union(once_trained)
+    known = {param for block in existing for param in block.params}.union(
+        once_trained
+    )  # frozen since, and keeps its block
     found: defaultdict[nn.Parameter, list[Use]] = defaultdict(list)
     owners: list[str] = []
     for path, module in model.named_modules():

@@ -108,18 +108,19 @@ def take(usable: Usable, held: Sequence[Tensor], new: Tensor) -> None:
     torch._foreach_copy_(list(held), list(torch.split(new, [len(each) for each in held])))
 
 
-def mark(usable: Usable, flags: Sequence[Tensor]) -> None:
+def mark(usable: Usable, jobs: Sequence[FactorJob], flags: Sequence[Tensor]) -> None:
     """Mark groups that have a result from now on.
 
     Args:
         usable: as `settle` returns it.
-        flags: of each job, `[groups]` bool.
+        jobs: of one batch.
+        flags: of each job, `[groups]` bool; of all groups of its block where its own factor has one for all.
     """
     if usable is None:
         for flag in flags:
             flag.fill_(True)
     else:
-        for flag, taken in zip(flags, torch.split(usable, [len(flag) for flag in flags]), strict=True):
+        for flag, taken in zip(flags, torch.split(usable, [job.factor.groups for job in jobs]), strict=True):
             flag.logical_or_(taken)
 
 

@@ -361,30 +361,3 @@ def test_a_layer_with_an_extra_parameter_of_its_own_leaves_that_to_sgd(index: in
     assert torch.equal(layer.gate, sgd_step(before.gate, layer.gate.grad, 0.1))
     expected = layer_direction(layer, optimizer.factors()[str(index)], 1e-3)[:, :-1]
     torch.testing.assert_close(before.weight - layer.weight, 0.1 * expected)
-
-
-@pytest.mark.filterwarnings("ignore:kfac_optim. nothing is preconditioned")
-@pytest.mark.parametrize("left", ["weight", "bias"])
-@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.LayerNorm(3)])
-def test_what_is_left_of_a_block_steps_as_if_the_rest_had_never_been_trained(
-    make: Callable[[], nn.Module], left: str
-) -> None:
-    """One that is frozen during training, with the statistics of then, would have the other overshoot."""
-    torch.manual_seed(0)
-    first, x = make().double(), 2 + torch.randn(20, 3, dtype=torch.float64)
-    twin = copy.deepcopy(first)
-    other = {"weight": "bias", "bias": "weight"}[left]
-    twin.get_parameter(other).requires_grad_(False)
-    found = []
-    for model in (first, twin):
-        optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1, kl_clip=None)
-        if model is first:
-            (model(x) - 1).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.load_state_dict(twin.state_dict())
-            model.get_parameter(other).requires_grad_(False)
-        (model(x) - 1).square().mean().backward()
-        optimizer.step()
-        found.append(model.get_parameter(left).detach())
-    torch.testing.assert_close(*found, rtol=1e-12, atol=0)

@@ -355,8 +355,9 @@ _OF_A_BASIS = ("S", "S_applied", "S_applied_apart")
 def _compare_states(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], ranks: int, rtol: float, *, summed: bool
 ) -> None:
-    # On ranks parameters without state are listed too, for `torch.distributed.checkpoint`.
-    assert {number for number, held in ours["state"].items() if held} == theirs["state"].keys()
+    # Parameters without state are listed too, for `torch.distributed.checkpoint`.
+    ours_held, theirs_held = ({number for number, held in each["state"].items() if held} for each in (ours, theirs))
+    assert ours_held == theirs_held
     for number, held in theirs["state"].items():
         mine = ours["state"][number]
         assert mine.keys() == held.keys(), number

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LayerStatistics, Structure, WeightSharing
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_call import LayerCall
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.layers.recurrent import SequenceStatistics
 from kfac_optim.specs import LayerSpec
 
@@ -169,9 +170,7 @@ def assert_same_factors(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tensors hold is not looked at, as where an accelerator would have to be waited for."""
-    for module in ("second_moments", "patches", "row_statistics", "kronecker_factors"):
-        monkeypatch.setattr(f"kfac_optim.factors.{module}.on_host", lambda _: False)
-    monkeypatch.setattr("kfac_optim.layers.convolution.base.on_host", lambda _: False)
+    monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
 
 
 @pytest.fixture(params=["host", "accelerator"])

@@ -612,7 +612,7 @@ def test_statistics_of_groups_are_those_of_each_alone(data: st.DataObject) -> No
     one_input, by_ids, twice, on_host = (data.draw(st.booleans(), label=name) for name in ("a", "ids", "twice", "host"))
     structure = data.draw(st.sampled_from((Structure.DENSE, Structure.DIAGONAL, Sketched(1))), label="structure")
     sharing = data.draw(st.sampled_from(WeightSharing), label="sharing")
-    draw = Draw(Subsample(rows=data.draw(st.integers(1, 16), label="rows")), 0, "")
+    draw = Draw(Subsample(rows=data.draw(st.integers(1, 16), label="rows")), 0)
     # All rows are for all groups, or each example is for one of them.
     ids = data.draw(st.lists(st.integers(0, groups - 1), min_size=batch, max_size=batch), label="ids") if by_ids else []
     used = 1 if ids else groups

@@ -146,7 +146,7 @@ def _solved(job: DampedJob) -> Tensor:
 
 
 def _mark_solved(jobs: Sequence[DampedJob], usable: Usable) -> None:
-    mark(usable, [_solved(job) for job in jobs])
+    mark(usable, jobs, [_solved(job) for job in jobs])
 
 
 def _finish(iterated: _Iterated) -> None:

@@ -132,7 +132,7 @@ def _decompose(structure: Structure | Sketched, jobs: Sequence[EigenJob]) -> Non
     take(usable, [job.spectrum.values for job in jobs], values.clamp(min=0))
     if basis is not None:
         take(usable, [job.spectrum.basis for job in jobs if job.spectrum.basis is not None], basis)
-    mark(usable, [job.state.solved for job in jobs])
+    mark(usable, jobs, [job.state.solved for job in jobs])
 
 
 def _eigen_jobs(state: EigenState) -> list[EigenJob]:
