@@ -1200,7 +1200,7 @@ def test_a_copy_of_the_model_trains_with_an_optimizer_of_its_own() -> None:
 
 
 def tensors_alive(size: int) -> int:
-    """Tensors in this process whose first dimension is `size`: those of a batch, and what caches hold of other tests."""
+    """Tensors in this process whose first dimension is `size`: a batch, and what caches hold of other tests."""
     gc.collect()
     return sum(issubclass(type(thing), Tensor) and thing.shape[:1] == (size,) for thing in gc.get_objects())
 
