@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kfac_optim.factors.block_diagonal import cut, level_padding
 from kfac_optim.factors.call_rows import CallRows
-from kfac_optim.factors.layer_statistics import FewRows
+from kfac_optim.factors.layer_statistics import FEW_THERE, FewRows
 from kfac_optim.factors.second_moments import gram, number_of, on_host, product_along, weighed
 from kfac_optim.specs import Sketched, Structure, WeightSharing
 from kfac_optim.utils.streams import current_stream
@@ -15,9 +15,6 @@ from kfac_optim.utils.streams import current_stream
 # Elements of an input or output gradient below which launches take longer than the products, so that copies are kept
 # until the step: no more memory than a small factor takes.
 _FEW = 2**14
-
-# The same for rows on an accelerator: 8,192 rows of a width of 4,096.
-_FEW_THERE = 2**25
 
 
 class RowStatistics(CallRows):
@@ -118,7 +115,7 @@ class RowStatistics(CallRows):
             return None
         if shared > 1 and self.spec.weight_sharing is WeightSharing.REDUCE:
             return None
-        if not 0 < rows * max(self.spec.in_dim, self.spec.out_dim) <= _FEW_THERE:
+        if not 0 < rows * max(self.spec.in_dim, self.spec.out_dim) <= FEW_THERE:
             return None
         if self._sample is None:
             a, g = self.input_rows(layer_input).clone(), self._latest_rows.clone()

@@ -26,7 +26,7 @@ from kfac_optim.factors.layer_statistics import FewRows, UnitRows
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.factors.small_calls import SmallCall
 from kfac_optim.layers.linear import LinearStatistics
-from kfac_optim.layers.norm import NormStatistics
+from kfac_optim.layers.norm_statistics import NormStatistics
 from kfac_optim.layers.product import ProductStatistics
 
 Training = Callable[[nn.Module, Callable[[], None]], None]

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from kfac_optim import DEFAULT_ADAPTERS, KFACOptimizer, LossTerms, Structure, Subsample, WeightSharing
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.subsampling import Draw
-from kfac_optim.layers import norm
+from kfac_optim.layers import norm_statistics
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -227,9 +227,9 @@ def test_moments_do_not_depend_on_how_many_examples_are_worked_on_at_a_time(
 @pytest.mark.parametrize("bias", [True, False])
 def test_moments_on_an_accelerator_are_those_on_a_host(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = [torch.randn(3, 4, 5) for _ in range(1 + bias)]
-    expected = norm._moment(columns, Structure.DENSE)
-    monkeypatch.setattr(norm, "on_host", lambda _: False)
-    assert_same(norm._moment(columns, Structure.DENSE), expected)
+    expected = norm_statistics._moment(columns, Structure.DENSE)
+    monkeypatch.setattr(norm_statistics, "on_host", lambda _: False)
+    assert_same(norm_statistics._moment(columns, Structure.DENSE), expected)
 
 
 def test_examples_may_be_drawn() -> None:
