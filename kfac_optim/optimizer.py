@@ -38,7 +38,7 @@ from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers import DEFAULT_ADAPTERS
 from kfac_optim.layers.base import Adapters
 from kfac_optim.specs import Kept, LossTerms, WeightSharing
-from kfac_optim.step import averaging, engine, new_state, published_state
+from kfac_optim.step import averaging, engine, group_checks, new_state, published_state
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.choices import Choices
@@ -538,7 +538,7 @@ class KFACOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             for choice in self._choices.whole or (None,):
-                engine.check_shards(self.param_groups[-1], len(self.param_groups) - 1, choice)
+                group_checks.check_shards(self.param_groups[-1], len(self.param_groups) - 1, choice)
             self._binding.bind(group_of(self.param_groups))
             if self._binding.model is not None:
                 self._executor.check(self._binding.coverage.blocks, self._params())
@@ -943,7 +943,7 @@ def _take_blocks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         optimizer.param_groups,
         optimizer._group_keys,
         optimizer._binding,
-        lambda groups: engine.check_groups(groups, optimizer._choices.step_size),
+        lambda groups: group_checks.check_groups(groups, optimizer._choices.step_size),
         several=optimizer._executor.several,
     )
     return rest

@@ -16,7 +16,7 @@ from kfac_optim.capture import gradient_check
 from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.objective import Objective
-from kfac_optim.step import engine
+from kfac_optim.step import engine, group_checks
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Agreement, Executor, Trained
 from kfac_optim.step.loss_scale import LossScale, ScalerSource, read_loss_scale, spread_overflow, unscale
@@ -104,7 +104,7 @@ class Gate:
         gradient_check.conclude(block.check for block in self.binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
         if scale.in_gradients:
-            engine.check(groups, self.binding.coverage.blocks, self.choices.step_size)
+            group_checks.check(groups, self.binding.coverage.blocks, self.choices.step_size)
             unscale(gradients.values(), scale.factor)
         self.window.scaled |= scale.factor != 1
         finite, joins = None, Joins()

@@ -1,0 +1,66 @@
+"""Param groups and gradients that cannot be stepped are refused before anything is changed."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.step.step_size import Group, StepSize
+from kfac_optim.utils.sharded_params import is_sharded
+from kfac_optim.utils.validation import check_kfac_numbers
+
+
+def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepSize) -> float | None:
+    """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
+    kl_clip = check_groups(groups, step_size)
+    for block in blocks:
+        for param, name in zip(block.params, block.param_names, strict=True):
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"kfac_optim: {name!r} has a {param.grad.layout} gradient; preconditioning needs "
+                    f"a dense one. Make it dense, or list '{block.name}' in skip_layers."
+                )
+    return kl_clip
+
+
+def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
+    """Refuse numbers of param groups that do not go together; the `kl_clip` all groups agree on."""
+    for i, group in enumerate(groups):
+        check_kfac_numbers(group, f" in param group {i}")
+        check_shards(group, i, None if step_size.takes_shards else step_size)
+    step_size.check(groups)
+    clips = {group["kl_clip"] for group in groups}
+    if len(clips) > 1:
+        raise ValueError(
+            f"kfac_optim: the trust region is one for the whole model, but param groups disagree on kl_clip: "
+            f"{', '.join(str(group['kl_clip']) for group in groups)}. Set the same value in every group."
+        )
+    kl_clip: float | None = clips.pop() if clips else None
+    return kl_clip
+
+
+def check_shards(group: Group, number: int, whole: object | None) -> None:
+    """Refuse parameters that processes hold parts of, where a choice needs them whole.
+
+    Args:
+        group: a param group.
+        number: of it.
+        whole: the choice; None is none but those of the param group.
+
+    Raises:
+        NotImplementedError: there are such parameters.
+    """
+    if whole is None and not group["fused"]:
+        return
+    named = zip(group["params"], group.get("param_names", ()) or [None] * len(group["params"]), strict=True)
+    for param, name in named:
+        if is_sharded(param):
+            choice, remedy = (
+                ("torch's fused SGD", "Leave fused at None")
+                if whole is None
+                else (repr(whole), "Use TrustRegion() and a fixed damping")
+            )
+            raise NotImplementedError(
+                f"kfac_optim: {choice} needs whole parameters, and {'one' if name is None else repr(name)} of param "
+                f"group {number}, {list(param.shape)}, is sharded, as by fully_shard. {remedy}."
+            )
