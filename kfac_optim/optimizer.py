@@ -326,7 +326,7 @@ class KFACOptimizer(Optimizer):
         self._engine = engine.Engine(choices, self._window, executor, refresher, self._objective)
         self._binding.start(group_of(self.param_groups))
         self._executor.attach(self._binding.model)
-        self._window.worker = self._executor.worker
+        self._window.source = self._executor.source
         self._executor.check(self._binding.coverage.blocks, self._params())
         if given is not None:
             self._warnings.coverage(self._binding)
@@ -390,10 +390,7 @@ class KFACOptimizer(Optimizer):
         random = random_state(self._params()) if tries else None
         loss = None
         if closure is not None:
-            if searches:  # what is evaluated again begins here, whatever called the criterion before
-                self._window.tally.await_calls()
-            with torch.enable_grad():
-                loss = closure()
+            loss = self._evaluate(closure, searches=searches)
         if judge is not None:
             judge.check_loss(loss, self.param_groups)
         trial = None
@@ -846,6 +843,31 @@ class KFACOptimizer(Optimizer):
         if self._shows_state:
             self._shows_state = False
             self.state.clear()
+
+    def _evaluate(self, closure: Callable[[], Any], *, searches: bool) -> Any:
+        """Run the closure of a step and return its loss.
+
+        Args:
+            closure: the closure.
+            searches: whether the step size evaluates it again.
+
+        Raises:
+            RuntimeError: the step is judged by this loss, and the gradients are not those of this loss alone.
+        """
+        tally = self._window.tally
+        if searches:  # what is evaluated again begins here, whatever called the criterion before
+            tally.await_calls()
+        earlier = tally.under_way()
+        with torch.enable_grad():
+            loss = closure()
+        judged_by = self._choices.step_size if searches else self._choices.adapt_damping
+        if judged_by is not None and earlier is not None and tally.under_way() == earlier:
+            raise RuntimeError(
+                f"kfac_optim: {judged_by!r} judges the step by the loss that the closure returns, but the gradients "
+                "are those of an earlier backward as well. Call zero_grad() in the closure and have it run all "
+                "micro-batches of the step, or turn off accumulation in the tool that calls step()."
+            )
+        return loss
 
     def _loss_of(self, closure: Callable[[], Any], loss: Any, random: RandomState) -> ClosureLoss:
         """Return what a step size is to know of the loss, for it to look at other parameters."""

@@ -170,7 +170,9 @@ def _short_steps(run: _Window) -> str | None:
     scales, bounds = run.of("trust_region_scale"), run.of("kl_clip")
     if not scales or not bounds or run.loss_over_first() > _HIGHER:
         return None
-    middle = median(scales)
+    middle, first = median(scales), run.first.get("kl_clip", 0.0)
+    if middle <= 0:
+        return None
     if run.is_bounded:
         held = sum(scale < 1 for scale in scales) / len(scales)
         return (
@@ -179,7 +181,7 @@ def _short_steps(run: _Window) -> str | None:
             "its default, which finds how far steps may go."
         )
     # Where noise has shrunk the region, steps may be as much shorter.
-    shrunk = min(1.0, median(bounds) / run.first.get("kl_clip", median(bounds))) ** 0.5
+    shrunk = min(1.0, median(bounds) / first) ** 0.5 if first > 0 else 1.0
     if sum(scale < _SHORT * shrunk for scale in scales) < _NEARLY_ALL * len(scales):
         return None
     return (

@@ -402,3 +402,24 @@ def test_where_backward_is_called_within_a_compiled_function_nothing_of_ours_is_
     assert optimizer.metrics()["measured_parameters"] == 1
     assert traces
     assert all(__file__ in each for each in traces)
+
+
+def test_what_takes_the_place_of_a_layer_may_be_given_its_hooks() -> None:
+    """Quantization swaps layers so, and calls the hooks without keywords."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    model[0], old = nn.Linear(4, 4), model[0]
+    model[0].weight, model[0].bias = old.weight, old.bias
+    for hook in old._forward_hooks.values():
+        model[0].register_forward_hook(hook)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1, "F.linear shows the weight"
+
+
+def test_notes_of_another_tool_in_the_state_are_left_alone() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer.state["notes of a tool"] = {"sum": torch.ones(2)}
+    train(model, optimizer, 2)
+    assert optimizer.state["notes of a tool"]["sum"].sum() == 2

@@ -395,3 +395,9 @@ def test_hints_are_of_late_and_of_the_steps_between() -> None:
     assert len(diagnose(history[:50])) == 1
     assert diagnose(history) == []
     assert diagnose([(100 * step, metrics) for step, metrics in enumerate(history[:50])]) == []
+
+
+def test_a_trust_region_of_zero_is_no_error() -> None:
+    clips = [1e-3 * (1 + step % 2) for step in range(100)]
+    assert diagnose([{"trust_region_scale": 0.0, "kl_clip": clip} for clip in clips]) == []
+    assert len(diagnose([{"trust_region_scale": 1e-5, "kl_clip": clip} for clip in [0.0, *clips]])) == 1

@@ -88,6 +88,7 @@ class KFACBlock:
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
         measured_here: whether this process takes its statistics.
+        echoes: whether another process takes the same statistics, of the same examples, and this one lets them count.
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         waiting: rows of this step whose moments are computed with those of other blocks, by `folding.sum_rows`.
@@ -112,6 +113,7 @@ class KFACBlock:
     notes: tuple[str, ...] = ()
     clock: Clock = field(default_factory=Clock)
     measured_here: bool = True
+    echoes: bool = False
     phase: Fraction = Fraction(0)
     state: InverseState = field(init=False)
     waiting: list[FewRows | UnitRows] = field(init=False)
@@ -204,8 +206,16 @@ class KFACBlock:
             self.revise(replace(self.spec, opposed=False))  # rows of the transpose are turned to those of the matrix
             self.joint = RowsByTerm(self.name)
 
+    def counted_elsewhere(self, echoes: bool) -> None:
+        """Note whether another process takes the same statistics, so that those taken here would count twice."""
+        if echoes and not self.echoes:
+            self._drop_sums()
+        self.echoes = echoes
+
     def accumulate(self, stats: LayerStatistics) -> None:
         self.follow()
+        if self.echoes:
+            return
         if self.joint is not None:
             self.joint.add(stats)
             return
@@ -222,11 +232,14 @@ class KFACBlock:
 
     def discard(self) -> None:
         """Forget the sums of this step."""
+        self._drop_sums()
+        self.check.reset()
+
+    def _drop_sums(self) -> None:
         self.state.discard()
         self.waiting.clear()
         if self.joint is not None:
             self.joint.clear()
-        self.check.reset()
 
     def restart(self, *, step: int | None = None) -> None:
         """Forget all statistics.
@@ -290,8 +303,8 @@ class KFACBlock:
         if self.has_pending():
             self.fold_into(self.state, count, gradient_scale)
         elif self.measured_here:
-            # These terms of the loss have no gradient here, which is a sample of zeros.
-            self.state.age(self.decay(), on_device_of(self.params[0], count.averaged))
+            # These terms of the loss have no gradient here, which is a sample of zeros; or another process counts them.
+            self.state.age(self.decay(), 0 if self.echoes else on_device_of(self.params[0], count.averaged))
         self.clock.note_fold(count)
 
     def fold_into(self, state: InverseState, count: LossCount, gradient_scale: float | Tensor) -> None:

@@ -102,18 +102,19 @@ def _incoming(
     # Layers that are yet to be shown wait for it.
     strays = [state for param, state in states.items() if not (param in firsts or _awaits(binding, param))]
     leaving = [block for block in binding.coverage.blocks if block.params[0] in marks]
-    checkpoint_check.check_layers(
-        [*blocks, *leaving],
-        [of_blocks.get(block.params[0]) for block in (*blocks, *leaving)],
-        [checkpoint.layer_name(state) for state in strays],
-        any_prefix=not binding.given,
-        several=several,
-    )
+    has_stepped = any(says_something(state.get(MOMENTUM)) for state in held.values())
+    if of_blocks or has_stepped:  # else it was saved before the first step, when the model may not have been known
+        checkpoint_check.check_layers(
+            [*blocks, *leaving],
+            [of_blocks.get(block.params[0]) for block in (*blocks, *leaving)],
+            [checkpoint.layer_name(state) for state in strays],
+            any_prefix=not binding.given,
+            several=several,
+        )
     if not several:
         for block in blocks:
             checkpoint_groups.check_momenta(block, held)
     states = {param: checkpoint.due_if_not_read(state) for param, state in states.items()}
-    has_stepped = any(says_something(state.get(MOMENTUM)) for state in held.values())
     return Incoming(states, marks, unread=binding.model is None and not of_blocks and has_stepped)
 
 

@@ -40,7 +40,7 @@ class ModelBinding:
         options: the user's choices about layers.
         window: takes the statistics.
         emitted: is called with each block that took statistics.
-        begin_forward: is called as a forward of the model begins; returns the number of this worker.
+        begin_forward: is called as a forward of the model begins; returns `Executor.source`.
         several: whether there are other processes, which may have what checkpoints lack here.
 
     Attributes:
@@ -290,6 +290,7 @@ class ModelBinding:
         self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
         self._build()
         self._roots[root] = watch_root(self._window, root, args_under_way if root is model else None)
+        self._prepare()
 
     def _meet_part(self) -> None:
         """Have a part of the given model count as the model does, if it is called in its place."""
@@ -341,7 +342,7 @@ class ModelBinding:
     def _before_forward(self) -> None:
         """Prepare for a forward of the model."""
         assert self.model is not None
-        self._window.worker = self._begin_forward(self.model)
+        self._window.source = self._begin_forward(self.model)
         self._grow()
 
     def _prepare(self) -> None:

@@ -12,8 +12,7 @@ from kfac_optim.utils.hooks import weakly
 class ModelFinder:
     """Watches every module call of the process until it is removed.
 
-    Called with an outermost module that holds any of the parameters, `found` learns of it before its forward runs. A
-    model that already ran under `torch.compile` calls no modules, and is never found.
+    Called with an outermost module that holds any of the parameters, `found` learns of it before its forward runs.
 
     Args:
         params: to look for.

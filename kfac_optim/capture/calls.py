@@ -193,7 +193,7 @@ class ForwardCall:
     """
 
     __slots__ = (
-        *("_committed", "_examples", "_gradient", "_input", "_is_for_check", "_ledger"),
+        *("_committed", "_examples", "_gradient", "_input", "_is_for_check", "_ledger", "_made_in"),
         *("_root", "_training", "_version", "_watch", "context", "term"),
     )
 
@@ -211,6 +211,7 @@ class ForwardCall:
         self._ledger: Callable[[], Ledger | None] = weakref.ref(ledger)
         self._watch = weakref.ref(watch)
         self._root = root
+        self._made_in = running_backward()
         self._examples = examples
         self._input = None if layer_input is None else layer_input.detach()
         self._version = 0 if layer_input is None else version(layer_input)
@@ -256,7 +257,8 @@ class ForwardCall:
         kept = graph_is_kept()
         # A graph uses the memory of what it has handed over for something else.
         self._gradient = None if not kept else gradient.clone() if traced else gradient
-        self._root = ledger.tally.count_layer(self._root, self._examples, gradient.shape, running_backward())
+        counted = self._examples, gradient.shape, running_backward(), self._made_in
+        self._root = ledger.tally.count_layer(self._root, *counted)
         with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
             call = LayerCall(shown, gradient, earlier, self._training, self.context, term=self.term, is_last=not kept)

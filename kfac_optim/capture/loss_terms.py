@@ -119,6 +119,7 @@ class LossTally:
         self._counted: Counter[int] = Counter()
         self._unread: list[RootCall] = []
         self._outside: dict[int, RootCall] = {}
+        self._around: dict[int, int] = {}  # backwards that run within others
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
         self._is_superseded = False
@@ -178,7 +179,9 @@ class LossTally:
         """Note that a backward goes on through a forward in a graph, after the passes of an estimate if any come."""
         self.by_output |= not self.has_counted(root)
 
-    def count_layer(self, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int) -> RootCall:
+    def count_layer(
+        self, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int, made_in: int
+    ) -> RootCall:
         """Count by a layer whose output a backward came to.
 
         Where no terms can be read off a call of the model, its layers show them: the batch is the largest that any was
@@ -191,12 +194,14 @@ class LossTally:
             examples: that the layer was handed; None for a single one without a batch dimension.
             shape: of the layer's output.
             backward: number of the backward that is running.
+            made_in: number of the backward in which the layer was called, as where a checkpoint computes it again; -1
+                outside of any.
 
         Returns:
             The call of the model, or what stands for it.
         """
         if root is None or root.model == _OUTSIDE:
-            root = self._outside_of_models(root, backward)
+            root = self._outside_of_models(root, self._outermost(backward, made_in))
         if root.terms is None:
             if self._rule in _BY_INPUT:
                 root.of_layers = max(root.of_layers, 1 if examples is None else examples)
@@ -205,13 +210,21 @@ class LossTally:
         self.count(root)
         return root
 
+    def _outermost(self, backward: int, made_in: int) -> int:
+        """Return the number of the backward that all others run within: reentrant checkpoints have one of their own."""
+        if made_in not in (-1, backward):
+            self._around[backward] = made_in
+        while backward in self._around:
+            backward = self._around[backward]
+        return backward
+
     def _outside_of_models(self, earlier: RootCall | None, backward: int) -> RootCall:
         """Return what stands for the model when layers run outside of any: one call for all layers of one backward.
 
         Args:
             earlier: what stood for it when a backward came to the layer's call before, which this one then goes on
                 from; None where this is the first.
-            backward: the number of this one.
+            backward: the number of this one, or of that around it.
         """
         known = self._outside.get(backward)
         root = earlier or known or RootCall(_OUTSIDE)
@@ -223,6 +236,10 @@ class LossTally:
     def has_counted(self, root: RootCall | None = None) -> bool:
         """Return whether a backward went through this call of the model since the last step; None asks for any call."""
         return bool(self._counted or self._unread) if root is None else root.counted_in == self._number
+
+    def under_way(self) -> int | None:
+        """Return what names the gradients that backwards add up now; None where none has come since the last step."""
+        return self._number if self.has_counted() else None
 
     def _is_single(self, root: RootCall) -> bool:
         """Return whether the model got a single example without a batch dimension: then it hands none to its layers.
@@ -291,6 +308,7 @@ class LossTally:
         self._counted.clear()
         self._unread.clear()
         self._outside.clear()
+        self._around.clear()
 
 
 def examples_of(layer_input: Tensor, unbatched_ndim: int) -> int | None:

@@ -51,7 +51,7 @@ class CaptureWindow(Ledger):
             loss's.
         terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
-        worker: the number of this process among those that train the model, for the same use.
+        source: the number of the process whose examples this one sees, for the same use.
         graphs: what compiled graphs tell.
         outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.
     """
@@ -65,7 +65,7 @@ class CaptureWindow(Ledger):
         self.scaled = False
         self.probe = ScaleProbe()
         self.left_out = 0
-        self.step = self.worker = 0
+        self.step = self.source = 0
         self.graphs = GraphCalls(self, self.roots, self.probe, self._forward_began_in_graph)
         self._offered = False
         self._hooks: list[LayerHooks] = []

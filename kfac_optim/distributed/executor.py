@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.preconditioning import has_gradient, is_used
 from kfac_optim.distributed.communication.consensus import Ballot
+from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
 from kfac_optim.distributed.gradients.edits import EditWatch
@@ -18,7 +19,7 @@ from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradie
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
 from kfac_optim.distributed.gradients.grid import mesh_of
 from kfac_optim.distributed.gradients.joining import Joining
-from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows
+from kfac_optim.distributed.gradients.sharding import check_sharding, group_of_rows, ranks_alike
 from kfac_optim.distributed.gradients.wrappers import Wrappers
 from kfac_optim.distributed.optimizer_view import OptimizerView
 from kfac_optim.distributed.plan_agreement import PlanAgreement
@@ -63,6 +64,8 @@ class DistributedExecutor(Executor):
         self._averaging = AveragingCheck(None)
         self._edits = EditWatch()
         self._checked: tuple[int | str, ...] = ()  # what was found fit to train
+        self._alike: list[int] = []
+        self._looked_at: nn.Module | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -79,6 +82,13 @@ class DistributedExecutor(Executor):
         return self.ranks.rank
 
     @property
+    def source(self) -> int:
+        if not self._alike:
+            return self.worker
+        everyone, first = ranks_of(self.ranks.group), self._alike[0]
+        return everyone.index(first) if first in everyone else self.worker
+
+    @property
     def sees_all_gradients(self) -> bool:  # type: ignore[override]
         return not _may_shard(self.config.strategy if self.plan is None else self.plan.strategy)
 
@@ -86,13 +96,15 @@ class DistributedExecutor(Executor):
 
     def attach(self, model: nn.Module | None) -> None:
         super().attach(model)
+        self._look_at(model)
         if (wrapper := self._wrappers.find(model)) is not None:
             self._listen_to(wrapper, may_have_a_hook=False)
 
     def begin_forward(self, model: nn.Module) -> int:
+        self._look_at(model)
         if (wrapper := self._wrappers.begin_forward(model)) is not None:
             self._listen_to(wrapper, may_have_a_hook=True)
-        return self.worker
+        return self.source
 
     def close(self) -> None:
         if self.shared is not None:
@@ -100,6 +112,9 @@ class DistributedExecutor(Executor):
         self.ranks.close()
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
+        echoes = self.source != self.worker
+        for block in blocks:
+            block.counted_elsewhere(echoes)
         self.joining.check()
         if not self.ranks.is_known and (group := group_of_rows(params, self._shards)) is not None:
             self.ranks.train_on(group, "fully_shard")
@@ -123,6 +138,11 @@ class DistributedExecutor(Executor):
                 "ranks, though none that K-FAC preconditions. Use Replicated()."
             )
         self._checked = looked_at
+
+    def _look_at(self, model: nn.Module | None) -> None:
+        """Find the ranks that see the same examples, once for each model."""
+        if model is not None and model is not self._looked_at:
+            self._looked_at, self._alike = model, ranks_alike(model, self._shards)
 
     def _listen_to(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
         """Train as a wrapper of the model does that is not known yet; see `Wrappers.add`."""

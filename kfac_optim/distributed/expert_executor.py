@@ -73,6 +73,10 @@ class ExpertExecutor(Executor):
         return self.shared.worker
 
     @property
+    def source(self) -> int:
+        return self.shared.source
+
+    @property
     def is_first_copy(self) -> bool:
         """Return whether sums over ranks take the experts of this rank: of copies they take the first."""
         return self.own.worker == 0

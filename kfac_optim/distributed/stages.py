@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kfac_optim.distributed.communication.collectives import Communicator
 from kfac_optim.distributed.communication.process_groups import own_groups, timeout_of
+from kfac_optim.fisher.estimates import NamedLoss
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.scalars import Scalar, scalars
@@ -92,4 +93,9 @@ def check_stage_choices(choices: Choices) -> None:
         raise ValueError(
             f"kfac_optim: {whole[0]!r} evaluates the whole model, of which each stage of a pipeline has a part. Use "
             "AdaptiveTrustRegion() and a fixed damping, or leave pipeline out of DistributedConfig."
+        )
+    if isinstance(choices.estimate, NamedLoss):
+        raise ValueError(
+            f"kfac_optim: {choices.estimate!r} reads what the criterion reads, which the last stage of a pipeline has "
+            "alone: to the others their hidden outputs would be the predictions. Leave estimate out."
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from kfac_optim.capture.calls import Drawn
 from kfac_optim.factors.example_rows import rows_of_examples
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
+from kfac_optim.utils.sharded_params import whole
 
 
 @dataclass(eq=False)
@@ -70,25 +71,26 @@ class CriterionTerm:
         the layers do.
 
         Args:
-            gradients: of `combined` at the output of each call.
+            gradients: of `combined` at the output of each call; DTensors where tensor parallelism has cut that.
             columns: for each column of `B`, its gradients there.
             residuals: `s`, `[columns, examples]`.
         """
-        for place, gradient in enumerate(gradients):
-            if gradient is None:
+        for place, part in enumerate(gradients):
+            if part is None:
                 continue
+            gradient = whole(part)
             made = torch.zeros_like(gradient)
             size = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
             for of_layers, s in zip(columns, residuals, strict=True):
-                rows = of_layers[place]
-                if rows is None:
+                if (in_parts := of_layers[place]) is None:
                     continue
+                rows = whole(in_parts)
                 weights = self._by_row(rows, s)
                 if weights is None:
                     return False
-                part = rows * weights.to(rows.dtype)
-                made += part
-                size += part.square().sum()
+                weighed = rows * weights.to(rows.dtype)
+                made += weighed
+                size += weighed.square().sum()
             allowed = 1e-3 if gradient.dtype is not torch.float64 else 1e-8
             if not bool((made - gradient).square().sum() <= allowed**2 * size + torch.finfo(size.dtype).tiny):
                 return False

@@ -221,14 +221,14 @@ class _Watcher:
         ).await_backward(outputs)
 
     def seed(self) -> int:
-        """Return a seed of random numbers: one for each forward that a backward comes to, each step and each worker.
+        """Return a seed of random numbers: one for each forward that a backward comes to, each step and each source.
 
         Their examples are others. Forwards without a backward draw nothing, so that an evaluation changes nothing.
         """
         window = self._window()
         assert window is not None, "passes are made by the window's own forwards"
-        stream, worker = (self._estimate.seed, window.step, window.tally.next_draw()), window.worker
-        return hash((*stream, worker) if worker else stream) % 2**63
+        stream, source = (self._estimate.seed, window.step, window.tally.next_draw()), window.source
+        return hash((*stream, source) if source else stream) % 2**63
 
 
 class MonteCarlo(NamedLoss):

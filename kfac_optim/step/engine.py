@@ -261,7 +261,7 @@ def follow_model(state: State, blocks: Blocks) -> None:
     The sums of a step that were captured before the move are dropped.
     """
     for param, held in state.items():
-        if isinstance(held, dict):  # users keep notes of their own there
+        if isinstance(param, Tensor) and isinstance(held, dict):  # users keep notes of their own there
             device = param.device
             for name in UPDATED:
                 if name in held and isinstance(tensor := held[name], Tensor) and tensor.device != device:

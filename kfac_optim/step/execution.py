@@ -237,6 +237,7 @@ class Executor:
     Attributes:
         several: whether there are other ranks.
         worker: the number of this rank, from 0.
+        source: the number of the first rank that sees the same examples; under tensor parallelism several do.
         statistics: who brings statistics and inverses where they belong.
         gradients: who does so with gradients and directions.
         states: who knows what checkpoints hold.
@@ -257,9 +258,13 @@ class Executor:
         """Take notice of the model; None if it is not known yet."""
         self._shards = Shards(model)
 
-    def begin_forward(self, model: nn.Module) -> int:
-        """Take notice that a forward of the model begins, in whatever wrapper; returns the number of this rank."""
+    @property
+    def source(self) -> int:
         return self.worker
+
+    def begin_forward(self, model: nn.Module) -> int:
+        """Take notice that a forward of the model begins, in whatever wrapper; returns `source`."""
+        return self.source
 
     def close(self) -> None:
         """Launch nothing any more: the optimizer is gone."""

@@ -708,3 +708,17 @@ def test_what_depends_on_the_number_of_the_step_goes_on_where_no_layer_is_known_
         go_on(*each, 3, 6)
     assert_identical(resumed[0].state_dict(), whole[0].state_dict())
     assert resumed[2].param_groups[0]["damping"] == whole[2].param_groups[0]["damping"] != 1e-3
+
+
+def test_a_state_from_before_the_first_forward_begins_the_run_anew() -> None:
+    """Tools that look for a rate save it, train, and load it back into the same optimizer."""
+    model = mlp()
+    optimizer = KFACOptimizer(model.parameters(), **OPTIONS)
+    at_first = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    trained = []
+    for _ in range(2):
+        model.load_state_dict(at_first[0])
+        optimizer.load_state_dict(at_first[1])
+        train(model, optimizer, 5)
+        trained.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    assert_identical(*trained)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from helpers.plain import assert_same_factors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from kfac_optim import KFACOptimizer, LossTerms
 from kfac_optim.specs import LossTerms as Rule
@@ -75,3 +77,19 @@ def test_a_part_that_lacks_something_trained_is_not_taken_for_the_model() -> Non
     head(net(torch.ones(4, 5, 6, dtype=F64)).sum(1)).mean().backward()
     with pytest.warns(UserWarning, match="taken to be 20, the largest batch that a layer was handed"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("segments", [2, 4])
+def test_reentrant_checkpoints_of_parts_are_counted_once(segments: int) -> None:
+    """Each of them has a backward of its own, within that of the loss; the model's own forward is never called."""
+    factors = []
+    for parts in (1, segments):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(F64)
+        optimizer = KFACOptimizer(net)
+        x = torch.ones(8, 4, dtype=F64, requires_grad=True)
+        checkpoint_sequential(net, parts, x, use_reentrant=True).square().sum(1).mean().backward()
+        with pytest.warns(UserWarning, match="taken to be 8,"):
+            optimizer.step()
+        factors.append(optimizer.factors())
+    assert_same_factors(*factors)

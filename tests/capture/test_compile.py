@@ -538,3 +538,16 @@ def test_graphs_of_steps_without_statistics_are_those_of_the_bare_model() -> Non
     with_statistics, without, bare = graphs
     assert any("kfac_optim" in str(function) for function in with_statistics)
     assert without == bare
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_model_that_is_found_as_its_compiled_forward_begins_is_measured_from_the_first_step() -> None:
+    case, trained = CASES["linear"], []
+    for given in (True, False):
+        model, _ = build(case)
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = KFACOptimizer(model if given else model.parameters(), lr=0.1)
+        train(compiled, optimizer, case, range(2))
+        assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+        trained.append([param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *trained))

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LineSearch, TrustRegion
+from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LineSearch, MonteCarlo, TrustRegion
 from kfac_optim.distributed import DistributedConfig
 from kfac_optim.step.step_size import StepSize
 
@@ -146,6 +146,9 @@ def refused(rank: int) -> list[str]:
     with pytest.raises(ValueError, match="evaluates the whole model") as whole_model:
         KFACOptimizer(part, distributed=DistributedConfig(**groups), step_size=LineSearch())
     found.append(str(whole_model.value))
+    with pytest.raises(ValueError, match="hidden outputs would be the predictions") as named:
+        KFACOptimizer(part, distributed=DistributedConfig(**groups), estimate=MonteCarlo(nn.MSELoss()))
+    found.append(str(named.value))
     optimizer = KFACOptimizer(part, distributed=DistributedConfig(**groups), kl_clip=1e-3 * (1 + rank))
     part(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
     with pytest.raises(ValueError, match="kl_clip differ") as clips:

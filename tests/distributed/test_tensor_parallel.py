@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from kfac_optim import EKFAC, Cholesky, Eigen, KFACOptimizer
+from kfac_optim import EKFAC, Cholesky, Eigen, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo
+from kfac_optim.fisher.estimates import Estimate
 
 
 class Net(nn.Module):
@@ -98,6 +100,33 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 def test_training_is_that_of_one_process(four_ranks: Ranks, case: str) -> None:
     style, sharded, options = CASES[case]
     assert_close(four_ranks.run(on_rank, style, sharded, options), alone(Net, 2 if sharded else 1, **options))
+
+
+NAMED: dict[str, Callable[[nn.Module], Estimate]] = {"drawn": MonteCarlo, "exact": ExactGGN}
+
+
+def trained_with_the_loss_named(model: nn.Module, name: str, numbers: range) -> Outcome:
+    criterion = nn.MSELoss()
+    options = DEFAULTS | {"estimate": NAMED[name](criterion), "loss_terms": LossTerms.ELEMENTS}
+    optimizer = KFACOptimizer(model, **options)
+    for step in range(4):
+        x = torch.cat([batch(number, step) for number in numbers])
+        optimizer.zero_grad()
+        criterion(model(x), x[:, :3].square()).backward()
+        optimizer.step()
+    return outcome(model, optimizer)
+
+
+def named_on_rank(rank: int, name: str, sharded: bool) -> Outcome:
+    number = rank // 2 if sharded else 0
+    return trained_with_the_loss_named(parallel("columns and rows", sharded), name, range(number, number + 1))
+
+
+@pytest.mark.parametrize(("name", "sharded"), [("drawn", False), ("exact", False), ("exact", True)])
+def test_a_named_loss_is_measured_as_by_one_process(four_ranks: Ranks, name: str, sharded: bool) -> None:
+    """Ranks that see the same examples draw the same targets, and gather what each has of a gradient."""
+    alone = trained_with_the_loss_named(seeded(Net), name, range(2 if sharded else 1))
+    assert_close(four_ranks.run(named_on_rank, name, sharded), alone)
 
 
 def resumed(rank: int, sharded: bool) -> tuple[Outcome, Outcome]:

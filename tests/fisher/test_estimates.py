@@ -281,7 +281,7 @@ def test_each_worker_has_draws_of_its_own() -> None:
         model = linear()
         optimizer = KFACOptimizer(model, lr=0.0, estimate=MonteCarlo(nn.MSELoss()))
         output = model(normal(6, 3))
-        optimizer._window.worker = worker  # as several processes have it set by each forward
+        optimizer._window.source = worker  # as several processes have it set by each forward
         F.mse_loss(output, normal(6, 4, seed=2)).backward()
         optimizer.step()
         drawn.append(optimizer.factors()[""][1])

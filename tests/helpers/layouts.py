@@ -94,7 +94,7 @@ def outcome(model: nn.Module, optimizer: KFACOptimizer) -> Outcome:
 
 
 def averages(model: nn.Module, optimizer: KFACOptimizer) -> dict[str, Tensor]:
-    """Running averages by layer and place, as a checkpoint holds them."""
+    """Return running averages and their masses by layer and place, as a checkpoint holds them."""
     with warnings.catch_warnings():  # of this rank alone
         warnings.filterwarnings("ignore", r"kfac_optim. this state_dict\(\) lacks")
         saved = optimizer.state_dict()["state"]
@@ -104,7 +104,7 @@ def averages(model: nn.Module, optimizer: KFACOptimizer) -> dict[str, Tensor]:
         for number, state in saved.items()
         if KEY in state
         for path, tensor in leaves({key: value for key, value in state[KEY].items() if key == "inverse"})
-        if path[-1] == "average"
+        if path[-1] in ("average", "mass")
     }
 
 

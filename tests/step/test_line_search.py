@@ -327,3 +327,30 @@ def test_buffers_that_are_expanded_views_are_put_back(options: dict[str, Any]) -
     for number in range(3):
         optimizer.step(closure)
         assert model.seen.tolist() == [[number + 1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("choice", ["length", "damping"])
+def test_a_step_is_not_judged_by_a_part_of_its_examples(choice: str) -> None:
+    model, criterion = mlp(), nn.MSELoss()
+    named: dict[str, Any] = {"estimate": ExactGGN(criterion)}
+    named |= {"step_size": LineSearch()} if choice == "length" else {"adapt_damping": LevenbergMarquardt()}
+    optimizer = KFACOptimizer(model, lr=0.1, **named)
+    x = batch()
+
+    def half(part: Tensor = x[4:]) -> Tensor:
+        loss: Tensor = criterion(model(part), torch.ones(len(part), 3).to(x)) / 2
+        loss.backward()
+        return loss.detach()
+
+    half(x[:4])
+    before = clones(model.parameters())
+    with pytest.raises(RuntimeError, match="of an earlier backward as well"):
+        optimizer.step(half)
+    assert all(map(torch.equal, before, model.parameters()))
+
+    def both() -> Tensor:
+        optimizer.zero_grad()
+        return half(x[:4]) + half()
+
+    optimizer.step(both)
+    assert not all(map(torch.equal, before, model.parameters()))

@@ -83,6 +83,28 @@ def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.Proces
     return world() if largest.size() == dist.get_world_size() else None
 
 
+def ranks_alike(model: nn.Module, shards: Shards) -> list[int]:
+    """Return the ranks that see the same examples as this one, itself among them, as tensor parallelism has them.
+
+    Args:
+        model: in which some linear or embedding layer may be cut; parameters of experts, which have three dimensions,
+            lie on ranks with other examples.
+        shards: what FSDP2 keeps of the model.
+
+    Returns:
+        Their numbers among all processes, in order; none where no layer is cut.
+    """
+    for param in model.parameters():
+        if not isinstance(param, DTensor) or param.dim() > 2:
+            continue
+        *before, last = param.placements
+        # With fully_shard around it the mesh dimension before is cut as well; under HSDP it has copies.
+        is_cut = not isinstance(before[-1], Replicate) if before else shards.of(param) is None
+        if is_cut and isinstance(last, Shard):
+            return sorted(dist.get_process_group_ranks(param.device_mesh.get_group(param.device_mesh.ndim - 1)))
+    return []
+
+
 def _are_rows(block: KFACBlock, shards: Shards) -> bool:
     """Return whether FSDP2 keeps rows over one mesh dimension, perhaps copied over those before."""
     return all(shards.of(param) is not None and _is_rows(cast(DTensor, param)) for param in block.params)
