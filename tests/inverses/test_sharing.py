@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases import STRUCTURES
 from helpers.oracles import assert_same
 from helpers.plain import assert_identical
 from helpers.shares import Ranks, Sample, sample
-from helpers.states import CPU, every_structure, measured_state
+from helpers.states import CPU, measured_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -39,6 +40,17 @@ PAIRS = [
     *(EKFAC(), EKFAC(per_example=False)),
 ]
 every_pair = pytest.mark.parametrize("inverse", PAIRS, ids=str)
+# Each with dense factors, and with two others in turn.
+some_structures = pytest.mark.parametrize(
+    ("inverse", "structure"),
+    [
+        (inverse, structure)
+        for row, inverse in enumerate(PAIRS)
+        for column, structure in enumerate(STRUCTURES)
+        if structure == (DENSE, DENSE) or (row + column) % 4 == 0
+    ],
+    ids=lambda value: "-".join(each.value for each in value) if isinstance(value, tuple) else str(value),
+)
 DAMPING = 0.3
 
 
@@ -102,8 +114,7 @@ def assert_alike(ranks: Ranks) -> None:
         assert torch.equal(direction, first)
 
 
-@every_pair
-@every_structure
+@some_structures
 @settings(max_examples=15)
 @given(data=st.data())
 def test_a_refresh_is_that_of_one_process(
@@ -150,8 +161,7 @@ def test_a_refresh_of_three_factors_is_that_of_one_process(bias: bool, data: st.
         assert_alike(ranks)
 
 
-@every_pair
-@every_structure
+@some_structures
 @settings(max_examples=8)
 @given(data=st.data())
 def test_a_refresh_beside_the_training_is_that_of_one_process(
@@ -187,8 +197,7 @@ def test_all_ranks_apply_the_same_bits_whatever_was_sent(
         assert_one_process(ranks, rtol=2e-2)
 
 
-@every_pair
-@every_structure
+@some_structures
 @settings(max_examples=8)
 @given(data=st.data())
 def test_saved_and_reloaded_each_rank_goes_on_to_the_bit(
@@ -303,8 +312,7 @@ def test_nothing_is_kept_of_a_refresh_where_neither_rank_has_a_sample() -> None:
             assert torch.equal(direction, grad)
 
 
-@every_pair
-@every_structure
+@some_structures
 def test_dropped_results_come_back_when_they_are_taken(
     inverse: Inverse[Any], structure: tuple[Structure, Structure]
 ) -> None:

@@ -657,11 +657,17 @@ def steady(model: nn.Module, optimizer: KFACOptimizer, steps: range) -> None:
         settle(optimizer)
 
 
-@pytest.mark.parametrize("refresh", MODES, ids=repr)
-@pytest.mark.parametrize("stop", [2, 10])  # while the averages are young, and later
-@each_inverse
+# While the averages are young, and later, in turn.
+RESUMED = [
+    (inverse, refresh, (2, 10)[(row + column) % 2])
+    for row, inverse in enumerate(INVERSES)
+    for column, refresh in enumerate(MODES)
+]
+
+
+@pytest.mark.parametrize(("inverse", "refresh", "stop"), RESUMED, ids=repr)
 def test_saved_reloaded_and_continued_equals_uninterrupted_bitwise(
-    inverse: Inverse[Any], stop: int, refresh: Any
+    inverse: Inverse[Any], refresh: Any, stop: int
 ) -> None:
     def make() -> tuple[nn.Sequential, KFACOptimizer]:
         model = mlp(sizes=SIZES)
