@@ -38,6 +38,16 @@ def positive_int(word: str) -> int:
     return number
 
 
+def seed(word: str) -> int:
+    try:
+        number = int(word)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise ArgumentTypeError(f"expected a whole number from 0 to 2⁶³ - 1, got {word!r}")
+    return number
+
+
 def positive_float(word: str) -> float:
     try:
         number = float(word)

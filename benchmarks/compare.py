@@ -136,6 +136,7 @@ def make_report(study: Study, tuned: Tuning, repeated: Runs, targets: Sequence[T
         "search_seed": study.search_seed,
         "tuning_target": tuned.target,
         "trials_of": list(tuned.origins),
+        "commits_of_runs": sorted(study.folder.commits),
         "targets": [asdict(target) for target in targets],
         "optimizers": [
             {

@@ -212,6 +212,7 @@ def _kfac(model: nn.Module, _: Problem, setting: Setting, **choices: Any) -> Opt
         momentum=0.9,
         nesterov=True,  # as SGD has it
         weight_decay=setting["weight_decay"],
+        **_damping(setting),
         **choices,
     )
 
@@ -227,8 +228,14 @@ def _kfac_selected(model: nn.Module, _: Problem, setting: Setting, **choices: An
         weight_decay=setting["weight_decay"],
         step_size=SelectedUpdates(),
         skip_layers=[last],
+        **_damping(setting),
         **choices,
     )
+
+
+def _damping(setting: Setting) -> dict[str, Any]:
+    """It is searched for by a range test alone; all others train with the default."""
+    return {"damping": setting["damping"]} if "damping" in setting else {}
 
 
 def _known_terms(problem: Problem) -> dict[str, Any]:

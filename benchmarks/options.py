@@ -71,7 +71,11 @@ def _of_a_study(parser: argparse.ArgumentParser, trials: int, seeds: int, steps:
         "--seeds", type=count, default=seeds, metavar="N", help="repeats of the best trial (default: %(default)s)"
     )
     parser.add_argument(
-        "--search-seed", type=int, default=0, metavar="N", help="of the settings to try (default: %(default)s)"
+        "--search-seed",
+        type=arguments.seed,
+        default=0,
+        metavar="N",
+        help="of the settings to try (default: %(default)s)",
     )
     parser.add_argument("--steps", type=count, metavar="N", help=steps)
     parser.add_argument(
@@ -196,7 +200,7 @@ def _quickstart(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
     parser.add_argument("--epochs", type=arguments.positive_int, metavar="N", help="default: tuned to the data set")
     parser.add_argument("--setting", choices=SETTINGS, default="default", help="of K-FAC (default: its defaults)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
     parser.add_argument(
         "--threads",
         type=arguments.positive_int,
@@ -219,7 +223,7 @@ def _defaults(parser: argparse.ArgumentParser) -> None:
         default=list(WITHOUT_DOWNLOAD),
         help=f"some of {', '.join(DEFAULTS_PROBLEMS)} (default: {', '.join(WITHOUT_DOWNLOAD)}, no download)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: %(default)s)")
     _of_runs(parser, "defaults-results")
 
 
@@ -371,7 +375,7 @@ def _preconditioning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", type=Path, help="folder of MNIST's parquet files (default: from the hub)")
     parser.add_argument("--steps", type=arguments.positive_int, default=300, metavar="N", help="default: 300")
     parser.add_argument("--lr", type=arguments.positive_float, default=0.1, help="learning rate (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
     parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument(
         "--out", type=Path, default=Path("preconditioning.json"), help="JSON file (default: %(default)s)"
@@ -394,7 +398,7 @@ def _autoencoders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=arguments.positive_int, default=AUTOENCODER_BATCH, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
     parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument(
         "--out", type=Path, default=Path("autoencoders-results"), help="folder for PNG and JSON (default: %(default)s)"
@@ -410,7 +414,7 @@ def _refresh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sgd-lr", type=arguments.positive_float, default=3e-3, help="of SGD (default: 0.003)")
     parser.add_argument("--damping", type=arguments.positive_float, default=0.3, help="default: 0.3")
     parser.add_argument("--kl-clip", type=arguments.positive_float, default=0.1, help="default: 0.1")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
     parser.add_argument("--device", type=arguments.device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=arguments.positive_int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--out", type=Path, default=Path("refresh"), help="folder (default: %(default)s)")
@@ -449,7 +453,7 @@ def _statistics_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns that are timed (default: 5)")
     parser.add_argument("--lr", type=number, default=0.1, help="learning rate (default: 0.1)")
     parser.add_argument("--damping", type=number, default=0.1, help="default: 0.1")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of weights and batches (default: 0)")
     parser.add_argument("--threads", type=count, default=1, metavar="N", help="of a rank (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("statistics-workers.json"), help="default: %(default)s")
 
@@ -511,7 +515,7 @@ def _faults(parser: argparse.ArgumentParser) -> None:
         "--period", type=arguments.positive_int, default=5, metavar="N", help="steps between checkpoints (default: 5)"
     )
     parser.add_argument("--strategy", choices=STRATEGIES, default="sharded", help="default: sharded")
-    parser.add_argument("--seed", type=int, default=0, help="of ranks and moments (default: 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of ranks and moments (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("faults.json"), help="default: %(default)s")
 
 
@@ -525,7 +529,7 @@ def _mutants(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draw so many from the code (default: those of tests/mutants)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of --random (default: %(default)s)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of --random (default: %(default)s)")
     parser.add_argument(
         "--room-alone", action="store_true", help="run the tests of the mutant's room alone, which takes minutes"
     )

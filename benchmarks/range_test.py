@@ -178,8 +178,10 @@ def _runs(
 
 def _usual(record: Mapping[str, Any]) -> str:
     """The K-FAC that is nearest to the default one of those that were tuned."""
-    names = {each["name"] for each in record["optimizers"]}
-    return "KFAC-default" if "KFAC-default" in names else "KFAC-named"
+    tuned = [each["name"] for each in record["optimizers"] if each["name"].startswith("KFAC")]
+    if not tuned:
+        raise UsageError(f"argument --tuned: compare has tuned no K-FAC on {record['problem']}; run it with one first")
+    return next((name for name in ("KFAC-default", "KFAC-named") if name in tuned), tuned[0])
 
 
 def _file(folder: Path, name: str) -> Path:

@@ -30,6 +30,8 @@ Report = Mapping[str, Any]
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.out.suffix not in (".png", ".pdf", ".svg"):
+        raise arguments.UsageError(f"argument --out: expected a file .png, .pdf or .svg, got {str(args.out)!r}")
     reports = [read_report(path) for path in args.reports]
     if args.to is not None:
         reports = [judged_by(report, args.to) for report in reports if args.to in _names(report["optimizers"])]

@@ -32,6 +32,7 @@ from benchmarks.contestants import Contestant
 from benchmarks.examples import Batch, Examples
 from benchmarks.harness import describe_machine, without_subnormals
 from benchmarks.problem import Aim, FixedBatch, Problem
+from benchmarks.provenance import commit
 from benchmarks.search import Setting, points
 from benchmarks.training import History, mean_over, train
 
@@ -108,6 +109,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.commits: set[str] = set()  # of the code that made the runs which were found or kept
 
     def find(self, problem: str, optimizer: str, trial: int, seed: int, terms: Mapping[str, Any]) -> Run | None:
         """The run, where it is there.
@@ -126,6 +128,7 @@ class RunFolder:
                 f"argument --out: {str(file)!r} was made with {name} {record['terms'].get(name)!r}, this study has "
                 f"{terms[name]!r}; pass another folder, or the arguments of the study that is there"
             )
+        self.commits.add(record.get("commit") or "unknown")
         found = record["run"]
         readings = tuple(Reading(**reading) for reading in found["readings"])
         return Run(**{**found, "ending": Ending(found["ending"]), "readings": readings})
@@ -134,7 +137,9 @@ class RunFolder:
         file = self._file(problem, run.optimizer, run.trial, run.seed)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")
-        record = {"terms": terms, "run": {**asdict(run), "ending": run.ending.value}}
+        made_by = commit() or "unknown"
+        self.commits.add(made_by)
+        record = {"terms": terms, "commit": made_by, "run": {**asdict(run), "ending": run.ending.value}}
         unfinished.write_text(json.dumps(record, allow_nan=False) + "\n")
         unfinished.replace(file)
 
@@ -242,7 +247,10 @@ def carry_out(
     found = {key: folder.find(name, *key, terms) for key, terms in wanted.items()}
     present = sum(kept is not None for kept in found.values())
     if present:
-        console.print(f"{name}: {present} of {len(wanted)} {what} are in {folder.path} and not run again")
+        made_by = ", ".join(sorted(folder.commits))
+        console.print(
+            f"{name}: {present} of {len(wanted)} {what} are in {folder.path} and not run again (by {made_by})"
+        )
     runs: Runs = {optimizer: [] for optimizer, _, _ in wanted}
     columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=present == len(wanted)) as progress:

@@ -129,8 +129,8 @@ class BatchNormAdapter(_ChannelNormAdapter[_BatchNorm]):
         mean, variance = module.running_mean, module.running_var
         if training or mean is None or variance is None:
             mean, variance = channel_moments(layer_input, dtype)
-        else:
-            mean, variance = mean.to(dtype), variance.to(dtype)
+        else:  # a copy, as a forward in training moves the mean in place while rows wait
+            mean, variance = mean.to(dtype, copy=True), variance.to(dtype)
         shape = (-1, *[1] * (layer_input.dim() - 2))
         shift, scale = mean.view(shape), (variance + module.eps).rsqrt().to(dtype).view(shape)
         return ByChannel(shift, scale, dtype)

@@ -293,6 +293,7 @@ def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
     ("arguments", "message"),
     [
         (["quickstart", "--epochs", "0"], "--epochs: expected a whole number of at least 1, got '0'"),
+        (["quickstart", "--seed", "9" * 20], "--seed: expected a whole number from 0 to"),
         (["quickstart", "--dataset", "cifar"], "--dataset: invalid choice: 'cifar'"),
         (["quickstart", "--data-dir", "x"], "--data-dir: digits comes with scikit-learn.*pass --dataset mnist"),
         (["step-cost", "--periods", "1;2"], "--periods: expected FACTOR,INVERSE.*got '1;2'"),
@@ -310,6 +311,7 @@ def test_wrong_arguments_are_refused_before_torch_is_imported() -> None:
         (["preconditioning", "--lr", "-1"], "--lr: expected a number above 0, got '-1'"),
         (["preconditioning", "--steps", "3"], "--steps: expected at least 10.*got 3"),
         (["quickstart", "--dataset", "mnist", "--data-dir", "nowhere"], "--data-dir: no folder 'nowhere'"),
+        (["scoreboard", "x.json", "--out", "x.xyz"], "--out: expected a file .png, .pdf or .svg, got 'x.xyz'"),
         ([], "BENCHMARK"),
     ],
 )

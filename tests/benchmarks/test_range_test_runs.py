@@ -9,7 +9,9 @@ import pytest
 import benchmarks
 from benchmarks.__main__ import main
 from benchmarks.arguments import UsageError
-from benchmarks.range_test import read_tuned
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.problems import PROBLEMS
+from benchmarks.range_test import _usual, read_tuned
 
 
 def record(reached: list[float | None]) -> dict[str, Any]:
@@ -37,6 +39,22 @@ def test_the_target_is_the_lowest_that_tuned_runs_reach_or_else_their_own(
 def test_an_optimizer_that_was_not_tuned_is_refused() -> None:
     with pytest.raises(UsageError, match="has tuned KFAC-named on digits, got 'KFAC-default'"):
         read_tuned(record([1, 1]), "KFAC-default")
+
+
+@pytest.mark.parametrize("name", ["KFAC-default", "KFAC-named", "KFAC-selected"])
+def test_the_run_takes_the_damping_that_is_recommended(name: str) -> None:
+    problem = PROBLEMS["digits"]
+    optimizer = CONTESTANTS[name].optimizer(problem.small_model(10), problem, {"lr": 0.1, "damping": 0.5})
+    assert optimizer.param_groups[0]["damping"] == 0.5
+
+
+def test_of_the_optimizers_that_were_tuned_the_most_usual_is_tested() -> None:
+    names = "SGD", "KFAC-selected", "KFAC-named"
+    optimizers = [{"name": name} for name in names]
+    assert _usual({"problem": "unet", "optimizers": optimizers}) == "KFAC-named"
+    assert _usual({"problem": "unet", "optimizers": optimizers[:2]}) == "KFAC-selected"
+    with pytest.raises(UsageError, match="has tuned no K-FAC on unet"):
+        _usual({"problem": "unet", "optimizers": optimizers[:1]})
 
 
 def test_range_test_leaves_a_table_a_picture_and_figures_and_goes_on_from_them(

@@ -297,6 +297,24 @@ def test_factors_by_the_code_for_accelerators_are_those_by_the_code_for_hosts(
     torch.testing.assert_close(*factors, rtol=1e-10, atol=1e-13)
 
 
+def test_running_statistics_that_move_before_the_step_do_not_move_rows_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factors = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        nn.utils.vector_to_parameters(torch.linspace(-1, 1, 38), model.parameters())
+        optimizer = KFACOptimizer(model, lr=0.0)
+        x = torch.linspace(-2, 2, 32).sin().view(8, 4)
+        model.eval()(x).square().mean().backward()
+        with torch.no_grad():
+            model.train()(3 + 2 * x)  # as of unlabelled examples
+        optimizer.step()
+        factors.append(optimizer.factors())
+        monkeypatch.setattr(on_host, "__code__", (lambda _: False).__code__)
+    torch.testing.assert_close(*factors)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
