@@ -142,7 +142,7 @@ class DistributedExecutor(Executor):
     def _look_at(self, model: nn.Module | None) -> None:
         """Find the ranks that see the same examples, once for each model."""
         if model is not None and model is not self._looked_at:
-            self._looked_at, self._alike = model, ranks_alike(model, self._shards)
+            self._looked_at, self._alike = model, ranks_alike(model)
 
     def _listen_to(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
         """Train as a wrapper of the model does that is not known yet; see `Wrappers.add`."""

@@ -102,6 +102,22 @@ def test_training_is_that_of_one_process(four_ranks: Ranks, case: str) -> None:
     assert_close(four_ranks.run(on_rank, style, sharded, options), alone(Net, 2 if sharded else 1, **options))
 
 
+def found_on_rank(rank: int, cut: bool) -> Outcome:
+    model = parallel("columns and rows", True) if cut else seeded(Net)
+    if not cut:
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = KFACOptimizer(model.parameters(), **DEFAULTS)
+    number = rank // 2 if cut else rank
+    train(model, optimizer, range(number, number + 1))
+    return outcome(model, optimizer)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_model_that_is_found_at_its_first_forward_is_measured_as_by_one_process(four_ranks: Ranks, cut: bool) -> None:
+    """Shards of fully_shard are no cut layers, whose ranks would see the same examples."""
+    assert_close(four_ranks.run(found_on_rank, cut), alone(Net, 2 if cut else 4))
+
+
 NAMED: dict[str, Callable[[nn.Module], Estimate]] = {"drawn": MonteCarlo, "exact": ExactGGN}
 
 

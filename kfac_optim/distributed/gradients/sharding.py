@@ -83,17 +83,17 @@ def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.Proces
     return world() if largest.size() == dist.get_world_size() else None
 
 
-def ranks_alike(model: nn.Module, shards: Shards) -> list[int]:
+def ranks_alike(model: nn.Module) -> list[int]:
     """Return the ranks that see the same examples as this one, itself among them, as tensor parallelism has them.
 
     Args:
         model: in which some linear or embedding layer may be cut; parameters of experts, which have three dimensions,
             lie on ranks with other examples.
-        shards: what FSDP2 keeps of the model.
 
     Returns:
         Their numbers among all processes, in order; none where no layer is cut.
     """
+    shards = Shards(model)
     for param in model.parameters():
         if not isinstance(param, DTensor) or param.dim() > 2:
             continue
