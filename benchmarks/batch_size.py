@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
     report = {
         "benchmark": "batch-size",
         "problem": args.problem,
+        "commits_of_runs": sorted(set().union(*(study.folder.commits for study in studies.values()))),
         "title": problem.title,
         "steps": {str(size): study.problem.steps for size, study in studies.items()},
         "trials": trials(args),

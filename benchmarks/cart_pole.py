@@ -189,6 +189,7 @@ class Race:
     def _report(self, tuned: Runs, repeated: Runs) -> dict[str, Any]:
         return {
             "benchmark": "cart-pole",
+            "commits_of_runs": sorted(self._folder.commits),
             "solved": SOLVED,
             "limit": self._limit,
             "trial_limit": self._steps(TUNING_SEEDS[0]),

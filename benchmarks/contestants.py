@@ -234,7 +234,7 @@ def _kfac_selected(model: nn.Module, _: Problem, setting: Setting, **choices: An
 
 
 def _damping(setting: Setting) -> dict[str, Any]:
-    """It is searched for by a range test alone; all others train with the default."""
+    """Return the damping if a range test has recommended one; all others train with the default."""
     return {"damping": setting["damping"]} if "damping" in setting else {}
 
 

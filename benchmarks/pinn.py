@@ -189,6 +189,7 @@ class Race:
         return {
             "benchmark": "pinn",
             "problem": self.name,
+            "commits_of_runs": sorted(self._folder.commits),
             "title": problem.title,
             "network": network_name(problem),
             "parameters": sum(param.numel() for param in problem.network().parameters()),

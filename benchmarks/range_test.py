@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
             judged[name, optimizer] = Judged(tuned, runs, median_high(arrivals))
     console.print(table(judged))
     path = args.out / "range-test.json"
-    write_json(path, make_report(judged), torch.device("cpu"))
+    write_json(path, make_report(judged) | {"commits_of_runs": sorted(folder.commits)}, torch.device("cpu"))
     console.print(f"Figures: {path}")
 
 
@@ -169,6 +169,7 @@ def _runs(
         "steps": problem.steps,
         "steps of the test": steps,
         "rest of the setting": rest,
+        "recommended": ["lr", "damping"],
         "machine": describe_machine(torch.device("cpu")),
     }
     wanted = {(tuned.optimizer, 0, seed): terms for seed in range(1, (1 if args.quick else args.seeds) + 1)}

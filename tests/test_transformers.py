@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plain import clones
 from torch import Tensor, nn
 
 from kfac_optim import KFACOptimizer, LossTerms, Structure, Summary
@@ -351,8 +352,12 @@ def test_a_compiled_model_keeps_what_it_writes_into_its_config() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
 @pytest.mark.usefixtures("_fresh_graphs")
-def test_parameters_of_a_compiled_model_are_told_to_be_handed_over_with_it() -> None:
-    model = classifier()
-    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"pass it: KFACOptimizer\(model, \.\.\.\)"):
+def test_parameters_of_a_compiled_model_train_as_the_model_does() -> None:
+    trained = []
+    for given in (True, False):
+        model = classifier()
+        optimizer = KFACOptimizer(model if given else model.parameters(), lr=0.1)
         steps_of(torch.compile(model, backend="aot_eager"), optimizer)
+        assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+        trained.append(clones(model.parameters()))
+    assert all(map(torch.equal, *trained))

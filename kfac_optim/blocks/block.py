@@ -88,7 +88,7 @@ class KFACBlock:
         notes: choices made for the user, for `summary()`.
         clock: what was done when.
         measured_here: whether this process takes its statistics.
-        echoes: whether another process sees the same examples, so that statistics taken here would count twice.
+        echoes: whether an earlier rank sees the same examples and takes their statistics, which would count twice.
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         waiting: rows of this step whose moments are computed with those of other blocks, by `folding.sum_rows`.
@@ -207,7 +207,7 @@ class KFACBlock:
             self.joint = RowsByTerm(self.name)
 
     def counted_elsewhere(self, echoes: bool) -> None:
-        """Note what `echoes` says, and drop what was taken before that was known."""
+        """Take no statistics from now on if an earlier rank takes them, and drop those of this step."""
         if echoes and not self.echoes:
             self._drop_sums()
         self.echoes = echoes

@@ -103,7 +103,7 @@ def _incoming(
     strays = [state for param, state in states.items() if not (param in firsts or _awaits(binding, param))]
     leaving = [block for block in binding.coverage.blocks if block.params[0] in marks]
     has_stepped = any(says_something(state.get(MOMENTUM)) for state in held.values())
-    if of_blocks or has_stepped:  # else it was saved before the first step, when the model may not have been known
+    if of_blocks or has_stepped or binding.given:  # else it was saved before the model was found
         checkpoint_check.check_layers(
             [*blocks, *leaving],
             [of_blocks.get(block.params[0]) for block in (*blocks, *leaving)],

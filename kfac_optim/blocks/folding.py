@@ -12,7 +12,7 @@ from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.layer_statistics import FewRows, UnitRows
 from kfac_optim.factors.small_calls import SmallCall, add_moments
 
-# Bytes of rows that wait in one stream at most.
+# At most so many bytes of rows wait in one stream.
 _HELD = 2**29
 
 

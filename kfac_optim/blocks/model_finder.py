@@ -12,7 +12,8 @@ from kfac_optim.utils.hooks import weakly
 class ModelFinder:
     """Watches every module call of the process until it is removed.
 
-    Called with an outermost module that holds any of the parameters, `found` learns of it before its forward runs.
+    Called with an outermost module that holds any of the parameters, `found` learns of it before its forward runs. A
+    model that already ran inside a compiled function calls no modules there, and is never found.
 
     Args:
         params: to look for.

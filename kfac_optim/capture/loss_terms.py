@@ -119,7 +119,7 @@ class LossTally:
         self._counted: Counter[int] = Counter()
         self._unread: list[RootCall] = []
         self._outside: dict[int, RootCall] = {}
-        self._around: dict[int, int] = {}  # backwards that run within others
+        self._around: dict[int, int] = {}  # the number of the backward around a nested one
         self._single: dict[int, bool] = {}
         self._stated: float | Tensor | None = None
         self._is_superseded = False
@@ -211,8 +211,11 @@ class LossTally:
         return root
 
     def _outermost(self, backward: int, made_in: int) -> int:
-        """Return the number of the backward that all others run within: reentrant checkpoints have one of their own."""
-        if made_in not in (-1, backward):
+        """Return the number of the outermost backward around this one.
+
+        A reentrant checkpoint runs a backward of its own within that of the loss.
+        """
+        if -1 < made_in < backward:
             self._around[backward] = made_in
         while backward in self._around:
             backward = self._around[backward]
@@ -236,10 +239,6 @@ class LossTally:
     def has_counted(self, root: RootCall | None = None) -> bool:
         """Return whether a backward went through this call of the model since the last step; None asks for any call."""
         return bool(self._counted or self._unread) if root is None else root.counted_in == self._number
-
-    def under_way(self) -> int | None:
-        """Return what names the gradients that backwards add up now; None where none has come since the last step."""
-        return self._number if self.has_counted() else None
 
     def _is_single(self, root: RootCall) -> bool:
         """Return whether the model got a single example without a batch dimension: then it hands none to its layers.

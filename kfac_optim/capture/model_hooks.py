@@ -92,11 +92,10 @@ class _LayerHook:
         self._unbatched_ndim = unbatched_ndim
         self._is_product = is_product
 
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Tensor | None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
         window, watch = self._window(), self._watch()
-        if window is None or watch is None or len(rest) < 2:
-            return None  # torch.ao.quantization gives the hooks of a layer, without keywords, to what takes its place
-        kwargs, output = rest
+        if window is None or watch is None:
+            return None
         if torch.compiler.is_compiling():
             if not window.captures():
                 return None

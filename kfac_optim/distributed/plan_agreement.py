@@ -112,7 +112,7 @@ class PlanAgreement:
             What comes of it; the last of the marks is `progress`.
         """
         # To look at tensors synchronises with the device, as taking statistics does: so it is done at such steps alone.
-        looks = any(block.has_pending() for block in self.blocks)
+        looks = any(block.has_pending() or (block.echoes and block.wants_statistics()) for block in self.blocks)
         own = marks() if self._number == self._agreed else ()
         plan = self.plan
         size = vote_marks(0, 0) if plan is None else vote_marks(len(plan.layers), len(plan.buckets_of(Payload.SUMS)))

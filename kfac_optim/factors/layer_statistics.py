@@ -15,8 +15,8 @@ from kfac_optim.factors.second_moments import sum_of_squares
 from kfac_optim.factors.subsampling import Draw
 from kfac_optim.specs import Sketched, Structure
 
-# Elements of an input or gradient on an accelerator below which rows wait for those of other layers: 8,192 rows of a
-# width of 4,096.
+# Rows wait for those of other layers if an input or gradient on an accelerator has at most so many elements: 8,192 rows
+# of a width of 4,096.
 FEW_THERE = 2**25
 
 

@@ -198,6 +198,7 @@ class Engine:
                 _check_setbacks([*collected, *refreshed], self.executor, self.choices.nonfinite_limit)
 
     def _precondition(self, blocks: Blocks, agreement: Agreement) -> _Directions:
+        """Return the preconditioned gradients; those as they are where the step size preconditions itself."""
         with profiled("kfac.precondition"):
             graded = [block for block in blocks if block in agreement.graded]
             covered, unpreconditioned = _covered(graded, agreement)
@@ -234,7 +235,7 @@ class Engine:
         return products, measures
 
     def _size(self, proposal: Proposal) -> Sized:
-        """Ask the step size for the step; where it has nothing to say of this one, the gradients are stepped along."""
+        """Ask the step size for the step; without a direction, where it needs none, parameters follow gradients."""
         step_size, executor = self.choices.step_size, self.executor
         asked = bool(proposal.covered) or executor.gradients.apart or executor.stages.several
         if not asked and (step_size.needs_objective or step_size.needs_closure or step_size.directs_all):
@@ -245,6 +246,7 @@ class Engine:
             return step_size.size(proposal)
 
     def _update(self, groups: Groups, state: State, sized: Sized, finite: Tensor | None) -> None:
+        """Take the step, and share parameters with the ranks that did not update them."""
         with profiled("kfac.update"):
             for group in groups:
                 trained = [param for param in group["params"] if param.grad is not None]

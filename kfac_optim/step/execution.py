@@ -237,7 +237,6 @@ class Executor:
     Attributes:
         several: whether there are other ranks.
         worker: the number of this rank, from 0.
-        source: the number of the first rank that sees the same examples; under tensor parallelism several do.
         statistics: who brings statistics and inverses where they belong.
         gradients: who does so with gradients and directions.
         states: who knows what checkpoints hold.
@@ -260,6 +259,7 @@ class Executor:
 
     @property
     def source(self) -> int:
+        """Return the number of the first rank that sees the same examples: under tensor parallelism several do."""
         return self.worker
 
     def begin_forward(self, model: nn.Module) -> int:

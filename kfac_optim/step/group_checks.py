@@ -11,7 +11,7 @@ from kfac_optim.utils.validation import check_kfac_numbers
 
 
 def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepSize) -> float | None:
-    """Refuse what cannot be stepped, before anything is changed; the `kl_clip` all groups agree on."""
+    """Refuse what cannot be stepped, before anything is changed; return the `kl_clip` that all groups agree on."""
     kl_clip = check_groups(groups, step_size)
     for block in blocks:
         for param, name in zip(block.params, block.param_names, strict=True):
@@ -24,7 +24,7 @@ def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepS
 
 
 def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
-    """Refuse numbers of param groups that do not go together; the `kl_clip` all groups agree on."""
+    """Refuse numbers of param groups that do not go together; return the `kl_clip` that all groups agree on."""
     for i, group in enumerate(groups):
         check_kfac_numbers(group, f" in param group {i}")
         check_shards(group, i, None if step_size.takes_shards else step_size)

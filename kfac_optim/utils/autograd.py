@@ -178,6 +178,11 @@ def accumulator(weight: nn.Parameter) -> Node | None:
     return torch.autograd.graph.get_gradient_edge(weight).node
 
 
+def after_node(node: Node, hook: Callable[..., Any]) -> RemovableHandle:
+    """Have `hook` called whenever a backward has run a node, as long as somebody holds the node."""
+    return node.register_hook(hook)
+
+
 def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:
     """Return whether the backward that is running accumulates into `weight.grad`, by its node if that is known."""
     node = node or accumulator(weight)

@@ -90,7 +90,7 @@ class LayerHooks:
         if self._is_on:
             return
         self._is_on = True
-        before, after = PicklableHook(self._call_before), PicklableHook(self.after)
+        before, after = PicklableHook(self._call_before), PicklableHook(self._call_after)
         if self.before is not None:
             self._handles.append(self.module.register_forward_pre_hook(before, with_kwargs=True))
         # First among the module's hooks: the output is then the layer's own, and the root call still open when the
@@ -103,9 +103,14 @@ class LayerHooks:
 
     def _call_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         # When the model is this very layer, its own hook may just have taken this one off; torch calls it all the same,
-        # without the keyword arguments.
-        if self.before is not None and self._is_on:
+        # without the keyword arguments. And torch.ao.quantization gives the hooks of a layer to what takes its place.
+        if self.before is not None and self._is_on and module is self.module:
             self.before(module, args, kwargs)
+
+    def _call_after(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        if module is not self.module or len(rest) < 2:
+            return None
+        return self.after(module, args, *rest)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Catch up with a forward of `module` that has begun."""

@@ -28,6 +28,12 @@ class ShardedParameter:
         self.param: nn.Parameter = held.sharded_param
 
     @property
+    def was_in_parts(self) -> bool:
+        """Return whether tensor parallelism had cut or copied the parameter before."""
+        found: bool = self._held.is_dtensor  # private; placements do not tell, as those of HSDP may be the same
+        return found
+
+    @property
     def gathered(self) -> nn.Parameter | None:
         """Return what modules hold while the parameter is gathered; None before it ever was."""
         # Private, but asking for it in public (`FSDPModule.unshard`) gathers it.

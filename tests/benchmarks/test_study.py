@@ -20,7 +20,6 @@ from benchmarks.data import ImageData, Split, TextData
 from benchmarks.examples import Examples, read_images
 from benchmarks.problem import Decay, FixedBatch, Problem
 from benchmarks.problems import PROBLEMS
-from benchmarks.provenance import commit
 from benchmarks.search import Range, Setting
 from benchmarks.study import Ending, Run, RunFolder, Study
 from benchmarks.training import mean_over, train
@@ -119,8 +118,7 @@ def test_trials_of_all_optimizers_are_kept_and_a_study_that_was_stopped_ends_as_
     console = Console(record=True, width=200)
     resumed = stopped.tune(console)
     assert next(kept) == 7, "two more runs were made"
-    assert "4 of 6 trials are in" in (said := console.export_text())
-    assert f"not run again (by {commit() or 'unknown'})" in said
+    assert "4 of 6 trials are in" in console.export_text()
     for name, runs in whole.items():
         assert list(map(readings, resumed[name])) == list(map(readings, runs))
         assert [run.setting for run in resumed[name]] == [run.setting for run in runs]

@@ -711,7 +711,7 @@ def test_what_depends_on_the_number_of_the_step_goes_on_where_no_layer_is_known_
 
 
 def test_a_state_from_before_the_first_forward_begins_the_run_anew() -> None:
-    """Tools that look for a rate save it, train, and load it back into the same optimizer."""
+    """Tools that look for a rate save the state, train, and load it back into the same optimizer."""
     model = mlp()
     optimizer = KFACOptimizer(model.parameters(), **OPTIONS)
     at_first = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

@@ -10,9 +10,9 @@ import torch
 from helpers.layouts import DEFAULTS, Outcome, alone, assert_close, batch, loss, outcome, seeded, train, whole
 from helpers.ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from kfac_optim import EKFAC, Cholesky, Eigen, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo
+from kfac_optim.distributed.gradients.sharding import ranks_alike
 from kfac_optim.fisher.estimates import Estimate
 
 
@@ -116,6 +117,39 @@ def found_on_rank(rank: int, cut: bool) -> Outcome:
 def test_a_model_that_is_found_at_its_first_forward_is_measured_as_by_one_process(four_ranks: Ranks, cut: bool) -> None:
     """Shards of fully_shard are no cut layers, whose ranks would see the same examples."""
     assert_close(four_ranks.run(found_on_rank, cut), alone(Net, 2 if cut else 4))
+
+
+class WithExperts(nn.Module):
+    """Has the experts of four ranks in one parameter, which lies in parts on ranks with other examples."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.weight = nn.Parameter(DTensor.from_local(torch.ones(1, 4, 4), mesh, [Shard(0)]))
+        self.bias = nn.Parameter(DTensor.from_local(torch.ones(1, 4), mesh, [Shard(0)]))
+
+
+def alike(_: int) -> dict[str, list[int]]:
+    def cut(mesh: DeviceMesh) -> nn.Module:
+        return parallelize_module(seeded(Net), mesh, STYLES["columns and rows"])
+
+    flat = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cut"))
+    both, gathered, hybrid = cut(square["cut"]), cut(square["cut"]), seeded(Net)
+    for model in (both, gathered):
+        fully_shard(model, mesh=square["data"])
+    fully_shard(hybrid, mesh=square)
+    gathered.unshard()
+    sharded = fully_shard(seeded(Net), mesh=flat)
+    models = {"cut": cut(flat), "cut and sharded": both, "gathered": gathered, "hybrid": hybrid, "sharded": sharded}
+    return {name: ranks_alike(model) for name, model in (models | {"experts": WithExperts(flat)}).items()}
+
+
+def test_ranks_see_the_same_examples_where_tensor_parallelism_has_cut_a_layer(four_ranks: Ranks) -> None:
+    for rank, found in enumerate(four_ranks.run(alike)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        cut = {"cut": [0, 1, 2, 3], "cut and sharded": pair, "gathered": pair}
+        assert found == cut | {"hybrid": [], "sharded": [], "experts": []}
 
 
 NAMED: dict[str, Callable[[nn.Module], Estimate]] = {"drawn": MonteCarlo, "exact": ExactGGN}

@@ -1,6 +1,7 @@
 """The length of steps by a search, and the loss evaluated again; covers step/line_search.py, step/reevaluation.py."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -330,10 +331,11 @@ def test_buffers_that_are_expanded_views_are_put_back(options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("choice", ["length", "damping"])
-def test_a_step_is_not_judged_by_a_part_of_its_examples(choice: str) -> None:
+@pytest.mark.parametrize("steps", [0, 1])  # taken before: statistics come at the first of ten
+def test_a_step_is_not_judged_by_a_part_of_its_examples(choice: str, steps: int) -> None:
     model, criterion = mlp(), nn.MSELoss()
     named: dict[str, Any] = {"estimate": ExactGGN(criterion)}
-    named |= {"step_size": LineSearch()} if choice == "length" else {"adapt_damping": LevenbergMarquardt()}
+    named |= {"step_size": LineSearch()} if choice == "length" else {"adapt_damping": LevenbergMarquardt(interval=1)}
     optimizer = KFACOptimizer(model, lr=0.1, **named)
     x = batch()
 
@@ -342,15 +344,20 @@ def test_a_step_is_not_judged_by_a_part_of_its_examples(choice: str) -> None:
         loss.backward()
         return loss.detach()
 
+    def both(zero: Callable[..., None] = optimizer.zero_grad, **how: bool) -> Tensor:
+        zero(**how)
+        return half(x[:4]) + half()
+
+    for _ in range(steps):
+        optimizer.step(both)
+    optimizer.zero_grad()
     half(x[:4])
     before = clones(model.parameters())
     with pytest.raises(RuntimeError, match="of an earlier backward as well"):
         optimizer.step(half)
     assert all(map(torch.equal, before, model.parameters()))
-
-    def both() -> Tensor:
-        optimizer.zero_grad()
-        return half(x[:4]) + half()
-
-    optimizer.step(both)
+    for zero in (optimizer.zero_grad, model.zero_grad):  # as after an attack on the inputs
+        for set_to_none in (True, False):
+            half(x[:4])
+            optimizer.step(partial(both, zero, set_to_none=set_to_none))
     assert not all(map(torch.equal, before, model.parameters()))

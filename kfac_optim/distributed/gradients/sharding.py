@@ -84,23 +84,26 @@ def group_of_rows(params: Iterable[nn.Parameter], shards: Shards) -> dist.Proces
 
 
 def ranks_alike(model: nn.Module) -> list[int]:
-    """Return the ranks that see the same examples as this one, itself among them, as tensor parallelism has them.
+    """Return the ranks that see the same examples as this one, itself among them.
+
+    They are those of the mesh over which tensor parallelism has cut a linear layer or an embedding, which have a weight
+    of two dimensions. Other parameters may lie in parts on ranks with other examples, as those of experts do.
 
     Args:
-        model: in which some linear or embedding layer may be cut; parameters of experts, which have three dimensions,
-            lie on ranks with other examples.
+        model: in which modules may be wrapped by `fully_shard`.
 
     Returns:
         Their numbers among all processes, in order; none where no layer is cut.
     """
     shards = Shards(model)
-    for param in model.parameters():
-        if not isinstance(param, DTensor) or param.dim() > 2:
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2:
             continue
-        *before, last = param.placements
-        # With fully_shard around it the mesh dimension before is cut as well; under HSDP it has copies.
-        is_cut = not isinstance(before[-1], Replicate) if before else shards.of(param) is None
-        if is_cut and isinstance(last, Shard):
+        sharded, param = shards.of(weight), shards.known(weight)
+        if not isinstance(param, DTensor) or not isinstance(param.placements[-1], Shard):
+            continue
+        if param.device_mesh.ndim == 1 if sharded is None else sharded.was_in_parts:
             return sorted(dist.get_process_group_ranks(param.device_mesh.get_group(param.device_mesh.ndim - 1)))
     return []
 
