@@ -55,8 +55,10 @@ def _row(file: Path) -> tuple[str, ...]:
 
 
 def _commits(report: Mapping[str, Any], commit: str | None) -> str:
-    """Return the commit, and that of trials which were taken from an earlier result."""
+    """Return the commit, and those of runs which other code has made: of an earlier result, or before it went on."""
     words = commit.replace(DIRTY, ", changed") if commit else _UNKNOWN
+    if others := [each for each in report.get("commits_of_runs", []) if each != commit]:
+        words = f"{words}, some runs {', '.join(others)}"
     commits = dict.fromkeys(origin["commit"] for origin in report.get("trials_of", []))
     return f"{words}, older trials {', '.join(commits)}" if commits else words
 

@@ -105,14 +105,19 @@ def test_ratios_are_those_within_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("older", "commits"),
-    [([], "1234567"), (["89abcde", "abcdef0", "89abcde"], "1234567, older trials 89abcde, abcdef0")],
+    ("older", "made_by", "commits"),
+    [
+        ([], ["1234567"], "1234567"),
+        ([], ["1234567", "76543210"], "1234567, some runs 76543210"),
+        (["89abcde", "abcdef0", "89abcde"], [], "1234567, older trials 89abcde, abcdef0"),
+    ],
 )
-def test_a_row_says_whose_trials_were_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: list[str], commits: str
+def test_a_row_says_whose_trials_and_runs_were_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: list[str], made_by: list[str], commits: str
 ) -> None:
     origins = [{"commit": commit} for commit in older]
     report = {"benchmark": "compare", "date": "2026-01-02T03:04:05", "commit": "1234567", "trials_of": origins}
+    report["commits_of_runs"] = made_by
     (tmp_path / "one.json").write_text(json.dumps(report))
     monkeypatch.setattr("benchmarks.figures_table.RESULTS", tmp_path)
     monkeypatch.setattr("benchmarks.figures_table.repeats_of", lambda _: None)
