@@ -31,6 +31,7 @@ from kfac_optim.fisher.likelihoods import (
 )
 from kfac_optim.utils.autograd import in_function_transform, on_gradient
 from kfac_optim.utils.hooks import PicklableHook
+from kfac_optim.utils.warning import warn
 
 Passes = Callable[[Likelihood, Outputs, torch.Generator], Iterator[Vectors]]
 """Gives the gradients of single terms of a loss."""
@@ -64,6 +65,7 @@ class CriterionTerms:
         self._aligned: set[tuple[Any, ...]] = set()
         self._read_again: list[Outputs] | None = None
         self.remembers = False
+        self._has_warned = False
 
     def watch(self, criterion: nn.Module) -> None:
         """Hook the criterion."""
@@ -81,14 +83,26 @@ class CriterionTerms:
         if read is None:
             return
         outputs, target = read
-        if not all(output.requires_grad and output.grad_fn is not None for output in outputs):
-            return
         if isinstance(target, Tensor) and target.requires_grad:
+            on_gradient(loss, self._warn_of_target)
+            return
+        if not all(output.requires_grad and output.grad_fn is not None for output in outputs):
             return
         divisor: float | Tensor = 1.0
         if self._likelihood.mean:
             divisor = _terms(criterion, outputs, target)
         self.observe(outputs, self._of_criterion(outputs), divisor, loss)
+
+    def _warn_of_target(self, _: Tensor) -> None:
+        """Say once, as a backward comes through the loss, that its target depends on what is trained."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                "kfac_optim: the criterion that estimate names was called with a target that depends on what is "
+                "trained. Its term of the loss is left out of the curvature; or, where the model's own output is "
+                "compared, it counts as if the target were given. Detach the target; or, of squares, call it with the "
+                "difference, criterion(one - other, torch.zeros_like(one)); or name the output first."
+            )
 
     def changes(self, calls: Sequence[object | None], evaluate: Callable[[], object]) -> dict[tuple[int, int], Tensor]:
         """Return how residuals change, `[examples]` for each term and column, as `SampleSpace.acceleration` reads it.

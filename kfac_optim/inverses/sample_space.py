@@ -213,6 +213,12 @@ class SampleSpace(Inverse[SampleState]):
         if system is None or self.scope == "layer" or any(state.solved is not system for state in states):
             return None  # a step that is put together of several does not take the residuals along a line
         moved = [v.to(state.direction.dtype) / state.unit for state, v in zip(states, velocities, strict=True)]
+        if not change.keys() >= set(system.rows[0].keys):
+            raise RuntimeError(
+                "kfac_optim: the rows of this step are not those of the closure alone: gradients of a backward before "
+                "it were zeroed in a way that leaves its rows. Call optimizer.zero_grad() in the closure, which drops "
+                "both."
+            )
         parts = [change[key].to(moved[0].dtype) * states[0].scale for key in system.rows[0].keys]
         known = torch.cat([part - part.mean() for part in parts] if self.centred else parts)
         second = 2 / length * (known / length - system.along(moved))

@@ -3,48 +3,43 @@
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.blocks.model_binding import says_something
-from kfac_optim.utils.autograd import Node, accumulator, after_node, version
+from kfac_optim.utils.autograd import Node, accumulator, before_node
 
 
 class EarlierGradient:
-    """Watches, while a closure runs, one gradient that is there before.
-
-    Autograd adds to it in place, and each backward changes it once. Where it is another tensor afterwards, or was
-    changed more often, something has dropped, zeroed or clipped it, and it is taken to be the closure's own.
+    """Watches, while a closure runs, one parameter that has a gradient before.
 
     Args:
         params: of the optimizer; none has nothing watched.
 
     Attributes:
-        was_added_to: whether the gradient holds that of an earlier backward as well, once the closure has run.
+        was_added_to: whether the gradient was still there when a backward of the closure came to it: then it holds that
+            of an earlier backward as well. One that was zeroed in place is not there.
     """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.was_added_to = False
-        self._param = next((param for param in params if says_something(param.grad)), None)
-        self._before: Tensor | None = None
-        self._version = self._backwards = 0
+        self._param = next((param for param in params if param.requires_grad and says_something(param.grad)), None)
         self._node: Node | None = None
         self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> None:
-        if self._param is None or self._param.grad is None or (node := accumulator(self._param)) is None:
-            return
-        self._before, self._version = self._param.grad, version(self._param.grad)
-        self._node, self._handle = node, after_node(node, self._count)
+        if self._param is not None and (node := accumulator(self._param)) is not None:
+            self._node, self._handle = node, before_node(node, self._look)
 
     def __exit__(self, *_: object) -> None:
-        if self._handle is None or self._param is None or self._before is None:
-            return
-        self._handle.remove()
-        is_there = self._param.grad is self._before
-        changes = version(self._before) - self._version
-        self.was_added_to = is_there and changes == self._backwards > 0
-        self._param = self._before = self._node = None
+        self._let_go()
 
-    def _count(self, *_: Any) -> None:
-        self._backwards += 1
+    def _look(self, _: Any) -> None:
+        if self._param is not None:
+            self.was_added_to = says_something(self._param.grad)
+        self._let_go()  # later backwards of the closure may add to its own
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._param = self._node = self._handle = None

@@ -29,8 +29,9 @@ class LineSearch(StepSize):
     """Takes steps of the length that lowers the loss most, of the lengths `longest · 2⁻ᵏ`.
 
     The search begins at the length of the last step and goes to twice or half of it as long as the loss falls: about
-    three evaluations of `step(closure)`, of which none runs its backward. A step that lowers the loss at no length is
-    not taken. It is for deterministic batches, where the loss of the step's examples says what a step does: with
+    three evaluations of `step(closure)`, of which none runs its backward: a closure that needs gradients of its own, as
+    for an attack on the inputs, takes them by `torch.autograd.grad`. A step that lowers the loss at no length is not
+    taken. It is for deterministic batches, where the loss of the step's examples says what a step does: with
     `SampleSpace`, or other inverses on full batches. On small batches it fits the batch.
 
     Where the inverse knows the residuals of the step (`SampleSpace()` of all layers jointly), the step of length `t` is

@@ -178,9 +178,9 @@ def accumulator(weight: nn.Parameter) -> Node | None:
     return torch.autograd.graph.get_gradient_edge(weight).node
 
 
-def after_node(node: Node, hook: Callable[..., Any]) -> RemovableHandle:
-    """Have `hook` called whenever a backward has run a node, as long as somebody holds the node."""
-    return node.register_hook(hook)
+def before_node(node: Node, hook: Callable[..., Any]) -> RemovableHandle:
+    """Have `hook` called before each time that a backward runs a node, as long as somebody holds the node."""
+    return node.register_prehook(hook)
 
 
 def reaches(weight: nn.Parameter, node: Node | None = None) -> bool:

@@ -12,7 +12,7 @@ from helpers.plain import batch, clones, mlp
 from torch import Tensor, distributions, nn
 from torch.func import functional_call, hessian
 
-from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, TrustRegion
 
 # torch's own, of torch.jit, at the first forward-mode derivative of a process
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -154,6 +154,27 @@ def test_a_loss_of_which_the_criterion_computes_a_part_is_warned_of_once() -> No
     optimizer.step()
 
 
+@pytest.mark.parametrize("reversed_order", [False, True])
+def test_a_target_that_depends_on_the_model_is_warned_of_when_a_backward_comes(reversed_order: bool) -> None:
+    model, criterion = mlp(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, estimate=ExactGGN(criterion), step_size=TrustRegion())
+
+    def loss() -> Tensor:
+        one, other = model(batch()), model(batch(1))
+        compared: Tensor = criterion(one.detach() if reversed_order else one, other)
+        return compared
+
+    loss()  # only logged
+    with pytest.warns(UserWarning, match="a target that depends on what is trained"):
+        loss().backward()
+    loss().backward()  # said once
+    optimizer.zero_grad()
+    one = model(batch())
+    criterion(one - model(batch(1)), torch.zeros_like(one)).backward()
+    optimizer.step()
+    assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+
+
 def test_one_criterion_serves_two_optimizers() -> None:
     """As in a GAN: each measures its own model, by what the criterion reads."""
     criterion, x = nn.BCEWithLogitsLoss(), batch()
@@ -231,7 +252,9 @@ def test_a_criterion_of_two_outputs_is_read_by_the_output_as_that_of_a_function_
         return optimizer.factors()["2"]
 
     criterion = nn.MSELoss()
-    assert_same(factors(criterion, criterion), factors(nn.MSELoss(), criterion))
+    with pytest.warns(UserWarning, match="it counts as if the target were given"):
+        named = factors(criterion, criterion)
+    assert_same(named, factors(nn.MSELoss(), criterion))
 
 
 def test_hooks_of_dropped_optimizers_leave_the_criterion() -> None:

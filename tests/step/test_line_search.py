@@ -348,6 +348,11 @@ def test_a_step_is_not_judged_by_a_part_of_its_examples(choice: str, steps: int)
         zero(**how)
         return half(x[:4]) + half()
 
+    def zero_data() -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.data.zero_()
+
     for _ in range(steps):
         optimizer.step(both)
     optimizer.zero_grad()
@@ -356,8 +361,8 @@ def test_a_step_is_not_judged_by_a_part_of_its_examples(choice: str, steps: int)
     with pytest.raises(RuntimeError, match="of an earlier backward as well"):
         optimizer.step(half)
     assert all(map(torch.equal, before, model.parameters()))
-    for zero in (optimizer.zero_grad, model.zero_grad):  # as after an attack on the inputs
-        for set_to_none in (True, False):
+    for zero in (optimizer.zero_grad, model.zero_grad, zero_data):  # as after an attack on the inputs
+        for how in [{}] if zero is zero_data else [{"set_to_none": True}, {"set_to_none": False}]:
             half(x[:4])
-            optimizer.step(partial(both, zero, set_to_none=set_to_none))
+            optimizer.step(partial(both, zero, **how))
     assert not all(map(torch.equal, before, model.parameters()))
