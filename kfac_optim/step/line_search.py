@@ -30,9 +30,9 @@ class LineSearch(StepSize):
 
     The search begins at the length of the last step and goes to twice or half of it as long as the loss falls: about
     three evaluations of `step(closure)`, of which none runs its backward: a closure that needs gradients of its own, as
-    for an attack on the inputs, takes them by `torch.autograd.grad`. A step that lowers the loss at no length is not
-    taken. It is for deterministic batches, where the loss of the step's examples says what a step does: with
-    `SampleSpace`, or other inverses on full batches. On small batches it fits the batch.
+    for an attack on the inputs, takes them by `autograd.grad`. A step that lowers the loss at no length is not taken.
+    It is for deterministic batches, where the loss of the step's examples says what a step does: with `SampleSpace`, or
+    other inverses on full batches. On small batches it fits the batch.
 
     Where the inverse knows the residuals of the step (`SampleSpace()` of all layers jointly), the step of length `t` is
     `-tΔ + ½t²a` with the geodesic acceleration `a` (Transtrum & Sethna 2012, arXiv 1207.4999): it bends as the
