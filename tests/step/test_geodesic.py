@@ -246,3 +246,26 @@ def test_rows_are_freed_by_the_step() -> None:
     optimizer.step()
     states = [block.state for block in optimizer._binding.coverage.blocks]
     assert [(state.solved, bool(state.rows)) for state in states] == [(None, False)] * 2
+
+
+def test_rows_of_a_backward_before_the_closure_are_told_of_and_the_remedy_works() -> None:
+    """Gradients that `model.zero_grad(set_to_none=False)` has zeroed do not show that their rows are to go as well."""
+    model, criterion = network(4, 6, 3), nn.MSELoss()
+    options = {"inverse": SampleSpace(), "step_size": LineSearch(), "estimate": ExactGGN(criterion)}
+    optimizer = KFACOptimizer(model, lr=1.0, damping=_DAMPING, **options)
+    x, y = numbers(12, 4), numbers(12, 3)
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def closure(zero: Callable[..., None]) -> Tensor:
+        zero(set_to_none=False)
+        loss: Tensor = criterion(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    criterion(model(x + 1), y).backward()  # as of an attack on the inputs
+    with pytest.raises(RuntimeError, match=r"optimizer\.zero_grad\(\) in the closure"):
+        optimizer.step(lambda: closure(model.zero_grad))
+    assert all(map(torch.equal, before, model.parameters()))
+    criterion(model(x + 1), y).backward()
+    optimizer.step(lambda: closure(optimizer.zero_grad))
+    assert not any(map(torch.equal, before, model.parameters()))
