@@ -179,6 +179,18 @@ def test_a_named_loss_is_measured_as_by_one_process(four_ranks: Ranks, name: str
     assert_close(four_ranks.run(named_on_rank, name, sharded), alone)
 
 
+def source_of(_: int, sharded: bool) -> int:
+    model = parallel("columns and rows", sharded)
+    optimizer = KFACOptimizer(model, **DEFAULTS)
+    model(batch(0, 0))
+    return optimizer._window.source
+
+
+def test_ranks_with_other_examples_draw_other_targets(four_ranks: Ranks) -> None:
+    assert four_ranks.run(source_of, False) == [0, 0, 0, 0]
+    assert four_ranks.run(source_of, True) == [0, 0, 2, 2]
+
+
 def resumed(rank: int, sharded: bool) -> tuple[Outcome, Outcome]:
     """A run that goes through, and one that goes on from its checkpoint, at a step that does not refresh."""
     model, mine = parallel("columns and rows", sharded), range(rank // 2, rank // 2 + 1) if sharded else range(1)
