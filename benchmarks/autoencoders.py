@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from benchmarks import arguments, data
 from benchmarks.curves import curves
-from benchmarks.harness import pin_threads, write_json
+from benchmarks.harness import pin_threads, without_subnormals, write_json
 from benchmarks.models import Autoencoder, initialise_sparsely
 from benchmarks.plots import plot_reconstruction
 from benchmarks.problems import L2, PIXELS, TANH_SCALE
@@ -220,14 +220,15 @@ class Course:
         epochs = -(-self.steps // (len(self.images) // self.batch_size))
         pixels = data.Split(inputs=self.images, targets=self.images)
         batches = itertools.islice(data.batches(pixels, self.batch_size, epochs, self.seed), self.steps)
-        history = train(
-            model,
-            make(model, self.batch_size, **setting),
-            batches,
-            reconstruction_loss,
-            period=_PERIOD,
-            observe=observe,
-        )
+        with without_subnormals():
+            history = train(
+                model,
+                make(model, self.batch_size, **setting),
+                batches,
+                reconstruction_loss,
+                period=_PERIOD,
+                observe=observe,
+            )
         finite = [reading for reading in readings if math.isfinite(reading.cross_entropy)]
         return history.diverged or len(finite) < len(readings), finite
 

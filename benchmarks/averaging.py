@@ -110,15 +110,18 @@ def table(problems: Mapping[str, Problem], found: Mapping[str, Sequence[Run]]) -
     for name, runs in found.items():
         for (decay, lr), some in itertools.groupby(runs, key=lambda each: (each.decay, each.lr)):
             of_both = [(each.iterate, each.average) for each in some]
-            ended = [(one, other) for one, other in of_both if one is not None and other is not None]
-            cells = ["diverged", ""]
-            if ended:
-                cells = [
-                    " → ".join(f"{median(getattr(each[which], measure) for each in ended):.4g}" for which in (0, 1))
-                    for measure in ("training", "validation")
-                ]
+            cells = [
+                " → ".join(_median_in_words(of_one, measure) for of_one in zip(*of_both, strict=True))
+                for measure in ("training", "validation")
+            ]
             made.add_row(f"{name}, {problems[name].steps}", decay, f"{lr:g}", *cells)
     return made
+
+
+def _median_in_words(seeds: Sequence[Measures | None], measure: str) -> str:
+    """Say the median over seeds; one that has diverged counts as infinite."""
+    middle = median(math.inf if each is None else getattr(each, measure) for each in seeds)
+    return f"{middle:.4g}" if math.isfinite(middle) else "diverged"
 
 
 def make_report(problems: Mapping[str, Problem], found: Mapping[str, Sequence[Run]]) -> dict[str, Any]:

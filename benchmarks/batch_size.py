@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def at_least(args: argparse.Namespace) -> int:
-    """Examples that a run is to see."""
+    """Return how many examples a run must see."""
     if args.examples is not None:
         return int(args.examples)
     if args.steps is not None:
@@ -107,13 +107,13 @@ def of_size(problem: Problem, size: int, examples: int) -> Problem:
 
 
 def set_target(tuned: Iterable[Runs], aim: Aim, floor: float) -> Target:
-    """What trials of the baseline reach at half of the batch sizes, at least."""
+    """Set the target: what the baseline's trials reach at half of the batch sizes or more."""
     of_sizes = [tuning_target(runs, [_BASELINE], aim, floor) for runs in tuned]
     return Target(_BASELINE, statistics.median_high(of_sizes))
 
 
 def floor(problem: Problem, aim: Aim) -> float:
-    """That of the problem holds for the measure it aims at."""
+    """Return the problem's floor for the measure it aims at, and 0 for the other."""
     return problem.floor if aim is problem.aim else 0.0
 
 
@@ -133,7 +133,7 @@ def size_report(size: int, runs: Runs, aim: Aim, target: Target) -> dict[str, An
 
 
 def thinned(run: Run) -> Run:
-    """With few of its readings, evenly spread."""
+    """Return the run with at most ``_POINTS`` of its readings, evenly spread."""
     return replace(run, readings=run.readings[:: math.ceil(len(run.readings) / _POINTS)])
 
 

@@ -237,7 +237,7 @@ def balance(
         updates: of the parameters: yields numbers of steps, and the lengths of episodes that ended in them.
         limit: of steps.
         readings: a last one where it is solved.
-        advance: told of steps.
+        advance: called with the number of steps after each update.
     """
     steps, due = 0, _READING
     recent: deque[int] = deque(maxlen=EPISODES)

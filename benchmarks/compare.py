@@ -82,7 +82,7 @@ def seeds(args: argparse.Namespace) -> int:
 
 
 def prepare(problem: Problem, args: argparse.Namespace) -> Problem:
-    """As the arguments want it."""
+    """Return the problem with the changes that the arguments ask for."""
     problem = problem.quick() if args.quick else problem
     return problem if args.steps is None else problem.lasting(args.steps)
 
@@ -115,7 +115,7 @@ def compare(study: Study, earlier: Path | None, seeds: int, out: Path, console: 
 
 
 def set_targets(repeated: Runs, baselines: Sequence[str], aim: Aim, floor: float) -> list[Target]:
-    """That of SGD, where it takes part, and that of the best baseline, where that is another."""
+    """Return SGD's target if SGD takes part, and the best baseline's if it differs."""
     sgd = [target_of(name, repeated[name], aim, floor) for name in baselines if name == "SGD"]
     best = best_target(repeated, baselines, aim, floor)
     return sgd if best in sgd else [*sgd, best]

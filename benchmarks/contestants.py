@@ -142,7 +142,7 @@ def _sgd(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
 
 
 def _adam_like(make: Callable[..., Optimizer], **choices: Any) -> Callable[..., Optimizer]:
-    """Of optimizers with Adam's arguments; β₂ is 0.999."""
+    """Return a maker of optimizers that take Adam's arguments, with β₂ = 0.999."""
 
     def optimizer(model: nn.Module, _: Problem, setting: Setting) -> Optimizer:
         betas = (_momentum(setting), 0.999)
@@ -244,7 +244,7 @@ def _known_terms(problem: Problem) -> dict[str, Any]:
 
 
 def _named_loss(problem: Problem) -> dict[str, Any]:
-    """It knows what its mean runs over."""
+    """Pass the named loss, which says itself what its mean runs over."""
     return {"estimate": problem.named_loss}
 
 

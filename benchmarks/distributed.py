@@ -247,7 +247,7 @@ class _Trainer:
             self.step("refresh")
 
     def step(self, kind: str) -> None:
-        """One of that kind; of SGD's there is only one."""
+        """Take one step of that kind; SGD has only one kind."""
         if isinstance(self.optimizer, KFACOptimizer):
             for group in self.optimizer.param_groups:
                 group["factor_update_period"] = _KINDS[kind].factor
@@ -323,14 +323,14 @@ def _kinds(trainers: Mapping[str, _Trainer]) -> Iterator[tuple[str, str]]:
 
 
 def _mean(of_kinds: Mapping[str, float], periods: Periods) -> float:
-    """Of a step, over the periods."""
+    """Average a step's figure over the periods."""
     refresh, measure = Fraction(1, periods.inverse), Fraction(1, periods.factor)
     shares = {"plain": 1 - measure, "statistics": measure - refresh, "refresh": refresh}
     return sum(of_kinds[kind] * float(share) for kind, share in shares.items())
 
 
 def _most(number: int) -> int:
-    """On any rank."""
+    """Return the largest value that any rank has."""
     found = torch.tensor(number)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return int(found)

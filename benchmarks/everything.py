@@ -38,7 +38,7 @@ from benchmarks.stages import Stage, chosen
 
 _PATIENCE = 30.0  # seconds that a command has to end in
 _INPUTS = {  # files that a benchmark reads, beside its data and what it imports
-    "mutants": ("tests/**/*.py", "tests/mutants/*.toml"),
+    "mutants": ("tests/**/*.py", "tests/mutants/**/*.toml"),
     "range-test": ("benchmarks/results/compare/*.json",),
 }
 

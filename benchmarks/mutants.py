@@ -247,6 +247,8 @@ def runs_of(
 def run(args: argparse.Namespace) -> None:
     if args.covering and importlib.util.find_spec("coverage") is None:
         raise UsageError('argument --covering: coverage.py is not installed. Run: pip install -e ".[dev]"')
+    if lacking := [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f'mutants are judged by the tests, which need {lacking[0]}. Run: pip install -e ".[dev]"')
     os.environ["OMP_NUM_THREADS"] = "1"
     for heavy in ("torch", "torch.distributed.fsdp", "pytest", "hypothesis"):  # once, and not for each run of tests
         importlib.import_module(heavy)

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def prepare(problem: PDEProblem, args: argparse.Namespace) -> PDEProblem:
-    """As the arguments want it."""
+    """Return the problem with the changes that the arguments ask for."""
     problem = problem.quick() if args.quick else problem
     return problem if args.seconds is None else replace(problem, seconds=args.seconds)
 

@@ -13,9 +13,8 @@ import pytorch_optimizer
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from benchmarks.arguments import UsageError
 from benchmarks.search import Setting
-from kfac_optim import ExactGGN, KFACOptimizer
+from kfac_optim import ExactGGN, KFACOptimizer, LineSearch, SampleSpace
 
 # Without it, on the heat equation with the weights of seed 1, L-BFGS stood still from 8 s on, at an error of 5.5e-4;
 # with it, it got to 5.5e-5 in 30 s.
@@ -83,10 +82,6 @@ def _soap(model: nn.Module, _: nn.Module, setting: Setting) -> Optimizer:
 
 def _kfac(model: nn.Module, criterion: nn.Module, setting: Setting) -> Optimizer:
     """It finds its own step length, so that it has no rate to try."""
-    try:
-        from kfac_optim import LineSearch, SampleSpace
-    except ImportError as error:
-        raise UsageError(f"argument --optimizers: KFAC needs a newer kfac_optim: {error}") from error
     return KFACOptimizer(
         model,
         lr=1.0,

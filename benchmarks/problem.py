@@ -39,10 +39,6 @@ class Decay(Enum):
 class FixedBatch:
     size: int
 
-    @property
-    def first(self) -> int:
-        return self.size
-
     def sizes(self, examples: int) -> Iterator[int]:
         return itertools.repeat(self.size)
 

@@ -49,12 +49,12 @@ def _serve(rank: int, ranks: int, store: str, function: Callable[..., None], arg
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """In DDP where there are other processes."""
+    """Wrap the model in DDP if there are other processes."""
     return DistributedDataParallel(model) if _several() else model
 
 
 def average(values: Tensor) -> Tensor:
-    """Over the processes, the same on each."""
+    """Average the values over all processes; each gets the same result."""
     if not _several():
         return values
     total = values.clone()

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
             examples = load(problem, args)
             runs = _runs(name, problem, examples, tuned, args, folder, console)
             arrivals = [each.steps_to(problem.aim, tuned.target) for each in runs]
-            judged[name, optimizer] = Judged(tuned, runs, median_high(arrivals))
+            judged[name, optimizer] = Judged(tuned, runs, median(arrivals))
     console.print(table(judged))
     path = args.out / "range-test.json"
     write_json(path, make_report(judged) | {"commits_of_runs": sorted(folder.commits)}, torch.device("cpu"))

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import shapes
+from benchmarks.arguments import UsageError
 from benchmarks.counted_scaling import CountedPoint, counted_point, counted_table
 from benchmarks.harness import write_json
 from kfac_optim import BlockDiagonal, NewtonSchulz, Structure
@@ -107,6 +108,8 @@ class Remedy:
 def run(args: argparse.Namespace) -> None:
     console = Console()
     args.ranks, args.counted = sorted(set(args.ranks)), sorted(set(args.counted))
+    if 1 in args.counted:
+        raise UsageError("argument --counted: one rank alone sends nothing; expected 2 or more")
     options = PlanOptions(factor_update_period=args.periods.factor, inverse_update_period=args.periods.inverse)
     points: list[Point] = []
     remedies: list[Remedy] = []
@@ -297,7 +300,7 @@ def _remedy(name: str, change: str, plan: Plan, longest: float) -> Remedy:
 
 
 def _with_solver_of_products(cost: CostModel) -> CostModel:
-    """Of an inverse that consists of matrix products."""
+    """Return the cost model for an inverse made of matrix products: its solver runs at their rate."""
     return CostModel(cost.flop_rate, cost.bandwidth, cost.latency)
 
 

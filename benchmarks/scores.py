@@ -88,7 +88,7 @@ def best_trial(runs: Sequence[Run], aim: Aim, target: float) -> Run:
 
 
 def tuning_target(tuned: Runs, baselines: Iterable[str], aim: Aim, floor: float) -> float:
-    """That trials are chosen by: the lowest measure of all of all baselines, but not below ``floor``."""
+    """Return the measure by which trials are chosen: the lowest that any baseline reaches, but not below ``floor``."""
     return max(floor, min(run.lowest(aim) for name in baselines for run in tuned[name]))
 
 

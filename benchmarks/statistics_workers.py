@@ -120,7 +120,7 @@ def compare(choices: Choices) -> None:
 
 
 def measure(choices: Choices, images: Tensor) -> Found | None:
-    """All three ways; None on workers."""
+    """Train in all three ways and return what was found; return None on workers."""
     workers = StatisticsWorkers(choices.workers, choices.max_staleness)
     role, rank = workers.role(), dist.get_rank()
     synchronous: list[float] = []
@@ -190,6 +190,7 @@ class _Trainer:
         self.train(self._choices.max_staleness + 1)  # by then the last round has come back
         plain = self._seconds(steps)
         self._set(periods)
+        self.train(periods.common)  # rounds that the pause has put off come at once
         return plain, self._seconds(steps)
 
     def _seconds(self, steps: int) -> float:

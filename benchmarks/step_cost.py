@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
     for name in args.models:
         workload = WORKLOADS[name]
         if args.quick:
-            workload = replace(workload, examples=workload.examples // 8)
+            workload = replace(workload, examples=max(workload.examples // 8, 1))
         for setting in args.settings:
             costs.append(measure(name, setting, workload, args.periods, rounds, shortest, args.device, console))
     console.print(ratio_table(costs), parts_table(costs))

@@ -87,12 +87,12 @@ class Run:
         return next((reading for reading in self.readings if reading.measure(aim) <= target), None)
 
     def steps_to(self, aim: Aim, target: float) -> float:
-        """Infinite for a miss."""
+        """Return the steps to the target, infinite if the run misses it."""
         reading = self.first(aim, target)
         return math.inf if reading is None else reading.steps
 
     def seconds_to(self, aim: Aim, target: float) -> float:
-        """Infinite for a miss."""
+        """Return the seconds to the target, infinite if the run misses it."""
         reading = self.first(aim, target)
         return math.inf if reading is None else reading.seconds
 
@@ -189,7 +189,7 @@ class Study:
         return self._carry_out("repeats", wanted, console)
 
     def run(self, optimizer: str, trial: int, seed: int, advance: Callable[[float], object] = lambda _: None) -> Run:
-        """Train anew; ``advance`` is told of steps."""
+        """Train once more; ``advance`` is called with the number of steps done."""
         setting = self.settings(optimizer)[trial]
         with without_subnormals():
             return run_once(

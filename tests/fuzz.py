@@ -26,7 +26,7 @@ from helpers.fuzz import CHANGED, NOT_FINITE, UNCLEAR, Finding, arguments, batch
 from benchmarks.harness import made_by
 
 KINDS: dict[str, Callable[[random.Random], str]] = {
-    "checkpoints": lambda rng: checkpoints.case(rng),
+    "checkpoints": checkpoints.case,
     "arguments": arguments.case,
     "batches": batches.case,
     "orders": orders.case,

@@ -32,6 +32,7 @@ from benchmarks import options as command_options
 from benchmarks.__main__ import main
 from benchmarks.curves import curves
 from benchmarks.models import Autoencoder, ResNet50, Transformer
+from benchmarks.options import ADD
 from benchmarks.quickstart import Run, verdict
 from benchmarks.settings import SETTINGS
 from benchmarks.training import Checkpoint, train
@@ -331,19 +332,7 @@ def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    names = (
-        "quickstart",
-        "defaults",
-        "averaging",
-        "range-test",
-        "step-cost",
-        "accelerator",
-        "preconditioning",
-        "autoencoders",
-        "refresh",
-        "scaling",
-    )
-    assert all(name in printed for name in names)
+    assert all(name in printed for name in ADD)
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:

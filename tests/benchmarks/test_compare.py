@@ -177,7 +177,7 @@ def test_batch_size_repeats_what_is_soonest_at_the_target_of_all_sizes(
         return Run(name, trial, seed, {}, Ending.FINISHED, readings)
 
     def tune(self: Study, _: object) -> Runs:
-        values = curves[self.problem.batch.first]
+        values = curves[self.problem.batch.size]
         return {name: [made(name, trial, 0, each) for trial, each in enumerate(values)] for name in self.contestants}
 
     def repeat(self: Study, trials: dict[str, int], *_: object) -> Runs:
@@ -210,7 +210,7 @@ def test_a_run_of_batch_size_sees_the_examples_and_has_the_steps(
     size: int, examples: int, steps: int, period: int
 ) -> None:
     problem = batch_size.of_size(PROBLEMS["mnist-mlp"], size, examples)
-    assert (problem.steps, problem.period, problem.batch.first) == (steps, period, size)
+    assert (problem.steps, problem.period, problem.batch.size) == (steps, period, size)
     assert problem.steps % problem.period == 0
     assert problem.steps * size >= examples
 
