@@ -95,13 +95,13 @@ class KFACOptimizer(Optimizer):
         lr: the learning rate (group), a number or a 1-element tensor.
         momentum: the momentum (group), applied to the preconditioned gradient.
         dampening: the dampening of the momentum (group).
-        weight_decay: is multiplied by the parameter and added to the *preconditioned* gradient (group).
+        weight_decay: times the parameter is added to the *preconditioned* gradient, and multiplied by `lr` (group).
         nesterov: whether the momentum is Nesterov's (group).
         model: the module whose layers are preconditioned, if `params` is not a module. If it is left out, it is the
             module that is called and holds the parameters, found at its first forward; until then `summary()` shows no
             block.
         damping: `λ` (group), in units of the curvature of the loss. `G`, and so `λ`, has the same scale at every batch
-            size. A block uses the `λ` of its weight's group, by default times a unit that is found of a large loss (see
+            size. A block uses the `λ` of its weight's group, by default multiplied by the unit of a large loss (see
             `AdaptiveTrustRegion`).
         factor_decay: the decay of the running averages per optimizer step (group), in (0, 1]; 1 is a plain mean.
         factor_update_period: the optimizer steps between two statistics (group), at least 1.
@@ -120,14 +120,15 @@ class KFACOptimizer(Optimizer):
             the Fisher metric (Ba, Grosse & Martens 2017, §5). By default it is the value from which `κ` is adapted.
             None turns the trust region off.
         step_size: `AdaptiveTrustRegion()`, which adapts `κ` to what steps do to the loss; `TrustRegion()`, whose `κ`
-            stays `kl_clip`; `QuadraticModel()`, which finds learning rate and momentum at each step; or
-            `SelectedUpdates()`, by layer the better of Muon's step and the natural gradient, at the rates of AdamW.
+            stays `kl_clip`; `QuadraticModel()`, which finds learning rate and momentum at each step; `LineSearch()`,
+            which searches the length by the closure of the step; or `SelectedUpdates()`, by layer the better of Muon's
+            step and the natural gradient, at the rates of AdamW.
         adapt_damping: `LevenbergMarquardt()` adapts `damping` to what steps do to the loss, and may take steps back.
         average: `IterateAverage()` averages the parameters over the steps; `eval()` shows the average and `train()`
             hides it. None averages nothing.
         inverse: the representation of the inverse curvature; one for all layers, or a mapping from name globs or module
-            classes. None is what suits the step size, which for most is `AutoInverse()`: what suits each layer, whole
-            factors and sketches of those 256 wide and more. `Cholesky()`, that of `QuadraticModel`, keeps all whole.
+            classes. None leaves it to the step size: mostly `AutoInverse()`, which keeps narrow factors whole and
+            sketches those from 256 wide on. `Cholesky()`, that of `QuadraticModel`, keeps all whole.
         estimate: which output gradients make `G`: those of the training loss, or of a loss that the estimate names
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
         loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
@@ -310,7 +311,7 @@ class KFACOptimizer(Optimizer):
             self._window.recorder = self._recorder
             if adapt_damping is not None:
                 self._judge = Judge(
-                    *(adapt_damping, self._window, self._recorder, self._objective, self._executor),
+                    *(adapt_damping, self._recorder, self._objective, self._executor),
                     damps_steps=step_size.needs_objective,
                 )
         self._gate = Gate(
@@ -350,7 +351,7 @@ class KFACOptimizer(Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step; or none, where a gradient is not finite: then nothing changes but a count in `metrics()`.
+        """Take one step. If a gradient is not finite, skip it: only a count in `metrics()` changes.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -394,26 +395,23 @@ class KFACOptimizer(Optimizer):
             loss = self._evaluate(closure, searches=searches)
         if judge is not None:
             judge.check_loss(loss, self.param_groups)
+        again = None if closure is None or random is None else self._reevaluation(closure, random)
+        self._closure_loss = self._loss_of(again, loss) if searches and again is not None else None
         trial = None
-        self._closure_loss = None
-        if searches and closure is not None and random is not None:
-            self._closure_loss = self._loss_of(closure, loss, random)
         if (
             judge is not None
-            and random is not None
+            and again is not None
             and loss is not None
             and any(param.grad is not None for param in self._params())
         ):
-            trial = Trial(self.param_groups, self.state, loss)
+            trial = Trial(self.param_groups, self.state, loss, again)
         devices = {device.type for device in {param.device for param in self._params()}}
         try:
             with without_autocast(devices):
                 admission = self._step(judged=trial is not None)
             stays = admission is not None
-            if judge is not None and trial is not None and closure is not None and random is not None and stays:
-                after = judge.evaluate_again(
-                    *(trial, closure, random, self._binding.model, self._binding.coverage.blocks)
-                )
+            if judge is not None and trial is not None and stays:
+                after = judge.evaluate_again(trial, self._binding.coverage.blocks)
                 with without_autocast(devices):
                     stays = judge.decide(trial, after, number, self._record, self._binding.coverage.blocks)
             if self._choices.average is not None and admission is not None and stays:
@@ -444,8 +442,9 @@ class KFACOptimizer(Optimizer):
         """Serve as a statistics worker until the ranks that train have called `dismiss_workers()`.
 
         Args:
-            batches: mini-batches, of which each round takes one; gone through again where it ends.
-            loss_of: returns the loss of one by the model, as the training loop has it.
+            batches: mini-batches, of which each round takes one; after the last comes the first again.
+            loss_of: returns the loss of one by the model, as the training loop has it; where the optimizer has a
+                `grad_scaler`, that is `scaler.scale(loss)`.
 
         Returns:
             How many mini-batches were measured. See `kfac_optim.distributed.StatisticsWorkers`.
@@ -550,11 +549,11 @@ class KFACOptimizer(Optimizer):
         self._binding.release()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients so that their norm together is at most `max_norm`; the norm before, `[]`.
+        """Scale all gradients so that their joint norm is at most `max_norm`, and return the norm before, `[]`.
 
-        As `torch.nn.utils.clip_grad_norm_`, over the parameters of this optimizer, and right where that is not: under
-        `Sharded` `.grad` holds the mean over ranks on one rank each. Then a collective, to be called on all ranks. Of
-        parameters that `fully_shard` has sharded torch's own is right as well.
+        It does what `torch.nn.utils.clip_grad_norm_` does, over the parameters of this optimizer, and is also right
+        under `Sharded`, where `.grad` holds the mean over ranks on one rank only. There it is a collective: call it on
+        all ranks. For parameters that `fully_shard` has sharded torch's own is right as well.
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite`.
@@ -637,9 +636,9 @@ class KFACOptimizer(Optimizer):
 
         The guide has a table of all names, with units and healthy values: `kfac_optim/README.md`, "Watching a run".
         `kfac_optim.watching` has `diagnose`, which says in words what is wrong in them, and `plot`. What is not known
-        yet is absent. Counts are ever. On several processes conditions, cutoffs and counts of statistics and refreshes
-        are those of the last refresh, the same on all; a count is that of the process that has counted most, layer by
-        layer.
+        yet is absent. Counts run from the beginning of training. On several processes conditions, cutoffs and counts of
+        statistics and refreshes are those of the last refresh, the same on all; a count is that of the process that has
+        counted most, layer by layer.
         """
         blocks = self._binding.coverage.blocks
         return diagnostics.metrics(
@@ -789,7 +788,8 @@ class KFACOptimizer(Optimizer):
         groups = [_as_given(group) for group in self.param_groups]
         rejected = 0 if self._judge is None else self._judge.rejected
         self._skipped.look()
-        counts = self._skipped.total, self._skipped.in_a_row, rejected
+        skipped = self._skipped.total + self._window.left_out
+        counts = skipped, self._skipped.in_a_row, rejected, self._window.dropped_calls
         numbers = {key: self.defaults[key] for key in self._group_keys}
         flags = self._binding.released, self._scaler.was_named, self._memory.to_list()
         return _rebuild, (type(self), model, groups, numbers, choices, state, blocks, counts, *flags)
@@ -871,7 +871,19 @@ class KFACOptimizer(Optimizer):
             )
         return loss
 
-    def _loss_of(self, closure: Callable[[], Any], loss: Any, random: RandomState) -> ClosureLoss:
+    def _reevaluation(self, closure: Callable[[], Any], random: RandomState) -> Reevaluation:
+        """Return the closure as it is called again, with the random numbers that it was first called with."""
+        searches = self._choices.step_size.needs_closure
+        if (model := self._binding.model) is None:
+            asking = self._choices.step_size if searches else self._choices.adapt_damping
+            raise RuntimeError(
+                f"kfac_optim: {asking!r} evaluates the closure again, and no call of a module that holds the "
+                "parameters was seen since the optimizer was built. Pass the model: KFACOptimizer(model, ...)."
+            )
+        params, several = tuple(self._params()), self._executor.several
+        return Reevaluation(closure, random, self._window, model, params, several=several, backward=not searches)
+
+    def _loss_of(self, again: Reevaluation, loss: Any) -> ClosureLoss:
         """Return what a step size is to know of the loss, for it to look at other parameters."""
         if loss is None:
             raise RuntimeError(
@@ -884,10 +896,6 @@ class KFACOptimizer(Optimizer):
                 f"kfac_optim: {self._choices.step_size!r} evaluates the loss by itself, which wrappers of several "
                 "processes do not allow. Use step_size=AdaptiveTrustRegion()."
             )
-        model = self._binding.model
-        assert model is not None
-        params = tuple(self._params())
-        again = Reevaluation(closure, random, self._window, model, params, backward=False)
         terms, calls = self._window.terms, self._window.tally.calls
         return ClosureLoss(float(loss), again, None if terms is None else partial(terms.changes, calls))
 
@@ -935,18 +943,21 @@ def _rebuild(
     choices: dict[str, Any],
     state: dict[Any, Any],
     blocks: checkpoint.States,
-    counts: tuple[int, int, int],
+    counts: tuple[int, int, int, int],
     released: bool,
     had_scaler: bool,
     memory: list[float] | None,
 ) -> KFACOptimizer:
     """Build the optimizer that `KFACOptimizer.__reduce__` took apart."""
     optimizer = cls.__new__(cls)
-    KFACOptimizer.__init__(optimizer, groups, model=model, **numbers, **choices)
+    params = [{"params": group["params"]} for group in groups]
+    KFACOptimizer.__init__(optimizer, params, model=model, **numbers, **choices)
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        group.update((key, value) for key, value in given.items() if key != "params")  # edited, perhaps
     optimizer.state.update(state)
     known, waiting = optimizer._binding.take_on(*checkpoint.part(blocks))
     optimizer._binding.restore(known, waiting)
-    total, in_a_row, rejected = counts
+    total, in_a_row, rejected, optimizer._window.dropped_calls = counts
     optimizer._skipped.restore(total, in_a_row)
     if optimizer._judge is not None:
         optimizer._judge.rejected = rejected

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Real
 from statistics import median
 from typing import Any
@@ -121,7 +122,7 @@ class _Window:
 
     @property
     def where(self) -> str:
-        """Words for the records."""
+        """Return words for the records, as "the last 40 steps"."""
         every_step = self.steps() == len(self.records) - 1
         return f"the last {len(self.records)} {'steps' if every_step else 'records'}"
 
@@ -157,9 +158,14 @@ class _Window:
         return median(losses) / self.first_loss if losses and self.first_loss > 0 else math.nan
 
     def grown(self, name: str) -> int:
-        """Return by how much a count has grown; of a single record the count."""
-        now = self.last.get(name, 0.0)
-        return int(now - self.records[0][1].get(name, 0.0) if len(self.records) > 1 else now)
+        """Return by how much a count has grown; of a single record the count.
+
+        A count falls where another process goes on with the run, or a layer begins anew; only its growth is added up.
+        """
+        counts = [measures.get(name, 0.0) for _, measures in self.records]
+        if len(counts) == 1:
+            return int(counts[0])
+        return int(sum(max(0.0, after - before) for before, after in pairwise(counts)))
 
     def steps(self) -> float:
         """Return how many steps lie between the first and the last record, at least 1."""

@@ -186,7 +186,7 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         ),
     ],
     "average": [
-        (0.99, TypeError, r"average \(None is without\) must be an IterateAverage, got 0\.99"),
+        (0.99, TypeError, r"average \(None is no average\) must be an IterateAverage, got 0\.99"),
         (IterateAverage, TypeError, r"must be an IterateAverage, got <class .*IterateAverage'>\. Pass an instance"),
     ],
     "adapt_damping": [
@@ -241,8 +241,8 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
         (torch.complex64, ValueError, r"factor_dtype must be one of torch\.float64, .* got torch\.complex64"),
     ],
     "nonfinite_limit": [
-        (0, ValueError, r"nonfinite_limit \(None is without end\) must be at least 1, got 0"),
-        (2.5, TypeError, r"nonfinite_limit \(None is without end\) must be an integer, got 2\.5"),
+        (0, ValueError, r"nonfinite_limit \(None is no limit\) must be at least 1, got 0"),
+        (2.5, TypeError, r"nonfinite_limit \(None is no limit\) must be an integer, got 2\.5"),
     ],
     "grad_scaler": [(1024.0, TypeError, r"grad_scaler must be a GradScaler, got 1024\.0")],
     "include_factors": [

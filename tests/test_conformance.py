@@ -52,7 +52,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.common_optimizers import ErrorOptimizerInput, OptimizerErrorEnum, optim_db
 
-from kfac_optim import KFACOptimizer, LossTerms
+from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LossTerms, MonteCarlo, SelectedUpdates
+from kfac_optim.step.step_size import StepSize
 
 SGD_INFO = next(info for info in optim_db if info.optim_cls is SGD)
 
@@ -1117,3 +1118,22 @@ def test_copying_runs_no_hook_and_copies_none(way: type[Way]) -> None:
         optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("step"))
         copy.deepcopy(optimizer).step()
         assert seen == []
+
+
+@pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), SelectedUpdates()], ids=["default", "selected"])
+def test_tensors_are_made_on_the_models_device_whatever_the_default_device_is(step_size: StepSize) -> None:
+    ends = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 4), nn.Tanh(), nn.Linear(4, 3))
+        x, y = torch.randn(16, 300), torch.randn(16, 3)
+        with torch.device(device):
+            named = MonteCarlo(nn.MSELoss())
+            optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, step_size=step_size, estimate=named)
+            for _ in range(3):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        ends.append([param.detach().clone() for param in model.parameters()])
+    for ours, theirs in zip(*ends, strict=True):
+        assert torch.equal(ours, theirs)

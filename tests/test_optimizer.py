@@ -87,6 +87,16 @@ def test_an_empty_model_is_refused_as_by_torch() -> None:
         KFACOptimizer(nn.Tanh())
 
 
+def test_a_group_without_parameters_is_taken_as_by_torch() -> None:
+    optimizer = KFACOptimizer([{"params": []}], lr=0.1)
+    optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["params"] == []
+    model = mlp()
+    optimizer.add_param_group({"params": list(model.parameters())})
+    train(model, optimizer, 1)
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
 def test_a_model_that_is_one_layer_is_preconditioned() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3, dtype=torch.float64)

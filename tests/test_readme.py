@@ -32,13 +32,17 @@ def test_it_is_read_in_three_minutes() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_within_the_project_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert ((ROOT / page).parent / target).exists(), target
-    headings = {
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in headings(path), f"{target}#{anchor}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a page has."""
+    return {
         re.sub(r"[^\w\- ]", "", line.lstrip("# ")).strip().lower().replace(" ", "-")
-        for line in text.splitlines()
+        for line in page.read_text().splitlines()
         if line.startswith("#")
     }
-    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
-        assert anchor in headings, anchor

@@ -397,6 +397,15 @@ def test_hints_are_of_late_and_of_the_steps_between() -> None:
     assert diagnose([(100 * step, metrics) for step, metrics in enumerate(history[:50])]) == []
 
 
+def test_counts_that_begin_anew_are_no_negative_counts() -> None:
+    """Another process goes on with the run, or a layer whose statistics were refused is left out."""
+    names = ("refused_statistics", "failed_refreshes", "fallback_inverses", "dropped_calls")
+    fallen = [dict.fromkeys(names, count) for count in (7.0, 7.0, 0.0, 0.0)]
+    assert diagnose(fallen) == []
+    (hint,) = diagnose([*fallen[:3], {"dropped_calls": 2.0}, {"dropped_calls": 3.0}])
+    assert hint.startswith("3 calls of layers")
+
+
 def test_a_trust_region_of_zero_is_no_error() -> None:
     clips = [1e-3 * (1 + step % 2) for step in range(100)]
     assert diagnose([{"trust_region_scale": 0.0, "kl_clip": clip} for clip in clips]) == []

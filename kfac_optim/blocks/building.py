@@ -160,13 +160,13 @@ def build(
         ValueError: choices that do not go together, or not with this layer.
     """
     names, options = assembly.names, assembly.options
-    first, spec = uses[0], specs[0]
+    first, spec, paths = uses[0], specs[0], [use.path for use in uses]
     params = tuple(first.params[local] for local in spec.params)
-    structure: list[Kept] = list(options.structure.of(names, first.path))
+    structure: list[Kept] = list(options.structure.of(names, *paths))
     for each, other in zip(specs, opposed, strict=True):
         kept = reversed(each.structure) if other else each.structure
         structure = [narrower(most, wish) for most, wish in zip(kept, structure, strict=True)]
-    inverse, subsample = options.inverse.of(names, first.path), options.subsample.of(names, first.path)
+    inverse, subsample = options.inverse.of(names, *paths), options.subsample.of(names, *paths)
     in_rows = all(use.adapter is not None and use.adapter.in_rows for use in uses)
     if subsample is SOME_ROWS and not in_rows:
         subsample = Subsample()
@@ -193,7 +193,7 @@ def build(
     spec = replace(
         spec,
         structure=(structure[0], structure[1]),
-        weight_sharing=options.weight_sharing.of(names, first.path),
+        weight_sharing=options.weight_sharing.of(names, *paths),
         opposed=any(opposed),
     )
     _check(spec, [use.adapter for use in uses if use.adapter is not None], inverse, subsample)
@@ -212,7 +212,7 @@ def build(
             block.subsample = subsample
             known = {use.module: use for use in block.uses}  # kept, and with them their hooks
             block.uses = tuple(known.get(use.module, use) for use in layer_uses)
-            block.revise(replace(block.spec, opposed=block.spec.opposed or spec.opposed))
+            block.revise(replace(block.spec, opposed=block.spec.opposed or (spec.opposed and block.joint is None)))
             return block
     return KFACBlock(
         name=spec.name,

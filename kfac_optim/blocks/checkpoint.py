@@ -22,10 +22,10 @@ STEP_SIZE = "step_size"
 """The key of what the step size remembers in the state of every block, the same in all and on all processes."""
 
 FORMAT = 1
-"""The version of what stands there. With every change of it this is raised, and older ones are still to be read."""
+"""The version of a block's state. Raise it with every change of the format, and keep reading older ones."""
 
 States = dict[nn.Parameter, Mapping[str, Any]]
-"""What stands there, by that parameter."""
+"""The states of blocks, by each block's first parameter."""
 
 
 def dump(
@@ -127,6 +127,11 @@ def restore(block: KFACBlock, state: Mapping[str, Any] | None, *, several: bool 
         state: what `dump` gave.
         several: whether there are other processes.
     """
+    if _opposed_by_modules(block):  # whose uses were joined if one pair of factors stands for both sides
+        if state is None or state["opposed"]:
+            block.joint = None
+        else:
+            block.join_uses()
     if state is None:
         block.spec = replace(block.spec, opposed=_opposed_by_modules(block))
         block.restart(step=0)
@@ -207,9 +212,7 @@ def _finished(block: KFACBlock, state: Mapping[str, Any]) -> RefreshUnderWay:
 
 def revised(block: KFACBlock, state: Mapping[str, Any]) -> LayerSpec:
     """Give the block's spec with what forwards had shown by the time of the checkpoint."""
-    return replace(
-        block.spec, opposed=_opposed_by_modules(block) or state["opposed"], shared_input=state["shared_input"]
-    )
+    return replace(block.spec, opposed=state["opposed"], shared_input=state["shared_input"])
 
 
 def _opposed_by_modules(block: KFACBlock) -> bool:

@@ -16,7 +16,7 @@ from kfac_optim.blocks.state_keys import ADAM_STEPS, AVERAGE, AVERAGED_STEPS, IT
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.sharded_params import local
 from kfac_optim.utils.text import listed
-from kfac_optim.utils.validation import check_group
+from kfac_optim.utils.validation import check_kfac_numbers
 
 Group = Mapping[str, Any]
 
@@ -116,7 +116,7 @@ def completed(saved: Sequence[Group], present: Sequence[Group], keys: Sequence[s
             if isinstance(value, Tensor) and (value.is_meta or value.is_complex() or value.layout != torch.strided):
                 raise _refusal(f"{key!r} of param group {number} is {described(value)}, not a number")
         try:
-            check_group(filled, f" in param group {number}")
+            check_kfac_numbers(filled, f" in param group {number}")  # what a step takes
         except (TypeError, ValueError) as error:
             raise _refusal(str(error).removeprefix("kfac_optim: ").removesuffix(".")) from None
         found.append(filled)

@@ -60,20 +60,22 @@ class DerivativeUses:
         self.is_on = self._follows_all = False
         self._blocks: list[KFACBlock] = []
         self._convolutions: dict[nn.Parameter, tuple[KFACBlock, LayerUse]] = {}
-        self._watches: dict[nn.Parameter, tuple[LayerWatch, Handle]] = {}
+        self._watches: dict[nn.Parameter, tuple[KFACBlock, LayerWatch, Handle]] = {}
         self._followed: set[nn.Parameter] = set()
 
     def know(self, blocks: Iterable[KFACBlock]) -> None:
         """Take these for the blocks from now on."""
         self._blocks = list(blocks)
-        present = {block.params[0] for block in self._blocks}
+        present = {block.params[0]: block for block in self._blocks}
         self._convolutions = {
             block.params[0]: (block, block.uses[0])
             for block in self._blocks
             if len(block.uses) == 1 and type(block.adapter) in _CONVOLUTION_ADAPTERS
         }
-        for weight in [weight for weight in self._watches if weight not in present]:
-            self._watches.pop(weight)[1].remove()
+        for weight, (block, _, handle) in list(self._watches.items()):
+            if present.get(weight) is not block:
+                handle.remove()
+                del self._watches[weight]
         self.is_on = self._follows_all or any(block.follows_uses for block in self._blocks)
         if self._follows_all:
             self.begin(self._blocks)
@@ -166,8 +168,8 @@ class DerivativeUses:
         if weight not in self._watches:
             sink = Sink([(block, block.uses[0])], self._emitted)
             watch = watch_of(weight, sink, 0, partial(_statistics, block, rows_of))
-            self._watches[weight] = (watch, window.watch_calls(watch))
-        return self._watches[weight][0]
+            self._watches[weight] = (block, watch, window.watch_calls(watch))
+        return self._watches[weight][1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,12 +283,17 @@ class ModelBinding:
         if any(root in known.modules() for known in self._roots):
             return  # a part of a model that is known is no other model
         inside = set(root.modules())
-        for known in [known for known in self._roots if known in inside]:
-            self._roots.pop(known).remove()
+        before, self._roots = self._roots, {known: hooks for known, hooks in self._roots.items() if known not in inside}
         # Its layers are hooked first: a forward that is under way then reaches their hooks.
         self._roots[root] = Handles()
-        self.model = model if len(self._roots) == 1 else nn.ModuleList(self._roots)
-        self._build()
+        model_before, self.model = self.model, model if len(self._roots) == 1 else nn.ModuleList(self._roots)
+        try:
+            self._build()
+        except Exception:  # choices that do not go with a layer: it is told of again at the next forward
+            self._roots, self.model = before, model_before
+            raise
+        for known in before.keys() - self._roots.keys():
+            before[known].remove()
         self._roots[root] = watch_root(self._window, root, args_under_way if root is model else None)
         self._prepare()
 

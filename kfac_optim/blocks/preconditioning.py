@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -111,9 +112,10 @@ class Stacks:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[KFACBlock, tuple[InverseState, int | None]] = {}
+        # Blocks may be replaced by others, and their states go with them.
+        self._kinds = WeakKeyDictionary[KFACBlock, tuple[InverseState, int | None]]()
         self._numbers: dict[Hashable, int] = {}  # of kinds, which take long to hash
-        self._stacks: dict[KFACBlock, _Stack] = {}  # by the first of the blocks
+        self._stacks = WeakKeyDictionary[KFACBlock, _Stack]()  # by the first of the blocks
 
     def precondition(self, blocks: Sequence[KFACBlock], grads: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
         """Return the preconditioned gradients of all blocks, in the shapes and memory layouts of `grads`.
@@ -128,7 +130,7 @@ class Stacks:
                 equal[number, block.damping].append(index)
             else:
                 found[index] = _precondition_alone(block, of_block)
-        before, self._stacks = self._stacks, {}
+        before, self._stacks = self._stacks, WeakKeyDictionary()
         for members in _portions(equal.values(), blocks):
             first = blocks[members[0]]
             state: InverseState | None = first.state
@@ -143,8 +145,6 @@ class Stacks:
                 for index, parts in zip(members, together, strict=True):
                     pairs, dtype = zip(parts, grads[index], strict=True), first.wide_dtype
                     found[index] = [laid_out(part, grad, dtype) for part, grad in pairs]
-        if len(self._kinds) > len(blocks):
-            self._kinds = {block: self._kinds[block] for block in blocks}
         return found
 
     def alike(

@@ -51,8 +51,16 @@ class ModuleNames:
         return [(self.shown[each], self._modules[each]) for each in paths]
 
     def all(self) -> list[tuple[str, nn.Module]]:
-        """Return shown name and module of every module."""
-        return [(self.shown[path], module) for path, module in self._modules.items()]
+        """Return shown name and module of every module, by its first path where it has several."""
+        return [(self.shown[path], module) for path, module in self.model.named_modules()]
+
+    def alias(self, pattern: Pattern) -> str:
+        """Say under what name a module goes that matches a pattern by another of its names alone; "" if none does."""
+        own = {module: name for name, module in self.all()}
+        for path, module in self._modules.items():
+            if matches(pattern, self.shown[path], module):
+                return f" {self.shown[path]!r} goes by its first name, {own[module]!r}."
+        return ""
 
     def held_by(self, module: nn.Module, *, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield `module.named_parameters` as the optimizer knows them, also if the module holds stand-ins."""
@@ -106,9 +114,9 @@ class Choice(Generic[V]):
                     f"classes to such values, got {chosen!r}.{instance_remedy(chosen, *kinds)}"
                 )
 
-    def of(self, names: ModuleNames, path: str) -> V:
-        """Return the value for the module at `path`."""
-        ancestry = names.lineage(path)
+    def of(self, names: ModuleNames, *paths: str) -> V:
+        """Return the value for a module, or for those that share a matrix, at these paths."""
+        ancestry = [each for path in paths for each in names.lineage(path)]
         for pattern, value in self.by_pattern.items():
             if any(matches(pattern, ancestor, module) for ancestor, module in ancestry):
                 return value
@@ -129,7 +137,7 @@ def check_patterns_match(argument: str, patterns: Iterable[Pattern], names: Modu
         if not any(matches(pattern, name, module) for name, module in modules):
             shown = pattern if isinstance(pattern, str) else pattern.__name__
             raise ValueError(
-                f"kfac_optim: {argument} entry {shown!r} matches no module. Module names are "
+                f"kfac_optim: {argument} entry {shown!r} matches no module.{names.alias(pattern)} Module names are "
                 f"{listed(dict.fromkeys(name for name, _ in modules if name), 12)}; a pattern is a glob over these, "
                 "or a class."
             )

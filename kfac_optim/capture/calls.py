@@ -12,7 +12,7 @@ A `ForwardCall` is held by the hook on the layer's output, thus by the graph: a 
 backward is freed with it. It drops the input as soon as it has committed, and takes no hold of the gradient: that would
 have a step's memory grow by all output gradients. Only where the graph is retained, so that another backward may come,
 it keeps the gradient, and the input where its statistics want that, until the window closes in `step()`. Compiled
-graphs hand the input over with the gradient and hold no call: the window does, for two steps, see `capture.py`.
+graphs hand the input over with the gradient and hold no call: the window does, for two steps, see `graph_calls.py`.
 """
 
 import weakref

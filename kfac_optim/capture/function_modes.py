@@ -97,7 +97,9 @@ class ProductMode(TorchFunctionMode):
             return listener.follow_convolution(func, args, kwargs)
         read = _PRODUCTS.get(func)
         product = None if read is None else read(*args, **kwargs)
-        return None if product is None else listener.follow(product)
+        if product is None or kwargs.get("beta", 1) != 1:  # the summand of such an `addmm` is in no product
+            return None
+        return listener.follow(product)
 
     def _look(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         read, listener = _PRODUCTS.get(func), self._listener()

@@ -158,7 +158,11 @@ class GradientCheck:
         return self._pack(tensors)
 
     def measures(self) -> Tensor | None:
-        """Give norms of the difference, of what was added, of what was captured, and its size; None without those."""
+        """Give norms of the difference, of what was added, of what was captured, and its size.
+
+        Returns:
+            `[4]`; None if the step shows nothing: one side is missing, or the step was spoilt.
+        """
         if self._spoilt or self._added is None or self._captured is None or self._size is None:
             return None
         sides = self._added - self._captured, self._added, self._captured

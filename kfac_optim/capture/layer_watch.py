@@ -26,7 +26,8 @@ class LayerWatch:
             `.grad`; None for a backward that reaches the weight through a call of which nothing is known any more.
         sharded: the weight, where it is kept in shards; the ledger tells.
         number: of the watch, in compiled graphs.
-        node: that accumulates into the weight's gradient, as it was when compiled graphs were last asked about.
+        node: of autograd, which accumulates the weight's gradient, as last looked up; operators of compiled graphs
+            cannot look it up.
     """
 
     weight: nn.Parameter

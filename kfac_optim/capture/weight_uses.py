@@ -97,7 +97,7 @@ class _Use(Function):
             result: Tensor = of.of(gradient, weight, None, ctx.map, ctx.notes.derived)
             return result
         weight_map: WeightMap = ctx.map
-        return (weight_map.backward if of.transposed else weight_map.forward)(gradient, weight)
+        return (weight_map.backward if of.transposed else weight_map.forward)(gradient, _as(weight, gradient))
 
     @staticmethod
     def lowered(in_dims: tuple[int | None, ...], inputs: tuple[Any, ...], of: "type[_Use]") -> Tensor:
@@ -109,6 +109,11 @@ class _Use(Function):
         return of.of(tensor.movedim(dim, 0), weight, bias, weight_map, notes.below_vmap())
 
 
+def _as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the dtype of another: where the forward ran under autocast, its products are of both."""
+    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
+
+
 class ForwardUse(_Use):
     """Computes `y = W z + b`, noted. Call `ForwardUse.of(z, weight, bias, map, notes)`; there may be no bias."""
 
@@ -116,8 +121,8 @@ class ForwardUse(_Use):
 
     @staticmethod
     def forward(layer_input: Tensor, weight: Tensor, bias: Tensor | None, weight_map: WeightMap, _: UseNotes) -> Tensor:
-        output = weight_map.forward(layer_input, weight)
-        return output if bias is None else weight_map.with_bias(output, bias)
+        output = weight_map.forward(layer_input, _as(weight, layer_input))
+        return output if bias is None else weight_map.with_bias(output, _as(bias, output))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
@@ -135,7 +140,7 @@ class ForwardUse(_Use):
         if ctx.needs_input_grad[0]:
             of_input = _Use.pulled(ctx, gradient, weight, BackwardUse)
         if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
-            of_weight = ctx.map.weight_gradient(layer_input, gradient, weight)
+            of_weight = ctx.map.weight_gradient(_as(layer_input, gradient), gradient, weight)
         if ctx.needs_input_grad[2] and (not ctx.is_plain or is_asked(ctx.bias)):
             of_bias = ctx.map.bias_gradient(gradient)
         return of_input, of_weight, of_bias, None, None
@@ -156,7 +161,7 @@ class BackwardUse(_Use):
 
     @staticmethod
     def forward(gradient: Tensor, weight: Tensor, _: None, weight_map: WeightMap, __: UseNotes) -> Tensor:
-        return weight_map.backward(gradient, weight)
+        return weight_map.backward(gradient, _as(weight, gradient))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
@@ -173,7 +178,7 @@ class BackwardUse(_Use):
         if ctx.needs_input_grad[0]:
             of_gradient = _Use.pulled(ctx, second, weight, ForwardUse)
         if ctx.needs_input_grad[1] and (not ctx.is_plain or is_asked(weight)):
-            of_weight = ctx.map.weight_gradient(second, gradient, weight)
+            of_weight = ctx.map.weight_gradient(_as(second, gradient), gradient, weight)
         return of_gradient, of_weight, None, None, None
 
     @staticmethod

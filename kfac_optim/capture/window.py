@@ -47,8 +47,8 @@ class CaptureWindow(Ledger):
             loop count.
         recorder: keeps forwards that are to be run again; None where none are.
         terms: takes the terms of the loss that the training loop states; None where the loss is not named.
-        aside: whether a backward of the optimizer's own runs that can be differentiated, whose products are none of the
-            loss's.
+        aside: whether the optimizer itself runs a backward that can be differentiated; its products do not belong to
+            the loss.
         terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
         source: the number of the process whose examples this one sees, for the same use.

@@ -83,8 +83,8 @@ class _Variables:
     local_size: str | None
 
 
-# From the innermost to the outermost. Not PMI_RANK marks Hydra: srun may set it too, but not MPI_LOCALRANKID. And not
-# SLURM_PROCID marks a step of srun: it is also set in the batch script, which runs once, whatever the number of tasks.
+# From the innermost to the outermost. PMI_RANK does not mark Hydra, as srun may set it too, though not MPI_LOCALRANKID.
+# SLURM_PROCID does not mark a step of srun: the batch script has it as well, which runs once whatever the tasks.
 _LAUNCHERS = (
     _Variables(Launcher.TORCHRUN, ("RANK", "WORLD_SIZE"), "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     _Variables(
@@ -235,7 +235,11 @@ def _address(variables: _Variables, environ: Mapping[str, str], world_size: int)
         nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
         if nodes:
             return _first_host(nodes)
-    elif variables.local_size is not None and environ.get(variables.local_size) == str(world_size):
+        raise ValueError(
+            f"kfac_optim: {variables.launcher.value} started {world_size} processes, and neither SLURM_STEP_NODELIST "
+            "nor SLURM_JOB_NODELIST says where rank 0 runs. Set MASTER_ADDR on all of them."
+        )
+    if variables.local_size is not None and environ.get(variables.local_size) == str(world_size):
         return "127.0.0.1"
     raise ValueError(
         f"kfac_optim: {variables.launcher.value} started {world_size} processes, as it seems on several machines, and "

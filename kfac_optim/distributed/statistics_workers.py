@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_timeout
 
-from kfac_optim.distributed.communication.process_groups import OwnGroups, world
+from kfac_optim.distributed.communication.process_groups import OwnGroups, device_of, timeout_of, world
 from kfac_optim.utils.validation import check_flag, check_integer
 
 
@@ -45,10 +44,10 @@ class StatisticsWorkers:
             ...  # the training loop
             optimizer.dismiss_workers()
 
-    Waited for are the first inverses, before which there is nothing to precondition with, and a round that has taken
+    The first inverses are waited for, as nothing can be preconditioned before; so is a round that has taken
     `max_staleness` steps. A worker that is gone, or slower than the time-out, is an error that names its rank, on all
-    ranks that train; as is on a worker a trainer that has not sent anything for so long. So the time-out is to be
-    longer than the longest pause of the training, such as an evaluation.
+    ranks that train. A worker raises as well if no order has come for that long. So the time-out is to be longer than
+    the longest pause of the training, such as an evaluation.
 
     Args:
         ranks: how many workers there are, at least 1.
@@ -95,7 +94,8 @@ class StatisticsWorkers:
             trainers, workers = ranks[: -self.ranks], ranks[-self.ranks :]
             serves = dist.get_rank() in workers
             mine = workers if serves else trainers
-            group = OwnGroups(mine, dist.get_backend_config(), default_pg_timeout).main
+            timeout = timeout_of(world(), device_of(world()))
+            group = OwnGroups(mine, dist.get_backend_config(), timeout).main
             known[self.ranks] = Role(serves, group, trainers, workers)
         return known[self.ranks]
 

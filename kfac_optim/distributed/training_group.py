@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -11,6 +10,7 @@ from kfac_optim.distributed.communication.consensus import largest
 from kfac_optim.distributed.communication.process_groups import (
     GroupLoan,
     OwnGroups,
+    device_of,
     own_groups,
     ranks_of,
     timeout_of,
@@ -137,9 +137,3 @@ class TrainingGroup:
         """Launch nothing any more."""
         for loan in self._loans:
             loan.give_back()
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device on which tensors can be sent."""
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if accelerator is None or "gloo" in dist.get_backend(group) else accelerator

@@ -22,4 +22,5 @@ def whole_call(call: LayerCall, weight: Tensor) -> LayerCall:
         input=None if call.input is None else whole(call.input),
         gradient=whole(call.gradient),
         earlier=None if call.earlier is None else whole(call.earlier),
+        reach=None if call.reach is None else whole(call.reach),
     )

@@ -145,8 +145,9 @@ class CriterionTerms:
         outputs, likelihood, scale = _observed(residual)
         if any(not output.requires_grad or output.grad_fn is None for output in outputs):
             raise ValueError(
-                "kfac_optim: observe() was given what no parameter of the model has a part in, as it is no result of a "
-                "forward with gradients. Call it with what the loss reads, before backward()."
+                "kfac_optim: observe() was given a tensor that has no graph behind it, and is no result of a forward "
+                "with gradients. Call it before backward() with what such a forward returned; of a Normal whose scale "
+                "is trained, both mean and scale."
             )
         self.observe(outputs, likelihood, float(likelihood.terms(outputs)), weight * scale)
 
@@ -172,9 +173,9 @@ class CriterionTerms:
         if not measures and window.recorder is None:
             return
         calls = [call for call, _ in behind.calls] + (window.graphs.calls() if behind.in_graphs else [])
-        seen = tuple(_with_batch(output.detach(), calls) for output in outputs)
-        if isinstance(likelihood, Categorical) and seen[0].dim() < 2:
-            seen = tuple(output.detach() for output in outputs)
+        seen = tuple(output.detach() for output in outputs)
+        if not isinstance(likelihood, Categorical):  # logits `[classes]` are those of one example
+            seen = tuple(_with_batch(output, calls) for output in seen)
         examples = 1 if seen[0].dim() < 2 else len(seen[0])
         term = CriterionTerm(likelihood, window.tally.next_term(), examples, seen, divisor)
         if self.remembers and measures:
@@ -211,7 +212,9 @@ def _observed(residual: Any) -> tuple[Outputs, Likelihood, float]:
     if isinstance(residual, Tensor):
         return (residual,), Gaussian(mean=True), 1.0
     if isinstance(residual, distributions.Independent):
-        return _observed(residual.base_dist)
+        outputs, likelihood, scale = _observed(residual.base_dist)
+        # Its likelihood is a sum over an event, and the mean runs over events.
+        return outputs, likelihood, scale * residual.event_shape.numel() / residual.base_dist.event_shape.numel()
     if isinstance(residual, distributions.Categorical):
         return (residual.logits,), Categorical(mean=True, class_dim=residual.logits.dim() - 1), 1.0
     if isinstance(residual, distributions.Bernoulli):

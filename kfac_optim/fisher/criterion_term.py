@@ -129,6 +129,6 @@ class CriterionTerm:
         return Drawn(self.number, column, self.examples, residuals[column])
 
     def weight(self, like: Tensor) -> Tensor:
-        """Return `f_c/M_c`, in the dtype of another tensor; 0 for a term that the loss subtracts."""
+        """Return `f_c/M_c`, in the dtype and on the device of another tensor; 0 for a term that the loss subtracts."""
         assert self.factor is not None
-        return (self.factor.to(like.dtype) / self.divisor).clamp(min=0)
+        return (self.factor.to(like.dtype) / self.divisor).clamp(min=0).to(like.device)

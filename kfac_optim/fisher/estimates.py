@@ -232,7 +232,7 @@ class _Watcher:
 
 
 class MonteCarlo(NamedLoss):
-    """Gradients at targets drawn from the model's own predictions: the Fisher, in expectation, by one pass.
+    """Takes gradients at targets drawn from the model's own predictions: the Fisher, in expectation, by one pass.
 
     Use it wherever the loss is one of those known: unlike the empirical Fisher it does not vanish with the residuals
     (Martens & Grosse 2015, §5; Kunstner et al. 2019).

@@ -9,8 +9,8 @@ derivatives of the model, is differentiated where it stands (`term_curvature.py`
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +165,16 @@ class ForwardRecorder:
     def drop(self) -> None:
         """Drop the forwards: the gradients through them were thrown away, or used."""
         self.kept, self.read, self.is_hooked = [], [], False
+
+    @contextmanager
+    def set_aside(self) -> Iterator[Sequence[KeptForward]]:
+        """Return a context in which nothing is kept at first; all that is kept now, which it gives, comes back."""
+        before = self.kept, self.read, self.is_hooked
+        self.drop()
+        try:
+            yield before[0]
+        finally:
+            self.kept, self.read, self.is_hooked = before
 
     def arrive_at_term(
         self, known: TermCurvature, forward: KeptForward | None, place: int, output_nr: int, gradient: Tensor

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_optim.utils.precision import at_least_float32
+from kfac_optim.utils.random_state import normal_like
+
 Outputs = tuple[Tensor, ...]
 """What the model computes of the loss's parameters: logits; means; means and variances."""
 
@@ -138,7 +141,7 @@ class Categorical(Likelihood):
     def _probabilities(self, outputs: Outputs) -> Tensor:
         """Return the probabilities `[..., classes]`, in at least float32."""
         (logits,) = outputs
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = logits.to(at_least_float32(logits.dtype))
         return wide.movedim(self._dim(logits), -1).softmax(-1)
 
     def _restore(self, outputs: Outputs, gradient: Tensor) -> Outputs:
@@ -155,8 +158,10 @@ class Bernoulli(Likelihood):
 
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         (logits,) = outputs
-        p = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
-        return ((p - torch.bernoulli(p, generator=generator)).to(logits.dtype),)
+        p = logits.to(at_least_float32(logits.dtype)).sigmoid()
+        # `torch.bernoulli` refuses NaN, which leads to a step that is skipped.
+        drawn = torch.rand(p.shape, generator=generator, dtype=p.dtype, device=p.device) < p
+        return ((p - drawn.to(p.dtype)).to(logits.dtype),)
 
     def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         return (self._root(outputs) * _signs(outputs[0], generator),)
@@ -184,7 +189,7 @@ class Gaussian(Likelihood):
         return outputs[0].numel()
 
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
-        return (2**0.5 * _normal(outputs[0], generator),)
+        return (2**0.5 * normal_like(outputs[0], generator),)
 
     def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         return (2**0.5 * _signs(outputs[0], generator),)
@@ -218,7 +223,7 @@ class _GaussianOfTwo(Likelihood):
     def sample(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
         of_mean, of_width = self._roots(outputs)
         # y = f + σ z: the gradients are -z / σ and a multiple of 1 - z², whose variance is 2.
-        z = _normal(outputs[0], generator)
+        z = normal_like(outputs[0], generator)
         return -of_mean * z, of_width * (1 - z.square()) / 2**0.5
 
     def propagate(self, outputs: Outputs, generator: torch.Generator) -> Outputs:
@@ -256,7 +261,7 @@ class GaussianWithVariance(_GaussianOfTwo):
         if mean.shape != variance.shape:
             raise ValueError(
                 f"kfac_optim: GaussianNLLLoss needs a variance for each mean, got {list(variance.shape)} for "
-                f"{list(mean.shape)}."
+                f"{list(mean.shape)}. Pass var.expand_as(input) to the criterion."
             )
         bounded = variance.clamp(min=self.eps)
         return bounded.rsqrt(), 1 / (2**0.5 * bounded)
@@ -280,10 +285,6 @@ def _apply_root(p: Tensor, vector: Tensor) -> Tensor:
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
     bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
     return (2 * bits - 1).to(like.dtype)
-
-
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 def _by_example(tensor: Tensor) -> Tensor:

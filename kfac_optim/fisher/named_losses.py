@@ -30,8 +30,8 @@ def likelihood_of(criterion: Any, class_dim: int | None = None) -> Likelihood:
     reduction = criterion.reduction
     if reduction not in ("mean", "sum"):
         raise ValueError(
-            f"kfac_optim: {kind.__name__}(reduction={reduction!r}) leaves open how its terms are put together; pass "
-            "the loss with reduction='mean' or 'sum', as it is after your own reduction."
+            f"kfac_optim: {kind.__name__}(reduction={reduction!r}) does not say how its terms are combined. Pass "
+            "the loss with reduction='mean' or 'sum', whichever your own reduction amounts to."
         )
     mean = reduction == "mean"
     for option in ("weight", "pos_weight"):

@@ -30,7 +30,7 @@ class KFACOptimizersContainer(OptimizersContainer):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """Is that of torchtitan's container."""
+        """Holds the settings of torchtitan's own container, unchanged."""
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Optimizer]:
         if name == "KFAC":

@@ -155,7 +155,8 @@ class TableAdapter(WeightBiasAdapter[Table]):
 
     def spec(self, module: Table, name: str, params: tuple[str, ...]) -> LayerSpec:
         kept = (Structure.DIAGONAL, Structure.DENSE)
-        return LayerSpec(name, params, module.num_embeddings, module.embedding_dim, structure=kept)
+        in_dim, out_dim = module.get_parameter("weight").shape
+        return LayerSpec(name, params, in_dim, out_dim, structure=kept)
 
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
         (weight,) = tensors

@@ -6,7 +6,6 @@ diagonal: it holds the mean square of each token's number. That leaves out which
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -90,11 +89,10 @@ class EmbeddingBagAdapter(TableAdapter[nn.EmbeddingBag]):
         self, module: nn.EmbeddingBag, specs: Sequence[LayerSpec], window: CaptureWindow, sink: StatisticsSink
     ) -> Handle:
         watch = self._watch(module, specs, sink)
-        return note_function(window, module, watch, F.embedding_bag, partial(_places, module))
+        return note_function(window, module, watch, F.embedding_bag, _places)
 
 
 def _places(
-    module: nn.EmbeddingBag,
     input: Tensor,  # noqa: A002 (torch's name)
     weight: Tensor,
     offsets: Tensor | None = None,
@@ -108,6 +106,10 @@ def _places(
     padding_idx: int | None = None,
 ) -> Noted:
     """Read a call of `F.embedding_bag`, as the input of `EmbeddingBagStatistics`."""
+    if input.is_nested:  # bags of unequal length
+        offsets, include_last_offset = input.offsets(), True  # type: ignore[attr-defined]
+        input = input.values()  # noqa: A001
+        per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
     ids = input.flatten().long()
     if input.dim() == 2:
         bags = torch.arange(ids.numel(), device=ids.device) // max(1, input.shape[1])
@@ -122,7 +124,7 @@ def _places(
     if per_sample_weights is not None:
         weights = per_sample_weights.detach().flatten().double()
     if padding_idx is not None:
-        weights = torch.where(ids == padding_idx % module.num_embeddings, 0.0, weights)
+        weights = torch.where(ids == padding_idx % len(weight), 0.0, weights)
     if mode == "mean":
         sizes = weights.new_zeros(number).index_add_(0, bags, weights)
         weights = weights / sizes[bags].clamp(min=1)

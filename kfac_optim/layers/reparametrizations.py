@@ -14,6 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from kfac_optim.utils.autograd import version
+
 # Lengths `g` below this share of the largest are taken for it where they divide.
 _SHORTEST = 1e-3
 
@@ -33,8 +35,12 @@ class Reparametrization(ABC):
         """Return steps of the parameters that take `W` along `step`; this is the transpose of `to_weight`."""
 
     def unseen(self, module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return `(W, K)` where gradients of the parameters lack `⟨∇W, W⟩ K` of the gradient of `W`; None for none."""
+        """Return `(W, K)` if gradients of the parameters lack `⟨∇W, W⟩ K` of the gradient of `W`; None otherwise."""
         return None
+
+    def stamp(self, module: nn.Module) -> tuple[int, ...]:
+        """Return numbers that tell whether forwards have changed since what `W` is made of beside the parameters."""
+        return ()
 
     def _values(self, module: nn.Module, like: Tensor) -> list[Tensor]:
         return [module.get_parameter(name).detach().to(like) for name in self.names]
@@ -98,14 +104,20 @@ class SpectrallyNormedWeight(Reparametrization):
         sigma, weight, lead = self._parts(module, module.get_parameter(self.names[0]).detach().to(dtype))
         return weight / sigma, lead
 
+    def stamp(self, module: nn.Module) -> tuple[int, ...]:
+        return tuple(map(version, self._vectors(module)))  # a forward in training mode iterates them in place
+
+    def _vectors(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return `u` and `v`."""
+        if is_parametrized(module):
+            norm = module.get_submodule("parametrizations.weight.0")
+            return norm.get_buffer("_u"), norm.get_buffer("_v")
+        return module.get_buffer("weight_u"), module.get_buffer("weight_v")
+
     def _parts(self, module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return `σ`, `V`, and `u vᵀ` in the shape of `V`."""
         (weight,) = self._values(module, like)
-        if is_parametrized(module):
-            norm = module.get_submodule("parametrizations.weight.0")
-            u, v = norm.get_buffer("_u"), norm.get_buffer("_v")
-        else:
-            u, v = module.get_buffer("weight_u"), module.get_buffer("weight_v")
+        u, v = self._vectors(module)
         moved = weight.movedim(self.dim, 0)
         lead = torch.outer(u.detach().to(weight), v.detach().to(weight)).view_as(moved)
         return (lead * moved).sum(), weight, lead.movedim(0, self.dim)

@@ -64,6 +64,10 @@ class TensorStatistics(LayerStatistics):
         self._first, self._count, self._batch, self._shared, length, *rest = call.context
         self._order, self._ids = rest[:length], rest[length:]
 
+    @property
+    def term(self) -> int:
+        return self.call.term
+
     @cached_property
     def parts(self) -> list[tuple[slice, _EqualGroups]]:
         """Give the statistics of all groups that have rows, those of several at a time, and say which groups they are.

@@ -62,7 +62,7 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
 
     def refusal(self, module: nn.Module) -> str | None:
         if reparametrization_of(module) != self._way:
-            return "what its weight is made of has changed since"
+            return "its weight_norm or spectral_norm was changed or removed after the optimizer was built"
         return None
 
     def specs(self, module: nn.Module, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
@@ -86,13 +86,13 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
         (spec,) = specs
         weight = module.get_parameter(self._way.names[0])
         watch = watch_of(weight, sink, 0, lambda call: self._statistics(spec, call, sink.dtype))
-        hook = _Hook(window, watch, self._layer.unbatched_ndim(module))
+        hook = _Hook(window, watch, self._way, self._layer.unbatched_ndim(module))
         return Handles(window.watch_calls(watch), window.hook(module, hook))
 
     def _statistics(self, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
         assert isinstance(spec, UsedWeightSpec)
-        stats = self._layer.statistics(self._module, spec.of_layer(), call, dtype)
-        return UsedWeightStatistics(stats, self, spec)
+        stats = self._layer.statistics(self._module, spec.of_layer(), replace(call, context=()), dtype)
+        return UsedWeightStatistics(stats, self, spec, is_same=call.context == self._way.stamp(self._module))
 
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
         assert isinstance(spec, UsedWeightSpec)
@@ -118,16 +118,23 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
 
 
 class UsedWeightStatistics(LayerStatistics):
-    """Hands on the statistics of the layer, and what of a call's gradient the parameters are told.
+    """Hands on the statistics of the layer, less the part of a call's gradient that never reaches the parameters.
 
     Args:
         stats: of the layer, as if the weight were its parameter.
         adapter: of the layer.
         spec: of the block.
+        is_same: whether the weight is made now as it was in the call.
     """
 
-    def __init__(self, stats: LayerStatistics, adapter: UsedWeightAdapter, spec: UsedWeightSpec) -> None:
-        self._stats, self._adapter, self._spec = stats, adapter, spec
+    def __init__(
+        self, stats: LayerStatistics, adapter: UsedWeightAdapter, spec: UsedWeightSpec, *, is_same: bool
+    ) -> None:
+        self._stats, self._adapter, self._spec, self._is_same = stats, adapter, spec, is_same
+
+    @property
+    def term(self) -> int:
+        return self._stats.term
 
     @property
     def keeps_input(self) -> bool:
@@ -163,6 +170,8 @@ class UsedWeightStatistics(LayerStatistics):
         return self._stats.squared_gradients(a_basis, g_basis, dtype=dtype, per_example=per_example)
 
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not self._is_same:  # what the parameters were told of this call is not known any more
+            return None
         found, unseen = self._stats.gradient_along(directions), self._adapter.unseen(self._spec, directions.dtype)
         if found is None or unseen is None:
             return found
@@ -177,9 +186,9 @@ class UsedWeightStatistics(LayerStatistics):
 class _Hook:
     """Notes the calls of a module. Others hold it, so it holds the window and the watch weakly."""
 
-    def __init__(self, window: CaptureWindow, watch: LayerWatch, unbatched_ndim: int) -> None:
+    def __init__(self, window: CaptureWindow, watch: LayerWatch, way: Reparametrization, unbatched_ndim: int) -> None:
         self._window, self._watch = weakref.ref(window), weakref.ref(watch)
-        self._unbatched_ndim = unbatched_ndim
+        self._way, self._unbatched_ndim = way, unbatched_ndim
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
         window, watch = self._window(), self._watch()
@@ -194,7 +203,8 @@ class _Hook:
         if not wanted or not isinstance(output, Tensor) or layer_input is None:
             return None
         examples = examples_of(layer_input, self._unbatched_ndim)
-        return window.note_output(watch, layer_input, output, examples=examples, training=module.training)
+        context, training = self._way.stamp(module), module.training
+        return window.note_output(watch, layer_input, output, examples=examples, training=training, context=context)
 
 
 def used_weight_adapter(module: nn.Module, adapter: LayerAdapter[Any]) -> UsedWeightAdapter | None:

@@ -20,20 +20,9 @@ from kfac_optim.step.scalars import (
     total,
     vector,
 )
-from kfac_optim.step.scaling import (
-    Momentum,
-    by_group,
-    counted,
-    covered_here,
-    lengths,
-    momenta,
-    scale_all,
-    scale_momentum,
-    summed_terms,
-)
+from kfac_optim.step.scaling import covered_here, lengths, momenta, scale_all, scale_momentum, slopes, summed_terms
 from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
-from kfac_optim.step.trust_region import follow, inner_product, shortened, slope_ratio, trust_region_scale
-from kfac_optim.utils.joined_tensors import joined
+from kfac_optim.step.trust_region import follow, shortened, slope_ratio, trust_region_scale
 
 _SHARE = 0.25  # of what the new step promises, that momentum which goes uphill may take back
 # Ordinary training holds nearly every step, at 1e-2 or more of what the rate makes it, as the region finds the length.
@@ -81,11 +70,11 @@ class AdaptiveTrustRegion(StepSize):
 
     def size(self, proposal: Proposal) -> Sized:
         if proposal.kl_clip is None:
-            return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
+            return Sized(proposal.direction(), {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         buffers = momenta(proposal)
-        slopes = proposal.executor.gradients.sum_over_updaters(_slopes(proposal, buffers))
+        promises = proposal.executor.gradients.sum_over_updaters(slopes(proposal, buffers))
         own = [*lengths(proposal.products), _added(proposal.products)]
-        decrease, quadratic, added, slope, promised = proposal.executor.stages.sums(own, slopes)
+        decrease, quadratic, added, slope, promised = proposal.executor.stages.sums(own, promises)
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
         multiplier = follow(multiplier, slope_ratio(slope, slope_before), held > 0)
         size = exponential(multiplier)
@@ -102,22 +91,9 @@ class AdaptiveTrustRegion(StepSize):
         after = [multiplier, slope_after, holds, shortened(share, scale < _IDLE * bounded(size, most=1.0))]
         return Sized(
             direction,
-            lambda _: {},
             {"trust_region_scale": scale, "momentum_scale": kept, "kl_clip": kl_clip},
             vector(after, proposal.memory),
         )
-
-
-def _slopes(proposal: Proposal, buffers: Sequence[Momentum]) -> Tensor:
-    """Return `Σ lr bᵀ∇`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
-    found: list[Tensor] = []
-    device = (proposal.covered[0].params[0] if proposal.covered else proposal.memory).device
-    for group, lefts, rights in by_group(counted(buffers)):
-        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
-        sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        slope = product * (sign * scalar_beside(group["lr"], product))
-        found.append(torch.stack([slope, slope * group["momentum"]]))
-    return sum(found[1:], start=found[0]) if found else torch.zeros(2, device=device)
 
 
 def _added(products: Sequence[tuple[Group, Scalar]]) -> Scalar:

@@ -62,7 +62,7 @@ class Choices:
                     "step_size=AdaptiveTrustRegion()."
                 )
         if self.average is not None:
-            check_kind("average (None is without)", self.average, IterateAverage)
+            check_kind("average (None is no average)", self.average, IterateAverage)
         if self.step_size.needs_closure and self.adapt_damping is not None:
             raise ValueError(
                 f"kfac_optim: {self.step_size!r} evaluates the closure at other parameters, among which adapt_damping "
@@ -78,7 +78,7 @@ class Choices:
         check_kind("loss_terms", self.loss_terms, LossTerms)
         check_flag("include_factors", self.include_factors, optional=False)
         if self.nonfinite_limit is not None:
-            check_integer("nonfinite_limit (None is without end)", self.nonfinite_limit)
+            check_integer("nonfinite_limit (None is no limit)", self.nonfinite_limit)
         options = block_options(
             adapters=self.adapters,
             skip_layers=self.skip_layers,

@@ -38,7 +38,7 @@ class StepRecord:
     """Holds what one step did.
 
     Attributes:
-        measures: of the step by name, numbers over the preconditioned parameters; empty where there are none.
+        measures: numbers of the step by name, over the preconditioned parameters; empty if there are none.
             `inner` is `Δᵀ∇`, `direction_square` `‖Δ‖²` and `gradient_square` `‖∇‖²`, all before a step size is chosen,
             and left out where the step size preconditions itself;
             the rest is what the step size tells.
@@ -126,8 +126,9 @@ class Engine:
         if objective is not None:
             objective.loss_scale = admission.loss_scale
         is_sampled = self._fold(blocks, count, admission)
-        if is_sampled and kl_clip is not None and self.choices.adapt_damping is None:
-            unit = self.choices.step_size.loss_unit(memory)
+        if is_sampled:
+            follows = kl_clip is not None and self.choices.adapt_damping is None
+            unit = self.choices.step_size.loss_unit(memory) if follows else 1.0
             for block in blocks:
                 block.clock.use_unit(unit)
         clocks = [(block.clock, copy.copy(block.clock)) for block in by_rows]
@@ -254,7 +255,7 @@ class Engine:
             self.executor.publish()
 
 
-_AS_IT_IS = Sized({}, lambda _: {}, {})
+_AS_IT_IS = Sized({}, {})
 
 
 def follow_model(state: State, blocks: Blocks) -> None:
@@ -273,7 +274,7 @@ def follow_model(state: State, blocks: Blocks) -> None:
 
 
 def _check_setbacks(blocks: Blocks, executor: Executor, limit: int) -> None:
-    """Raise where a layer has had too many in a row."""
+    """Raise if a layer's statistics were refused, or its refresh failed, too many times in a row."""
     for block, (refused, failed) in zip(blocks, executor.statistics.setbacks(blocks), strict=True):
         if refused >= limit:
             raise RuntimeError(

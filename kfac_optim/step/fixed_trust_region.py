@@ -4,23 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
-from torch import Tensor
-
-from kfac_optim.step.scalars import scalar_beside, scalars_beside, vector
-from kfac_optim.step.scaling import (
-    Momentum,
-    by_group,
-    counted,
-    lengths,
-    momenta,
-    scale_all,
-    scale_momentum,
-    summed_terms,
-)
+from kfac_optim.step.scalars import scalars_beside, vector
+from kfac_optim.step.scaling import lengths, momenta, scale_all, scale_momentum, slopes, summed_terms
 from kfac_optim.step.step_size import Group, Proposal, Sized, StepSize
-from kfac_optim.step.trust_region import inner_product, momentum_scale, shortened, trust_region_scale
-from kfac_optim.utils.joined_tensors import joined
+from kfac_optim.step.trust_region import momentum_scale, shortened, trust_region_scale
 
 
 @dataclass(frozen=True)
@@ -43,10 +30,10 @@ class TrustRegion(StepSize):
 
     def size(self, proposal: Proposal) -> Sized:
         if proposal.kl_clip is None:
-            return Sized(proposal.direction(), lambda _: {}, {"trust_region_scale": 1.0, "momentum_scale": 1.0})
+            return Sized(proposal.direction(), {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         summed = summed_terms(proposal)
         buffers = [each for each in momenta(proposal) if each.group["momentum"] != 0]
-        promises = proposal.executor.gradients.sum_over_updaters(_promised(proposal, buffers).reshape(1))
+        promises = proposal.executor.gradients.sum_over_updaters(slopes(proposal, buffers)[1:])
         decrease, quadratic, promised = proposal.executor.stages.sums(lengths(proposal.products), promises)
         scale = trust_region_scale(quadratic, decrease, summed, proposal.kl_clip)
         held = momentum_scale(promised, summed, proposal.kl_clip)
@@ -55,18 +42,6 @@ class TrustRegion(StepSize):
         *unused, share = scalars_beside(proposal.memory, decrease)
         return Sized(
             proposal.direction(),
-            lambda _: {},
             {"trust_region_scale": scale, "momentum_scale": held, "kl_clip": proposal.kl_clip},
             vector([*unused, shortened(share, scale < 1)], proposal.memory),
         )
-
-
-def _promised(proposal: Proposal, buffers: Sequence[Momentum]) -> Tensor:
-    """Return the decrease `Σ lr μ bᵀ∇` that momentum `b` promises, `[]`."""
-    device = (proposal.covered[0].params[0] if proposal.covered else proposal.memory).device
-    decrease = torch.zeros((), device=device)
-    for group, lefts, rights in by_group(counted(buffers)):
-        sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
-        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
-        decrease = decrease + product * (sign * group["momentum"] * scalar_beside(group["lr"], product))
-    return decrease

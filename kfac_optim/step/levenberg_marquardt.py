@@ -29,8 +29,8 @@ class LevenbergMarquardt:
 
     When to use: on large batches and deterministic objectives, above all for deep autoencoders, where no fixed damping
     is right from start to end. On small batches `ρ` tells how far the step overfits its batch, and `λ` grows. Networks
-    with batch normalisation and transformers do well with a fixed `λ`. It writes `damping` into the param groups: no
-    schedule of it beside.
+    with batch normalisation and transformers do well with a fixed `λ`. It writes `damping` into the param groups: do
+    not schedule `damping` as well.
 
     It needs `step(closure)`, with a closure that sees the same examples each time and returns the loss whose gradient
     it leaves, and an `estimate=` that names the loss.

@@ -119,9 +119,9 @@ class LineSearch(StepSize):
         like = next(iter(direction.values()))
         return Sized(
             step_of(length),
-            lambda _: {"lr": length, "momentum": 0.0, "weight_decay": 0.0},
             {"step_length": torch.tensor(length, dtype=torch.float64, device=like.device)},
             memory,
+            sgd=lambda _: {"lr": length, "momentum": 0.0, "weight_decay": 0.0},
         )
 
     def _acceleration(

@@ -96,7 +96,7 @@ def read_loss_scale(
         measured: whether there are statistics whose scale is to be known.
 
     Returns:
-        None where nobody tells.
+        None if no scaler tells the scale, or no statistics need it.
     """
     found_inf, scale = handed.get("found_inf"), handed.get("grad_scale")
     if found_inf is None:  # gradients are unscaled already, if they were scaled

@@ -104,12 +104,12 @@ class QuadraticModel(StepSize):
             scale_all(list(before.values()), weights[1])
         return Sized(
             direction,
-            lambda group: {"lr": 1.0, "momentum": 1.0 if group["momentum"] > 0 else 0.0, "weight_decay": 0.0},
             {
                 "learning_rate": weights[0],
                 "momentum": weights[1] if before else torch.zeros_like(weights[0]),
                 "predicted_change": change(curved, slope, weights),
             },
+            sgd=lambda group: {"lr": 1.0, "momentum": 1.0 if group["momentum"] > 0 else 0.0, "weight_decay": 0.0},
         )
 
 

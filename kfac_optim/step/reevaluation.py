@@ -65,7 +65,8 @@ class Reevaluation:
         if self.several:
             held = {param: None if grad is None else grad.clone() for param, grad in held.items()}
         buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
-        values = [(buffer, held_once(buffer).clone()) for buffer in self.model.buffers()]
+        dense = [buffer for buffer in self.model.buffers() if buffer.layout is torch.strided]
+        values = [(buffer, held_once(buffer).clone()) for buffer in dense]
         try:
             for param in held:
                 param.grad = None

@@ -11,6 +11,8 @@ from kfac_optim.blocks.block import l2
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.step.scalars import Scalar, chosen, scalar_beside, total
 from kfac_optim.step.step_size import Group, Proposal
+from kfac_optim.step.trust_region import inner_product
+from kfac_optim.utils.joined_tensors import joined
 from kfac_optim.utils.sharded_params import local
 
 
@@ -77,6 +79,18 @@ def lengths(products: Sequence[tuple[Group, Scalar]]) -> tuple[Scalar, Scalar]:
     """Return `Σ lr Δᵀ∇` and `Σ lr² Δᵀ∇` of the products of a proposal."""
     rates = [(scalar_beside(group["lr"], product), product) for group, product in products]
     return total([rate * product for rate, product in rates]), total([rate * rate * product for rate, product in rates])
+
+
+def slopes(proposal: Proposal, buffers: Iterable[Momentum]) -> Tensor:
+    """Return `Σ lr bᵀ∇` along the momentum `b`, and `Σ lr μ bᵀ∇` that momentum promises for this step, `[2]`."""
+    found: list[Tensor] = []
+    device = (proposal.covered[0].params[0] if proposal.covered else proposal.memory).device
+    for group, lefts, rights in by_group(counted(buffers)):
+        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
+        sign = -1 if group["maximize"] else 1  # torch's buffers then hold the negative
+        slope = product * (sign * scalar_beside(group["lr"], product))
+        found.append(torch.stack([slope, slope * group["momentum"]]))
+    return sum(found[1:], start=found[0]) if found else torch.zeros(2, device=device)
 
 
 def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:

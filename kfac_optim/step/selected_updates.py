@@ -134,7 +134,7 @@ class SelectedUpdates(StepSize):
         updates = self._of_layers(proposal, layers, trained)
         others = {param: group for param, group in trained.items() if param not in updates}
         updates |= adamw_updates(proposal, others, beta2=self.beta2, eps=self.eps)
-        return Sized(updates, lambda _: {"momentum": 0.0, "nesterov": False}, {})
+        return Sized(updates, {}, sgd=lambda _: {"momentum": 0.0, "nesterov": False})
 
     def _of_layers(
         self, proposal: Proposal, blocks: Sequence[KFACBlock], trained: Mapping[nn.Parameter, Group]
@@ -221,8 +221,8 @@ class SelectedUpdates(StepSize):
 
         Args:
             bundles: where one has no inverse, its orthogonal update is that of the momentum as it is, and the only one.
-            natural: which of both is wanted of each layer; None is both. The other is None where no layer of the bundle
-                wants it, and else holds anything.
+            natural: for each layer True for the natural update, False for the orthogonal one, None for both. An update
+                that no layer of the bundle wants is None; rows of layers that do not want it may hold anything.
         """
         roots: dict[int, Tensor] = {}
         rows: dict[int, list[int]] = {}

@@ -12,13 +12,13 @@ from kfac_optim.utils.text import listed
 
 
 class SkippedSteps:
-    """Counts of them.
+    """Counts the steps that were skipped.
 
     Where the host waits for the answer, it counts. Where it does not (`defer`), the device does, and what it counted is
     only fetched when it is asked for (`look`).
 
     Attributes:
-        total: ever, as of the last look.
+        total: skipped steps of the whole training, as of the last look.
         in_a_row: skipped steps in a row up to now, as of the last look.
         deferred: steps that the device was left with since the last look.
     """
@@ -76,11 +76,11 @@ class SkippedSteps:
             return
         known = names()
         guilty = [known.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([local(grad)])]
+        whose = listed(guilty, 4) or "parameters whose gradients were changed since the check"
         raise RuntimeError(
             f"kfac_optim: {self.in_a_row} steps in a row were skipped because gradients are not finite "
-            f"(nonfinite_limit={limit}), now those of "
-            f"{listed(guilty, 4) or 'a parameter that were changed since'}. Look at the loss and the data; lower lr, "
-            "raise damping, or lower the loss scale."
+            f"(nonfinite_limit={limit}), now those of {whose}. Look at the loss and the data; lower lr, raise damping, "
+            "or lower the loss scale."
         )
 
 

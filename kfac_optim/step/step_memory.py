@@ -30,10 +30,12 @@ class StepMemory:
         self._looked_at = 0.0  # infinite once the user was warned
 
     def get(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> Tensor:
-        """Return the numbers, `[4]`, which are zero at first, in the dtype and on the device of the first parameter."""
+        """Return the numbers, `[4]`, zero at first; they lie where the last step or a checkpoint has put them."""
         if self._numbers is None:
             # A copy has no block before its first forward if the model has to be found.
-            like = next((block.params[0] for block in blocks), params[0])
+            like = next((block.params[0] for block in blocks), next(iter(params), None))
+            if like is None:  # parameters may still be added
+                return torch.zeros(4, device="cpu")
             dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else torch.float64
             self._numbers = torch.zeros(4, dtype=dtype, device=like.device)
         return self._numbers

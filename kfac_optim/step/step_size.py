@@ -97,15 +97,15 @@ class Sized:
 
     Attributes:
         direction: replaces the gradient; parameters without a direction keep theirs.
-        sgd: returns the numbers of torch's SGD that replace those of a param group.
         measures: for `metrics()`.
         memory: what is remembered from now on, `[4]`; None is what was.
+        sgd: returns the numbers of torch's SGD that replace those of a param group.
     """
 
     direction: Direction
-    sgd: Callable[[Group], Mapping[str, Any]]
     measures: Mapping[str, Scalar]
     memory: Tensor | None = None
+    sgd: Callable[[Group], Mapping[str, Any]] = lambda _: {}
 
 
 class PlainSteps(NamedTuple):
@@ -124,9 +124,10 @@ PLAIN_SGD = PlainSteps()
 class StepSize(ABC):
     """Decides how far a step goes. The object holds choices only.
 
-    What must be known of earlier steps are four numbers on the device, part of checkpoints and zero at first: the
-    logarithm of what multiplies the trust region; the slope of the loss along the last step at its start; whether the
-    region held that step; and the share of steps of late that it made too short.
+    What must be known of earlier steps are four numbers on the device, part of checkpoints and zero at first. For trust
+    regions they are the logarithm of what multiplies the region; the slope of the loss along the last step at its
+    start; whether the region held that step; and the share of steps of late that it made too short. `LineSearch` keeps
+    its number of halvings in the third.
     """
 
     usual_inverse: ClassVar[Inverse[Any] | InverseRule] = AutoInverse()
@@ -160,7 +161,7 @@ class StepSize(ABC):
         """Raise ValueError where the choices about layers do not go with it."""
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        """Return how many numbers `size` has the executor sum over workers, each time that it does so in one step.
+        """Return the length of each sum over workers that `size` asks the executor for in one step, in order.
 
         Args:
             groups: the param groups that have covered parameters.

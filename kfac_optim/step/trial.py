@@ -1,7 +1,7 @@
 """A step that is judged after it was taken: by the change of the loss on its examples, and taken back if need be."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import KFACBlock, l2
 from kfac_optim.blocks.state_keys import MOMENTUM
 from kfac_optim.capture.loss_terms import LossCount
-from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.gauss_newton import ForwardRecorder, KeptForward
 from kfac_optim.fisher.objective import Objective
 from kfac_optim.step.engine import StepRecord
@@ -21,7 +20,6 @@ from kfac_optim.step.quadratic import reduction_ratio, rounding_of
 from kfac_optim.step.reevaluation import Reevaluation
 from kfac_optim.step.scaling import penalty
 from kfac_optim.step.trust_region import inner_product
-from kfac_optim.utils.random_state import RandomState
 from kfac_optim.utils.validation import check_loss
 
 
@@ -32,12 +30,18 @@ class Trial:
         groups: the optimizer's param groups.
         state: the optimizer's state, for momentum buffers.
         loss: before the step, a number or a tensor of one element; of this process's examples.
+        again: evaluates that loss at the parameters of then.
     """
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], state: MutableMapping[Tensor, Any], loss: float | Tensor
+        self,
+        groups: Sequence[dict[str, Any]],
+        state: MutableMapping[Tensor, Any],
+        loss: float | Tensor,
+        again: Reevaluation,
     ) -> None:
         self.groups = groups
+        self.again = again
         self._state = state
         self._before = {
             param: param.detach().clone() for group in groups for param in group["params"] if param.grad is not None
@@ -109,7 +113,6 @@ class Judge:
 
     Attributes:
         rule: the user's choice.
-        window: in which the second evaluation leaves nothing.
         recorder: of the model's forwards.
         objective: whose quadratic model is judged.
         executor: of the steps: what it averages over processes, they all decide by.
@@ -119,7 +122,6 @@ class Judge:
     """
 
     rule: LevenbergMarquardt
-    window: CaptureWindow
     recorder: ForwardRecorder
     objective: Objective
     executor: Executor
@@ -153,27 +155,18 @@ class Judge:
             )
         check_loss(loss)
 
-    def evaluate_again(
-        self,
-        trial: Trial,
-        closure: Callable[[], Any],
-        random: RandomState,
-        model: nn.Module | None,
-        blocks: Iterable[KFACBlock],
-    ) -> float:
+    def evaluate_again(self, trial: Trial, blocks: Iterable[KFACBlock]) -> float:
         """Return the loss at the parameters of now, on the examples of the last evaluation; nothing else is changed.
 
         Raises:
             RuntimeError: the closure saw other examples than before. The step is taken back.
         """
-        assert model is not None
-        before, self.recorder.kept = self.recorder.kept, []
-        params = tuple(param for group in trial.groups for param in group["params"])
-        again = Reevaluation(closure, random, self.window, model, params, several=self.executor.several)
+        device = trial.params[0].device
         try:
-            loss = again.loss()
-            differ = float(not _same_inputs(before, self.recorder.kept))
-            if float(self.executor.mean_over_examples(torch.tensor(differ, device=params[0].device))) > 0:
+            with self.recorder.set_aside() as before:  # as `zero_grad` in the closure drops what is kept
+                loss = trial.again.loss()
+                differ = float(not _same_inputs(before, self.recorder.kept))
+            if float(self.executor.mean_over_examples(torch.tensor(differ, device=device))) > 0:
                 raise RuntimeError(
                     "kfac_optim: LevenbergMarquardt evaluates the closure a second time, to see what the step did to "
                     "the loss, and the model was called with other inputs than the first time. Draw the batch before "
@@ -183,8 +176,6 @@ class Judge:
         except BaseException:
             trial.undo(blocks)
             raise
-        finally:
-            self.recorder.kept = before
 
     def decide(
         self, trial: Trial, loss: float, step: int, record: StepRecord | None, blocks: Sequence[KFACBlock]

@@ -6,7 +6,7 @@ from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.specs import LossTerms
-from kfac_optim.step.step_size import PLAIN_SGD, PlainSteps
+from kfac_optim.step.step_size import PlainSteps
 from kfac_optim.utils.text import listed
 from kfac_optim.utils.warning import warn
 
@@ -27,7 +27,7 @@ class UserWarnings:
         unread: whether a checkpoint was loaded before the model was known that has momentum and nothing of layers.
     """
 
-    def __init__(self, *, finds_model: bool = False, plain: PlainSteps = PLAIN_SGD) -> None:
+    def __init__(self, *, finds_model: bool, plain: PlainSteps) -> None:
         self._plain = plain
         self.given: set[str] = set()  # names of the warnings that are not given again
         self.unread = False

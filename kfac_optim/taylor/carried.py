@@ -37,7 +37,7 @@ REMEDY = (
 _ELEMENTWISE = frozenset(
     """
     tanh sigmoid sin cos exp square reciprocal tan asin acos atan sinh cosh asinh acosh atanh erf erfc exp2 expm1
-    log log2 log10 log1p sqrt rsqrt relu relu6 silu gelu mish softplus softsign elu selu celu logsigmoid tanhshrink
+    log log2 log10 log1p sqrt rsqrt relu relu6 silu gelu mish softplus softsign elu selu celu log_sigmoid tanhshrink
     hardtanh hardswish leaky_relu abs neg negative positive sinc lgamma digamma
     """.split()  # noqa: SIM905 (to be read)
 )
@@ -49,7 +49,7 @@ _LINEAR = frozenset(
     swapaxes swapdims expand expand_as broadcast_to repeat repeat_interleave tile cat concat concatenate stack
     hstack vstack dstack column_stack split chunk tensor_split unbind select narrow index_select gather
     take_along_dim flip roll __getitem__ sum mean clone contiguous to float double type_as diagonal trace cumsum
-    __iter__ adjoint diff
+    adjoint diff
     """.split()  # noqa: SIM905 (to be read)
 )
 
@@ -57,9 +57,11 @@ _LINEAR = frozenset(
 _CONSTANT = frozenset(
     """
     detach zeros_like ones_like full_like rand_like randn_like randint_like empty_like new_zeros new_ones new_full
-    new_empty new_tensor numpy item tolist __repr__ __format__ __str__ __hash__ __bool__ __float__ __int__
+    new_empty new_tensor numpy item tolist __repr__ __format__ __str__ __bool__ __float__ __int__
     """.split()  # noqa: SIM905 (to be read)
 )
+
+_COPIES: dict[str, Function] = {"view": Tensor.reshape, "view_as": Tensor.reshape_as}
 
 _RANDOM = frozenset(
     """
@@ -94,8 +96,8 @@ class Carried(Tensor):
     """Stands for a value in a model's forward, and has its derivatives with it.
 
     It has the shape, dtype and device of the value, and every torch function that it is handed to gives such a tensor
-    again. Its own numbers are NaN: code that takes no notice of the class, as scripted functions do not, would lose the
-    derivatives in silence.
+    again. Its own numbers are NaN, so that code which ignores the class, as scripted functions do, makes NaN and does
+    not lose the derivatives in silence.
     """
 
     channels: Channels
@@ -128,7 +130,7 @@ class Carried(Tensor):
         args, kwargs = (tree_map(channels_of, each) for each in (args, kwargs))
         if works_in_place(func, args, kwargs):
             raise _refusal(func, "it changes its input in place")
-        if func is F.linear and isinstance(args[0], Channels) and not _holds_channels((args[1:], kwargs)):
+        if func is F.linear and args and isinstance(args[0], Channels) and not _holds_channels((args[1:], kwargs)):
             return _through_weight(*args, **kwargs)
         made = _carry(func, args, kwargs)
         return map_channels(cls.of, made)
@@ -186,7 +188,9 @@ def _carry(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if found is not None:
             return found
     if name in _LINEAR:
-        return through_linear(func, args, kwargs)
+        # Derivatives do not lie in memory as the value does, so that there may be no view of them.
+        copies = name in _COPIES and not any(isinstance(arg, torch.dtype) for arg in args)
+        return through_linear(_COPIES[name] if copies else func, args, kwargs)
     return _in_general(func, args, kwargs)
 
 

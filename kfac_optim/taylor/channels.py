@@ -195,7 +195,7 @@ def through_linear(function: Function, args: Any, kwargs: Any) -> Any:
     Args:
         function: called on tensors.
         args: its arguments, with `Channels` among them or inside of lists and tuples; constants add to the value alone.
-        kwargs: likewise.
+        kwargs: its keyword arguments, of the same kinds.
 
     Returns:
         `Channels`, or what has them inside where the function gives several tensors.
@@ -281,7 +281,8 @@ def works_in_place(function: Function, args: Sequence[Any], kwargs: dict[str, An
     """Return whether a call of a torch function would change its input."""
     name = function.__name__
     if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+        changes = name == "__setitem__" or name.startswith("__i")
+        return changes and name not in ("__index__", "__int__", "__invert__")
     if name.endswith("_") or kwargs.get("inplace") or kwargs.get("out") is not None:
         return True
     return bool(dict(zip(argument_names(function), args, strict=False)).get("inplace"))

@@ -89,7 +89,7 @@ def laplacian(
             f"is a constant, or passed through detach(), .data, or NumPy. {REMEDY}"
         )
     value, first, second, _ = channels_of(output)
-    single = not isinstance(weights, Tensor | Sequence) or operators is None or torch.as_tensor(weights).dim() == 1
+    single = weights is None or torch.as_tensor(weights).dim() == 1
     lost = 0 * value.detach()  # NaN where derivatives were lost on the way to the value, see `Carried`
     first, second = first + lost, second + lost
     return Derivatives(value, first.movedim(0, -1), second[0] if single else second.movedim(0, -1))

@@ -41,7 +41,8 @@ def everything_undone(
     """
     own = [tensor for module in modules for tensor in _own(module)]
     registered = {id(tensor): tensor for tensor in (*own, *params)}
-    tensors = [(tensor, _UNCOUNTED) for tensor in registered.values()]
+    # Of a sparse buffer only what it is bound to comes back.
+    tensors = [(tensor, _UNCOUNTED) for tensor in registered.values() if tensor.layout is torch.strided]
     tensors += [(tensor, version(tensor)) for tensor in _unregistered(modules, registered)]
     values = [
         (*each, held_once(each[0].detach()).clone(), each[0].grad if each[0].is_leaf else None) for each in tensors

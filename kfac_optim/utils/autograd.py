@@ -34,7 +34,7 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 
 def _if_brought(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
-    """Call `hook`, but where an `autograd.Function` has returned None for the gradient of its input."""
+    """Call `hook`, unless an `autograd.Function` has returned None for the gradient of its input."""
     return None if gradient is None else hook(gradient)
 
 

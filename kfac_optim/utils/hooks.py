@@ -62,7 +62,7 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 @inline_only
 def call_if_there(method: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> Any:
-    """Call it, where the object that it is of is there still."""
+    """Call the method if its object still exists; return None if not."""
     found = method()
     return None if found is None else call_as_it_is(found, *args)
 
@@ -114,8 +114,7 @@ class LayerHooks:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Catch up with a forward of `module` that has begun."""
-        if module is self.module:
-            self._call_before(module, args, {})
+        self._call_before(module, args, {})
 
     def off(self) -> None:
         for handle in self._handles:

@@ -51,7 +51,7 @@ def all_finite(gradients: Sequence[Tensor], joins: Joins | None = None) -> bool:
 
 
 def finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
-    """Return whether every element of at least one gradient, all dense, is finite, `[]` bool; nobody waits for it.
+    """Return whether all elements of dense gradients, at least one, are finite, `[]` bool; nobody waits for it.
 
     A few launches for all of them, where the CPU's way would take one for each.
     """

@@ -31,7 +31,7 @@ def second_moments(tensor: Tensor) -> str | None:
 
 
 def measured(tensor: Tensor) -> str | None:
-    """Accept everything: what is shown to the user alone may have overflowed."""
+    """Refuse negative numbers only: what is shown to the user alone may have overflowed."""
     return "negative" if bool((tensor < 0).any()) else None
 
 

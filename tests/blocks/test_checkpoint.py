@@ -429,3 +429,24 @@ def test_a_checkpoint_of_a_run_with_added_groups_resumes_it() -> None:
     train(model, optimizer, 3, start=3)
     train(twin, resumed, 3, start=3)
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
+
+
+def test_numbers_that_a_step_takes_are_in_checkpoints_and_copies_too() -> None:
+    """Torch asks for momentum above 0 with Nesterov as an optimizer is built, and never again; so do we."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, nesterov=True)
+    optimizer.param_groups[0]["momentum"] = 0.0  # a warm-up by hand
+    train(model, optimizer, 1)
+    KFACOptimizer(mlp(), lr=0.1, momentum=0.9, nesterov=True).load_state_dict(optimizer.state_dict())
+    twin = copy.deepcopy((model, optimizer))[1]
+    assert twin.param_groups[0]["momentum"] == 0.0
+    train(twin._binding.model, twin, 1)
+
+
+def test_counts_of_steps_and_calls_that_were_left_out_survive_a_copy() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    train(model, optimizer, 1)
+    optimizer._window.left_out, optimizer._window.dropped_calls = 2, 3
+    metrics = copy.deepcopy((model, optimizer))[1].metrics()
+    assert (metrics["skipped_steps"], metrics["dropped_calls"]) == (2, 3)

@@ -1,5 +1,7 @@
 """Every use of a weight, at every order of differentiation; covers blocks/derivatives.py and capture/weight_uses.py."""
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -405,3 +407,112 @@ def test_uses_that_no_gradient_comes_to_add_nothing() -> None:
         return [param.grad for param in model.parameters()]
 
     assert_same(gradients(True), gradients(False), rtol=1e-14)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("penalty", [False, True])
+def test_under_autocast_gradients_are_those_of_the_model_without_an_optimizer(penalty: bool, within: bool) -> None:
+    """Where the products with weights are followed; the backward runs within autocast or behind it."""
+    found: list[list[Tensor]] = []
+    for follows in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 2))
+        optimizer = KFACOptimizer(model, lr=0.1) if follows else None
+        x = torch.randn(8, 6, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+            if penalty:
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + slope.square().sum()
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+        found.append([param.grad for param in model.parameters()])
+        if optimizer is not None:
+            optimizer.step()
+            assert optimizer.metrics()["measured_parameters"] == 1.0
+    for plain, followed in zip(*found, strict=True):
+        assert_same(followed, plain, rtol=0.05)
+
+
+def test_a_summand_that_a_number_multiplies_is_in_the_product_all_the_same() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x, self.weight, beta=0.5)
+
+    model, x = Summed(), torch.randn(4, 6, requires_grad=True)
+    expected = model(x).detach()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    output = model(x)
+    assert_same(output.detach(), expected)
+    output.sum().backward()
+    assert_same(model.bias.grad, torch.full((3,), 2.0))
+    optimizer.step()
+
+
+class TiedModules(nn.Module):
+    """A table and an output layer that share their weight, each a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(3, 4), nn.Linear(6, 4)
+        self.head = nn.Linear(4, 3, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first(x) + self.table((x[..., 0] > 0).long())).tanh())
+
+
+def test_a_weight_that_modules_use_from_both_sides_is_copied_saved_and_built_anew_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = TiedModules().double()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=1, inverse=Cholesky())
+
+    def train(model: nn.Module, optimizer: KFACOptimizer, steps: range) -> list[Tensor]:
+        for step in steps:
+            optimizer.zero_grad()
+            x = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            slope(model, x).square().mean().backward()
+            optimizer.step()
+        return clones(model.parameters())
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*a part was captured")
+        train(model, optimizer, range(4))
+        assert block(optimizer, "table").joint is not None
+        weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        twin = copy.deepcopy((model, optimizer))
+        expected = train(model, optimizer, range(4, 7))
+        assert_same(train(*twin, range(4, 7)), expected, rtol=0)
+        again = TiedModules().double()
+        again.load_state_dict(weights)
+        resumed = KFACOptimizer(again, lr=0.01, factor_update_period=1, inverse=Cholesky())
+        resumed.load_state_dict(saved)
+        assert_same(train(again, resumed, range(4, 7)), expected, rtol=0)
+    kept = optimizer.factors()["table"]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert_same(optimizer.factors()["table"], kept, rtol=0)
+
+
+def test_a_block_that_is_built_anew_takes_the_derivatives_of_the_old_one() -> None:
+    torch.manual_seed(0)
+    model = linear().double()
+    model[0].bias.requires_grad_(False)
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        slope(model, torch.randn(9, 6, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    model[0].bias.requires_grad_()
+    for _ in range(3):
+        step()
+    assert block(optimizer, "0").params == (model[0].weight, model[0].bias)
+    assert block(optimizer, "0").is_ready

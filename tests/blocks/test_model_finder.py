@@ -14,7 +14,7 @@ from helpers.plain import assert_identical, batch, clones, mlp, square_loss, tra
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 
-from kfac_optim import Eigen, KFACOptimizer, LevenbergMarquardt, LossTerms, MonteCarlo, Structure
+from kfac_optim import BlockDiagonal, Eigen, KFACOptimizer, LevenbergMarquardt, LossTerms, MonteCarlo, Structure
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -722,3 +722,14 @@ def test_a_state_from_before_the_first_forward_begins_the_run_anew() -> None:
         train(model, optimizer, 5)
         trained.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
     assert_identical(*trained)
+
+
+def test_an_error_while_the_model_is_found_is_told_again_at_the_next_forward() -> None:
+    """As where a cell of a notebook is run again."""
+    model = mlp()
+    both = BlockDiagonal(2), BlockDiagonal(2)
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1, structure=both)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cuts both factors into blocks"):
+            model(batch())
+    assert optimizer.summary().blocks == ()

@@ -256,3 +256,33 @@ def test_an_adapter_of_ones_own_makes_a_layer_of_ones_own_precondition_like_a_li
         optimizer.step()
     assert torch.equal(model.weight, linear.weight)
     assert not torch.allclose(model.weight, torch.ones(3, 4, dtype=torch.float64) - 0.1 * model.weight.grad)
+
+
+class Mutable(Cholesky):
+    """Has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Tied(nn.Module):
+    """A module that goes by two names, and a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Embedding(6, 4)
+        self.encoder = nn.ModuleDict({"embed": self.shared})
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.shared.weight
+
+
+def test_a_choice_by_the_second_name_of_a_module_is_refused_with_its_first() -> None:
+    with pytest.raises(ValueError, match=r"matches no module. 'encoder.embed' goes by its first name, 'shared'"):
+        KFACOptimizer(Tied(), skip_layers=["encoder.embed"])
+
+
+def test_a_choice_for_either_user_of_a_weight_is_one_for_the_weight() -> None:
+    (block,) = KFACOptimizer(Tied(), inverse={"head": Cholesky()}).summary().blocks
+    assert block.inverse == "Cholesky()"
+    with pytest.raises(TypeError, match=r"cannot be hashed.*Declare Mutable as @dataclass\(frozen=True\)"):
+        KFACOptimizer(Tied(), inverse=Mutable())

@@ -1,19 +1,22 @@
 """Small blocks of equal shapes are preconditioned in one batch: as one by one, whatever else the model has."""
 
 import copy
+import gc
 import pickle
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.plain import FREQUENT
+from helpers.plain import FREQUENT, mlp, train
 from torch import Tensor, nn
 
-from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, Structure
+from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, LowRank, NewtonSchulz, SelectedUpdates, Structure
 from kfac_optim.blocks import preconditioning
 from kfac_optim.blocks.preconditioning import Stacks, precondition, to_params
 from kfac_optim.specs import LayerSpec
+from kfac_optim.step.gate import group_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -193,3 +196,16 @@ def test_stacks_see_tensors_that_take_the_place_of_others() -> None:
     for factor in (2.0, 3.0):  # the second is as new as the first
         block.state.a = type(block.state.a)(block.state.a.inverse * factor)
         assert agree(kept, optimizer)
+
+
+def test_stacks_let_go_of_blocks_that_were_replaced() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, step_size=SelectedUpdates(), factor_update_period=1)
+    train(model, optimizer, 2)
+    gone = [weakref.ref(block) for block in optimizer._binding.coverage.blocks]
+    model[0].bias.requires_grad_(False)
+    optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.requires_grad]
+    optimizer._binding.bind(group_of(optimizer.param_groups))
+    train(model, optimizer, 2)
+    gc.collect()
+    assert gone[0]() is None

@@ -418,11 +418,11 @@ def stepped_in_another_order(rank: int, steps: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_ranks_that_step_optimizers_in_another_order_are_told(two_ranks: Ranks, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "words"), [(0, "layer 'first': weight+bias 1×6×5"), (2, "layer")])
+def test_ranks_that_step_optimizers_in_another_order_are_told(two_ranks: Ranks, steps: int, words: str) -> None:
     for message in two_ranks.run(stepped_in_another_order, steps):
         assert "disagree" in message
-        assert "layer 'first' is there on one alone" in message or "layer" in message
+        assert words in message
 
 
 # -- time --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import Background, KFACOptimizer, LevenbergMarquardt, MonteCarlo
+from kfac_optim import Background, KFACOptimizer, LevenbergMarquardt, LineSearch, MonteCarlo
 from kfac_optim.distributed import DistributedConfig, Sharded, StatisticsWorkers
 from kfac_optim.distributed.communication.launches import CollectiveError
 
@@ -35,6 +35,27 @@ def test_training_equals_one_process_with_the_same_mini_batches_and_staleness(wo
     *trainers, served = four_ranks.run(on_rank, case)
     assert served == 5  # at steps 0, 3, 6, 9 and 12
     _check(trainers[: 4 - workers], case)
+
+
+def folds(rank: int, case: Served) -> tuple[int, list[int]] | None:
+    """How many mini-batches a worker has served, and how many statistics each of its layers has taken of them."""
+    role, model = case.workers.role(), case.model()
+    optimizer = case.optimizer(model, distributed=case.distributed())
+    if role.serves:
+        served = optimizer.serve(measured(0), loss_by(model))
+        return served, [block.clock.folds for block in optimizer._binding.coverage.blocks]
+    for step in range(case.steps):
+        train(optimizer, model, trained_on(step, rank))
+    optimizer.dismiss_workers()
+    return None
+
+
+def test_a_round_that_begins_between_two_periods_is_measured_all_the_same(two_ranks: Ranks) -> None:
+    """After one that has taken longer than a period: rounds are at steps 0, 3, 8, 13 and 18, with a period of 3."""
+    case = Served(StatisticsWorkers(max_staleness=5, deterministic=True), steps=20)
+    _, (served, taken) = two_ranks.run(folds, case)
+    assert served == 5
+    assert set(taken) == {5}
 
 
 @pytest.mark.slow
@@ -381,7 +402,7 @@ def ending(rank: int, case: Served, how: str) -> tuple[str, str]:
 ENDINGS = {
     "loss": "TypeError: kfac_optim: loss_of(batch) must return the loss of the mini-batch, a tensor that depends",
     "batches": "RuntimeError: kfac_optim: the mini-batches of a statistics worker have ended, and begin no second time",
-    "model": "RuntimeError: kfac_optim: the model of the ranks that train has ",
+    "model": "RuntimeError: kfac_optim: an order of the ranks that train holds ",
 }
 
 
@@ -398,15 +419,15 @@ def test_what_a_worker_cannot_do_is_told_on_all_ranks_and_ends_the_service(how: 
         assert "have lost each other, as an earlier error said. Start all ranks again from the last checkpoint" in each
 
 
-def second_failing(rank: int, case: Served) -> str:
-    """Returns the error of each rank, where the second of two workers ends at its second mini-batch."""
+def second_failing(rank: int, case: Served, after: int) -> str:
+    """Returns the error of each rank, where the second of two workers ends after so many mini-batches."""
     role, model = case.workers.role(), case.model()
 
     def mini_batches() -> Iterator[Batch]:
-        yield batch(0)
-        if rank == role.workers[1]:
-            raise OSError("no more data")
-        yield batch(1)
+        for number in range(2):
+            if rank == role.workers[1] and number == after:
+                raise OSError("no more data")
+            yield batch(number)
 
     try:
         if role.serves:
@@ -421,10 +442,11 @@ def second_failing(rank: int, case: Served) -> str:
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_beside_another_ends_all_of_them(four_ranks: Ranks) -> None:
-    case = Served(StatisticsWorkers(2, max_staleness=2), steps=100, options=EVERY_STEP, timeout=20.0)
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_worker_that_fails_beside_another_ends_all_of_them(after: int, four_ranks: Ranks) -> None:
+    case = Served(StatisticsWorkers(2, max_staleness=2), steps=100, options=EVERY_STEP, timeout=20.0 + after)
     try:
-        *trainers, leading, second = four_ranks.run(second_failing, case, timeout=40.0)
+        *trainers, leading, second = four_ranks.run(second_failing, case, after, timeout=40.0)
     finally:
         four_ranks.stop()  # their lines are of no more use
     assert second == "OSError: no more data"
@@ -583,6 +605,7 @@ def refused(rank: int) -> list[str]:
     attempts: list[tuple[type[Exception], dict[str, Any]]] = [
         (ValueError, {"refresh": Background(deterministic=True)}),
         (ValueError, {"adapt_damping": LevenbergMarquardt(), "estimate": MonteCarlo(criterion)}),
+        (ValueError, {"step_size": LineSearch()}),
         (ValueError, {"distributed": DistributedConfig(workers=StatisticsWorkers(2))}),
     ]
     for kind, options in attempts:
@@ -625,16 +648,18 @@ def refused(rank: int) -> list[str]:
 
 def test_choices_of_the_optimizer_that_do_not_go_together_are_refused(two_ranks: Ranks) -> None:
     found = two_ranks.run(refused)
-    assert [len(told) for told in found] == [6, 7 + 1]
+    assert [len(told) for told in found] == [7, 8 + 1]
     for told in found:
         assert "refreshes beside the training already, and so does refresh=Background" in told[0]
         assert "asks for inverses at once" in told[1]
-        assert "leaves none of 2 ranks to train" in told[2]
-        assert "divides all ranks" in told[3]
-    assert "serve() is for statistics workers, and this rank is none" in found[0][4]
-    assert "rank 1 is a statistics worker" in found[1][4]
-    assert "optimizer.serve(batches, loss_of)" in found[1][4]
-    assert "needs whole parameters on the ranks that train, and some are sharded" in found[0][5]
-    assert "rank 1 is a statistics worker; dismiss_workers() is for the ranks that train" in found[1][5]
-    assert "receives the parameters of the model, which is not known" in found[1][6]
+        assert "LineSearch" in told[2]
+        assert "evaluates the closure of a step at other parameters" in told[2]
+        assert "leaves none of 2 ranks to train" in told[3]
+        assert "divides all ranks" in told[4]
+    assert "serve() is for statistics workers, and this rank is none" in found[0][5]
+    assert "rank 1 is a statistics worker" in found[1][5]
+    assert "optimizer.serve(batches, loss_of)" in found[1][5]
+    assert "needs whole parameters on the ranks that train, and some are sharded" in found[0][6]
+    assert "rank 1 is a statistics worker; dismiss_workers() is for the ranks that train" in found[1][6]
+    assert "receives the parameters of the model, which is not known" in found[1][7]
     KFACOptimizer(nn.Linear(2, 1)).dismiss_workers()  # where there are none it does nothing

@@ -152,17 +152,19 @@ def test_ranks_see_the_same_examples_where_tensor_parallelism_has_cut_a_layer(fo
         assert found == cut | {"hybrid": [], "sharded": [], "experts": []}
 
 
-NAMED: dict[str, Callable[[nn.Module], Estimate]] = {"drawn": MonteCarlo, "exact": ExactGGN}
+NAMED: dict[str, Callable[[nn.Module], Estimate]] = {"drawn": MonteCarlo, "exact": ExactGGN, "ignored": ExactGGN}
+"""Of which the last has examples that its criterion ignores."""
 
 
 def trained_with_the_loss_named(model: nn.Module, name: str, numbers: range) -> Outcome:
-    criterion = nn.MSELoss()
+    criterion = nn.CrossEntropyLoss() if name == "ignored" else nn.MSELoss()
     options = DEFAULTS | {"estimate": NAMED[name](criterion), "loss_terms": LossTerms.ELEMENTS}
     optimizer = KFACOptimizer(model, **options)
     for step in range(4):
         x = torch.cat([batch(number, step) for number in numbers])
         optimizer.zero_grad()
-        criterion(model(x), x[:, :3].square()).backward()
+        target = torch.where(x[:, 0] > 0, 1, -100) if name == "ignored" else x[:, :3].square()
+        criterion(model(x), target).backward()
         optimizer.step()
     return outcome(model, optimizer)
 
@@ -172,7 +174,7 @@ def named_on_rank(rank: int, name: str, sharded: bool) -> Outcome:
     return trained_with_the_loss_named(parallel("columns and rows", sharded), name, range(number, number + 1))
 
 
-@pytest.mark.parametrize(("name", "sharded"), [("drawn", False), ("exact", False), ("exact", True)])
+@pytest.mark.parametrize(("name", "sharded"), [("drawn", False), ("exact", True), ("ignored", False)])
 def test_a_named_loss_is_measured_as_by_one_process(four_ranks: Ranks, name: str, sharded: bool) -> None:
     """Ranks that see the same examples draw the same targets, and gather what each has of a gradient."""
     alone = trained_with_the_loss_named(seeded(Net), name, range(2 if sharded else 1))

@@ -237,7 +237,7 @@ def test_bits_and_independent_numbers_are_observed() -> None:
     g, output = observed(lambda output: distributions.Bernoulli(logits=output))
     assert_same(g, (output.sigmoid() * (1 - output.sigmoid())).diag() / 3)
     g, _ = observed(lambda output: distributions.Independent(distributions.Normal(output, 0.5), 1))
-    assert_same(g, 4 / 3 * torch.eye(3, dtype=torch.float64))
+    assert_same(g, 4 * torch.eye(3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"several scales.*\(mean - target\) / scale of the loss, with half"):
         observed(lambda output: distributions.Normal(output, torch.tensor([1.0, 2.0, 3.0])))
 

@@ -43,6 +43,38 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_of_a_nested_tensor_are_those_of_offsets(weighted: bool) -> None:
+    found = []
+    for nested in (False, True):
+        torch.manual_seed(0)
+        bag = nn.EmbeddingBag(6, 3, mode="sum")
+        optimizer = KFACOptimizer(bag, lr=0.0)
+        optimizer.set_loss_terms(3)
+        offsets, weights = torch.tensor([0, 3, 7, 9]), torch.arange(1.0, 10.0, dtype=torch.float64)
+        if nested:
+            jagged = [torch.nested.nested_tensor_from_jagged(each, offsets) for each in (IDS, weights)]
+            output = bag(jagged[0], per_sample_weights=jagged[1] if weighted else None)
+        else:
+            output = bag(IDS, offsets[:-1], per_sample_weights=weights if weighted else None)
+        output.square().sum().backward()
+        optimizer.step()
+        found.append(optimizer.factors()[""])
+    assert_same(*found)
+
+
+def test_a_table_that_was_replaced_by_a_longer_one_is_measured_as_it_is() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.EmbeddingBag(4, 3, mode="sum", padding_idx=-1))
+    for module in model:
+        module.weight = nn.Parameter(torch.randn(9, 3))
+    optimizer = KFACOptimizer(model, lr=0.1)
+    optimizer.set_loss_terms(2)
+    (model[0](torch.tensor([8, 1])).square().sum() + model[1](torch.tensor([[8, 1]])).square().sum()).backward()
+    optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+    assert optimizer.factors()["0"][0].shape == (1, 9)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_factors_are_those_of_a_linear_layer_over_numbers_of_tokens(name: str) -> None:
     mode, padding_idx, weights, ids = CASES[name]
@@ -125,7 +157,10 @@ def test_an_embedding_that_scales_its_output_and_a_head_tied_to_it_are_as_if_the
 def test_a_batch_without_a_bag_is_no_sample(given: tuple[Tensor, ...]) -> None:
     model = nn.EmbeddingBag(5, 4)
     optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
-    before = model.weight.detach().clone()
+    model(IDS, OFFSETS).square().sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone(), *optimizer.factors()[""]
+    optimizer.zero_grad()
     model(*given).square().sum().backward()
     optimizer.step()
-    assert torch.equal(model.weight, before)
+    assert_same((model.weight.detach(), *optimizer.factors()[""]), before)

@@ -736,6 +736,9 @@ def test_activation_checkpointing_equals_the_plain_run(use_reentrant: bool) -> N
     assert_same(*results)
 
 
+_FUSED = {name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")}
+
+
 class _Seen(TorchFunctionMode):
     """Names of the fused functions that were called."""
 
@@ -744,7 +747,7 @@ class _Seen(TorchFunctionMode):
         self.names: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("lstm", "gru", "rnn_tanh", "lstm_cell", "gru_cell", "rnn_tanh_cell"):
+        if getattr(func, "__name__", "") in _FUSED:
             self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 

@@ -207,3 +207,16 @@ def test_a_normed_weight_that_is_none_any_more_takes_the_step_of_sgd() -> None:
     optimizer = KFACOptimizer(nn.Sequential(model, nn.Linear(3, 2)), lr=0.1)
     nn.utils.parametrize.remove_parametrizations(model, "weight")
     assert optimizer._binding.coverage.blocks[0].uses[0].is_refused()
+
+
+@pytest.mark.parametrize("way", ["spectral_norm", "old spectral_norm"])
+def test_two_forwards_in_training_mode_before_one_backward_leave_a_layer_in(way: str) -> None:
+    """As discriminators of GANs are trained; each forward moves the vectors of the power iteration."""
+    torch.manual_seed(0)
+    model = nn.Sequential(WAYS[way](nn.Linear(4, 8)), nn.Tanh(), WAYS[way](nn.Linear(8, 1)))
+    optimizer = KFACOptimizer(model, lr=1e-3, factor_update_period=1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(torch.randn(20, 4)).mean() - model(torch.randn(20, 4)).square().mean()).backward()
+        optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1.0

@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain import FREQUENT, assert_identical, batch, clones, mlp, snapshot, square_loss, train
+from helpers.plain import FREQUENT, assert_identical, batch, block, clones, mlp, snapshot, square_loss, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import AdaptiveTrustRegion, KFACOptimizer, LossTerms, QuadraticModel, TrustRegion
+from kfac_optim import (
+    AdaptiveTrustRegion,
+    ExactGGN,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    LossTerms,
+    QuadraticModel,
+    TrustRegion,
+)
 from kfac_optim.step.trust_region import follow, slope_ratio
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
@@ -336,11 +344,40 @@ def test_the_damping_is_in_the_unit_of_the_loss_where_the_region_has_grown() -> 
         assert seen["damping"] == pytest.approx(0.02 * sizes[-1], rel=1e-9)  # of the region that the step before left
         sizes.append(max(1.0, math.sqrt(seen["kl_clip"] / 1e-3)))
     assert max(sizes) > 2
-    for block in optimizer._binding.coverage.blocks:
-        assert block.damping == pytest.approx(0.02 * sizes[-2] + 0.3, rel=1e-9)
+    for each in optimizer._binding.coverage.blocks:
+        assert each.damping == pytest.approx(0.02 * sizes[-2] + 0.3, rel=1e-9)
 
 
 def test_a_bound_that_stays_leaves_the_damping_as_it_is() -> None:
     model = mlp()
     optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, damping=0.02, step_size=TrustRegion(), **FREQUENT)
     assert {seen["damping"] for seen in steps_of(optimizer, model, 6, 1e3)} == {0.02}
+
+
+@pytest.mark.parametrize("end", ["kl_clip", "LevenbergMarquardt"])
+def test_the_unit_of_the_loss_leaves_the_damping_with_the_region_that_found_it(end: str) -> None:
+    model, criterion = mlp(), nn.MSELoss()
+
+    def build(**options: Any) -> KFACOptimizer:
+        return KFACOptimizer(model, lr=1e-6, estimate=ExactGGN(criterion), **FREQUENT, **options)
+
+    def step(optimizer: KFACOptimizer) -> float:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = criterion(model(batch()), torch.zeros(8, 3))
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(closure)
+        return block(optimizer, "0").damping / optimizer.param_groups[0]["damping"]
+
+    optimizer = build()
+    step(optimizer)
+    optimizer._memory.put(torch.tensor([math.log(1000.0), 0.0, 0.0, 0.0], dtype=torch.float64))
+    assert step(optimizer) == pytest.approx(1000.0, rel=0.5)
+    if end == "kl_clip":
+        optimizer.param_groups[0]["kl_clip"] = None
+    else:
+        before, optimizer = optimizer, build(adapt_damping=LevenbergMarquardt())
+        optimizer.load_state_dict(before.state_dict())
+    assert step(optimizer) == 1.0

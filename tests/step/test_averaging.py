@@ -276,7 +276,7 @@ def test_numbers_out_of_range_are_refused(name: str, value: Any, error: type[Exc
         IterateAverage(**{name: value})
     with pytest.raises(ValueError, match="decay of IterateAverage must be"):
         IterateAverage(decay=1.1)
-    with pytest.raises(TypeError, match=r"average \(None is without\) must be an IterateAverage"):
+    with pytest.raises(TypeError, match=r"average \(None is no average\) must be an IterateAverage"):
         KFACOptimizer(mlp(), average=0.99)
 
 

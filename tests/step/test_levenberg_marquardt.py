@@ -17,6 +17,7 @@ from kfac_optim import (
     ExactGGN,
     KFACOptimizer,
     LevenbergMarquardt,
+    LineSearch,
     MonteCarlo,
     QuadraticModel,
     SampleSpace,
@@ -390,23 +391,6 @@ def test_a_forward_that_was_not_seen_is_told_of_before_the_step(rule: LevenbergM
     assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
 
 
-def test_a_loss_of_parameters_without_a_module_is_told_of() -> None:
-    weight = nn.Parameter(torch.ones(3, 4))
-    optimizer = KFACOptimizer([weight], estimate=MonteCarlo(nn.MSELoss()), adapt_damping=LevenbergMarquardt(1))
-    x, y = data()
-
-    def closure() -> Tensor:
-        loss = F.mse_loss(F.linear(x, weight), y)
-        loss.backward()
-        return loss
-
-    with (
-        pytest.warns(UserWarning, match="nothing is preconditioned"),
-        pytest.raises(RuntimeError, match="no forward of the model with a backward was seen"),
-    ):
-        optimizer.step(closure)
-
-
 def test_a_closure_without_gradients_is_a_step_of_nothing() -> None:
     model = network()
     optimizer = build(model, LevenbergMarquardt(interval=1))
@@ -586,3 +570,39 @@ def refused(model: nn.Module, x: Tensor, **options: Any) -> None:
         optimizer.step(closure)
     finally:
         assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+def test_the_ratio_is_1_where_the_loss_is_quadratic_whatever_multiplies_the_criterion(zero: str) -> None:
+    model, criterion, (x, y) = linear(), nn.MSELoss(), data()
+    options = {"step_size": TrustRegion(), "estimate": ExactGGN(criterion)}
+    optimizer = build(model, LevenbergMarquardt(interval=1), **options)
+
+    def closure() -> Tensor:
+        (optimizer if zero == "optimizer" else model).zero_grad()
+        loss = 10 * criterion(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(3):
+        optimizer.step(closure)
+        assert optimizer.metrics()["reduction_ratio"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["LineSearch", "LevenbergMarquardt"])
+def test_without_a_module_to_call_again_the_step_is_refused_and_nothing_moves(name: str) -> None:
+    param, criterion = nn.Parameter(torch.ones(3)), nn.MSELoss()
+    named: dict[str, Any] = {"step_size": LineSearch()}
+    if name == "LevenbergMarquardt":
+        named = {"step_size": QuadraticModel(), "estimate": ExactGGN(criterion), "adapt_damping": LevenbergMarquardt(1)}
+    optimizer = KFACOptimizer([param], lr=0.1, **named)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = criterion(param * 2, torch.zeros(3))
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(RuntimeError, match=rf"{name}.* evaluates the closure again, .*Pass the model"):
+        optimizer.step(closure)
+    assert param.tolist() == [1.0, 1.0, 1.0]

@@ -31,7 +31,21 @@ class Residual(nn.Module):
         return self.leave(torch.tanh(hidden)) * (1 - x[:, :1] ** 2)
 
 
+class Tokens(nn.Module):
+    """Joins the batch with another dimension by `view`, as in a projection of GPT-2, and names arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner = nn.Linear(1, 4), nn.Linear(4, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.enter(x.view(-1, 1)).view(len(x), -1, 4).tanh()
+        hidden = F.linear(input=hidden, weight=self.inner.weight).view(-1, 3)
+        return hidden.square().sum(-1).view_as(x).sum(-1, keepdim=True)
+
+
 MODELS = {
+    "tokens": Tokens,
     "tanh": lambda: nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)),
     "others": lambda: nn.Sequential(nn.Linear(2, 5), nn.SiLU(), nn.Linear(5, 4), nn.Softplus(2.0), nn.GroupNorm(2, 4)),
     "kinks": lambda: nn.Sequential(nn.Linear(2, 5), nn.LeakyReLU(0.3), nn.ELU(0.7), nn.Sigmoid(), nn.Linear(5, 3)),
@@ -105,7 +119,7 @@ def test_operators_are_weighted_sums_of_second_derivatives(examples: int, inputs
     weights = torch.randn(operators, inputs)
     assert_same(laplacian(model, x, weights=weights).laplacian, second @ weights.T, rtol=1e-12)
     assert_same(laplacian(model, x, weights=weights[0].tolist()).laplacian, second @ weights[0], rtol=1e-12)
-    assert_same(laplacian(model, x, weights=torch.eye(inputs)).laplacian, second, rtol=1e-12)
+    assert_same(laplacian(model, x, weights=torch.eye(inputs).numpy()).laplacian, second, rtol=1e-12)
 
 
 def test_one_product_for_each_layer() -> None:
@@ -133,6 +147,18 @@ class InPlace(nn.Module):
         return x
 
 
+def by_index(x: Tensor) -> Tensor:
+    x = x.sin()
+    x[:, 0] = 1.0
+    return x
+
+
+def into_plain(x: Tensor) -> Tensor:
+    found = torch.zeros(len(x), 3)
+    found[:, 0] = x[:, 0]
+    return found * x[:, :1]
+
+
 class Custom(torch.autograd.Function):
     @staticmethod
     def forward(_, x):
@@ -151,6 +177,8 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
     "in place": (InPlace, r"through (add_|__iadd__)\(\) in the forward of InPlace: it changes its input in place"),
     "in place by a flag": (lambda: nn.ReLU(inplace=True), r"relu\(\) in the forward of ReLU: it changes"),
     "in place by position": (lambda: nn.ELU(1.0, True), r"elu\(\) in the forward of ELU: it changes"),
+    "in place by index": (lambda: by_index, r"__setitem__\(\): it changes its input in place"),
+    "into a plain tensor": (lambda: into_plain, r"__setitem__\(\): it changes its input in place"),
     "random": (lambda: nn.Sequential(nn.Dropout(0.5)), r"dropout\(\) in .* Dropout within Sequential.*evaluation"),
     "examples mixed": (lambda: nn.BatchNorm1d(2), r"batch_norm\(\) in the forward of BatchNorm1d: it mixes the exam"),
     "wrong in torch": (

@@ -111,6 +111,14 @@ def test_an_optimizer_that_has_not_stepped_stays_without_state() -> None:
     assert "damping" not in optimizer.metrics()
 
 
+def test_a_sparse_buffer_is_left_alone() -> None:
+    model = network()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    optimizer = KFACOptimizer(model, lr=0.1)
+    range_test(optimizer, batches(), loss_with(model), steps=FEW)
+    assert model.adjacency.is_sparse
+
+
 def test_random_numbers_go_on_as_they_would() -> None:
     model = network()
     optimizer = KFACOptimizer(model)

@@ -41,7 +41,7 @@ class Launcher:
     communicator.
 
     Args:
-        group: of our own, see `groups`.
+        group: of our own, see `process_groups`.
         device: that all tensors lie on.
         timeout: how long an event waits on the CPU; on accelerators that of the group counts.
         observe: is called with every launch, for traces.
@@ -239,7 +239,7 @@ class Launcher:
         store.set(_GIVEN_UP, "")
 
     def _call_the_roll(self) -> str:
-        """Return the ranks that do not give up too: they are gone, or not waiting."""
+        """Give up, and say in a sentence which ranks have not done so within three seconds."""
         silent = [rank for rank in range(self.world_size) if rank != self.rank]
         deadline = time.monotonic() + _ROLL_CALL.total_seconds()
         try:

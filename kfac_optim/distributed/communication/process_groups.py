@@ -224,6 +224,12 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
         ) from None
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which tensors can be sent."""
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if accelerator is None or "gloo" in dist.get_backend(group) else accelerator
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long a collective of tensors on `device` may take: torch's default if the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)

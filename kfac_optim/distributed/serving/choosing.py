@@ -117,6 +117,11 @@ def _check_choices(config: DistributedConfig, arguments: Mapping[str, Any]) -> N
             f"kfac_optim: {config.workers} refreshes beside the training already, and so does "
             f"refresh={arguments['refresh']}. Leave one of them out."
         )
+    if arguments["step_size"].needs_closure:
+        raise ValueError(
+            f"kfac_optim: {arguments['step_size']!r} evaluates the closure of a step at other parameters, and on a "
+            f"worker of {config.workers} no step has one. Use AdaptiveTrustRegion(), or leave workers out."
+        )
     judges = arguments["step_size"] if arguments["step_size"].needs_objective else arguments["adapt_damping"]
     if judges is not None:
         raise ValueError(

@@ -106,6 +106,7 @@ class BlockOrder(NamedTuple):
         """Have a worker's block go by these numbers."""
         block.group["preconditioner_damping"], block.group["factor_decay"] = self.damping, self.factor_decay
         block.group["weight_decay"], block.group["l2_in_curvature"] = self.decay_in_curvature, True
+        block.group["factor_update_period"] = 1  # what is ordered is measured, at whatever step the round begins
 
 
 class BlockAnswer(NamedTuple):

@@ -1,6 +1,7 @@
 """The ranks that train beside statistics workers: they take no statistics and refresh nothing."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock, Missing
 from kfac_optim.blocks.clock import Clock, period_of
 from kfac_optim.distributed.communication.consensus import Ballot
-from kfac_optim.distributed.communication.process_groups import timeout_of
+from kfac_optim.distributed.communication.process_groups import device_of, timeout_of
 from kfac_optim.distributed.communication.transfer import leaves, nested
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.executor import DistributedExecutor
@@ -23,7 +24,7 @@ from kfac_optim.distributed.statistics.exchange import StatisticsExchange, Statu
 from kfac_optim.distributed.statistics.overlap import EarlyReports
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.statistics_workers import Role, StatisticsWorkers
-from kfac_optim.distributed.training_group import TrainingGroup, device_of
+from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import Agreement, Trained, check_rank
 from kfac_optim.step.refresher import Refresher
 from kfac_optim.utils.sharded_params import is_sharded
@@ -232,7 +233,7 @@ class TrainingExecutor(DistributedExecutor):
             elif (spec := with_shown(block.spec, told)) != block.spec:
                 clock = block.clock
                 block.revise(spec)
-                block.clock = clock  # what it says is true of the workers
+                block.clock = replace(clock, refreshed_at=-1)  # until a result comes there is no inverse
         asked = [(block, then) for block, then in answer.asked if not answer.numbers[block].unaccounted]
         if answer.tensors is None and asked:  # of layers that are known better now, or not of all
             again, step = [block for block, _ in asked], max(clock.step for _, clock in asked)

@@ -145,6 +145,8 @@ class Service:
         """
         endless, measured = _endless(batches), 0
         try:
+            # Before any mini-batch, so that a worker which fails at its first is not waited for until the time-out.
+            self._executor.ranks.open(list(self._model.parameters()))
             while (envelope := self._receive()).kind is not Kind.END:
                 orders = self._read(envelope)
                 if envelope.kind is Kind.MEASURE:
@@ -163,33 +165,35 @@ class Service:
         return measured
 
     def _receive(self) -> Envelope:
+        numbers = Envelope.empty()
+        self._await(numbers)
+        return Envelope.of(numbers)
+
+    def _await(self, buffer: Tensor) -> None:
+        """Wait for what the ranks that train send next."""
         line = self._lines.orders
         assert line is not None, "this rank serves"
-        numbers = Envelope.empty()
         try:
-            line.wait(line.post(numbers))
+            line.wait(line.post(buffer))
         except RuntimeError as error:
             raise CollectiveError(
                 f"kfac_optim: no order of rank {line.source} came to the statistics worker on rank {dist.get_rank()} "
                 f"(time-out {line.timeout.total_seconds():g} s): {error}. It is gone; or it has ended without "
                 "optimizer.dismiss_workers(); or it pauses for longer, then raise DistributedConfig(timeout=...)."
             ) from error
-        return Envelope.of(numbers)
 
     def _read(self, envelope: Envelope) -> dict[str, BlockOrder]:
         """Receive the body of an order, and have model and blocks go by it."""
         model = self._model if envelope.kind is Kind.MEASURE else None
         layout = order_layout(envelope.blocks, envelope.letters, model)
-        line = self._lines.orders
-        assert line is not None, "this rank serves"
         buffer = torch.empty(envelope.order_bytes, dtype=torch.uint8)
-        line.wait(line.post(buffer))
+        self._await(buffer)
         self._envelope = envelope
         if layout.size != envelope.order_bytes:
             raise RuntimeError(
-                f"kfac_optim: the model of the ranks that train has {envelope.order_bytes} bytes with what belongs to "
-                f"it, and that of the statistics worker on rank {dist.get_rank()} {layout.size}. Build the same model "
-                "on every rank, in the same dtypes."
+                f"kfac_optim: an order of the ranks that train holds {envelope.order_bytes} bytes, and by the model of "
+                f"the statistics worker on rank {dist.get_rank()} it would hold {layout.size}. Build the same model on "
+                "every rank, in the same dtypes."
             )
         numbers, letters, *of_model = layout.views(buffer)
         names = bytes(letters.tolist()).decode().split("\n")

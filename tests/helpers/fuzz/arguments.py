@@ -96,7 +96,7 @@ def edited(rng: random.Random) -> str:
 
 
 def choice(rng: random.Random) -> str:
-    """Arguments of the public choices; those that are made are given to an optimizer in a mapping of its own kind."""
+    """Build one of the public choices from odd arguments."""
     kind = rng.choice(CALLABLES)
     names = [
         name
