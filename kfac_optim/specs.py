@@ -191,7 +191,7 @@ class LayerSpec:
         )
 
     def factors(self) -> "tuple[FactorShape, FactorShape]":
-        """Return shapes of `A` and `G`; of a spec that was taken by blocks."""
+        """Return the shapes of `A` and `G`. Call it on what `by_blocks` returned."""
         sides = (
             (self.structure[0], self.shared_input, self.in_dim),
             (self.structure[1], self.shared_output, self.out_dim),
@@ -235,7 +235,7 @@ class FactorShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describes what of a block's inverse is recomputed as one, so by one rank: a factor, or several."""
+    """Describes a part of a block's inverse that one rank recomputes as a whole: a factor, or several."""
 
     name: str
     """`"A"`, `"G"`; empty where the block is one part."""

@@ -92,9 +92,9 @@ class KFACBlock:
         phase: when refreshes are due, as a part of the period, in [0, 1).
         state: of `inverse`.
         waiting: rows of this step whose moments are computed with those of other blocks, by `folding.sum_rows`.
-        under_way: the refresh that is, if any; a new state has none.
+        under_way: the refresh that is under way, if any; a new state has none.
         check: whether the captured calls account for the gradient; begins again with the state.
-        strikes: steps in which they did not, on any process.
+        strikes: steps in which the captured calls did not account for the gradient, on any process.
         silent: steps in which the first statistics were wanted and none came.
         follows_uses: whether derivatives of the products with the weight are noted as well.
         joint: rows of this step, where statistics are made of all uses of the matrix together; None where each call
@@ -173,7 +173,7 @@ class KFACBlock:
     def awaits_gradient(self, shards: Shards) -> bool:
         """Tell whether calls are to be compared with what backward adds to `.grad`, and listen to that from now on.
 
-        They are at first, and again once a module runs otherwise.
+        Calls are compared at first, and again once a module's mode or forward has changed.
         """
         layers = tuple(
             (use.module.training, type(use.module).forward, vars(use.module).get("forward")) for use in self.uses

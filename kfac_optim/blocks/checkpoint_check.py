@@ -50,7 +50,7 @@ _FOUR = _Field(
 )
 _DICT = _Field(lambda value: isinstance(value, Mapping), "a dict")
 
-# Of a layer that was left to SGD; of a block; what a block need not have; of a refresh under way; and of a clock.
+# The fields of a mark, of a block (required, then optional), of a refresh under way, and of a clock.
 _MARK = {"version": _whole(1), "name": _TEXT, "left_out": _TEXT}
 _BLOCK = {
     "version": _whole(1),
@@ -134,7 +134,7 @@ def check_layers(
 
 
 def described(value: object) -> str:
-    """Tell of a value in a few words what it is."""
+    """Describe a value in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}{' without values' if value.is_meta else ''}"
     text = repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
@@ -234,7 +234,7 @@ def _misfits(block: KFACBlock, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _damages(block: KFACBlock, state: Mapping[str, Any], *, several: bool) -> Iterator[str]:
-    """Tell what no optimizer has written so."""
+    """Yield the values that no optimizer of this package can have written."""
     rules = dict(_leaves(_state_like(block, state).ranges()))
     virtual = block.params[0].is_meta
     for key, like, value in _pairs(block, state):

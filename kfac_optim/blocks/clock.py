@@ -10,7 +10,8 @@ from kfac_optim.capture.loss_terms import LossCount
 
 # The averages change fastest while they are young: an inverse is out of date once they have grown by this factor.
 _GROWTH_BEFORE_REFRESH = 1.5
-# And once λ is so many times as large as at the refresh, or so small a part of it: each factor has a share of √λ.
+# An inverse is out of date, too, once λ has grown or shrunk by this factor since the refresh: each factor has a share
+# of √λ.
 _DAMPING_BEFORE_REFRESH = 2.0
 
 

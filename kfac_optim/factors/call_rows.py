@@ -110,7 +110,7 @@ class CallRows(LayerStatistics):
     def _shared_inputs(self, active: Tensor | None) -> Tensor:
         """Return `a` after weight sharing, without the column of ones that a bias adds.
 
-        Of the positions that `active` marks or of all; the other rows hold anything.
+        Only rows that `active` marks are meaningful; None marks all.
         """
         assert self.call.input is not None, "the input was released after the first backward"
         reduce = self.spec.weight_sharing is WeightSharing.REDUCE

@@ -106,8 +106,8 @@ class RowsByTerm:
         call: LayerCall | None = getattr(stats, "call", None)
         if call is None:
             raise NotImplementedError(
-                f"kfac_optim: the uses of a weight are told apart by the rows of calls, which {type(stats).__name__} "
-                "does not give. List the layer in skip_layers, or choose another inverse."
+                f"kfac_optim: layer {self._layer!r} has no rows for each call, which its inverse needs: "
+                f"{type(stats).__name__} does not give them. List the layer in skip_layers, or choose another inverse."
             )
         if call.earlier is not None:
             stats = copy.copy(stats)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 ADDS_BIAS = (1,)
-"""The context of a product to which the block's bias was added; without it there is none."""
+"""The context of a product to which the block's bias was added; it is empty where the bias was not added."""
 
 
 def adds_bias_to_first(positions: int) -> tuple[int, ...]:

@@ -149,7 +149,7 @@ class LayerStatistics(ABC):
 
         Returns:
             `Σ g aᵀ V` over all rows, `[groups, out, k]` (`Σ a gᵀ V` where `opposed`), and its size as
-            `rows.product_along` has it; None where it is not known, so that nothing can be checked.
+            `second_moments.product_along` returns it; None where it is not known, so that nothing can be checked.
         """
         return None
 
@@ -161,8 +161,8 @@ class LayerStatistics(ABC):
     def subsample(self, draw: Draw) -> None:
         """Make do with some of the rows; asked before anything else, where the adapter says `in_rows`."""
         raise NotImplementedError(
-            f"kfac_optim: {type(self).__name__} cannot take some of its rows; the adapter it comes from must not say "
-            "in_rows, or override subsample()."
+            f"kfac_optim: {type(self).__name__} cannot take some of its rows. Set in_rows = False on the adapter that "
+            f"makes it, or override subsample() in {type(self).__name__}."
         )
 
     def squared_gradients(

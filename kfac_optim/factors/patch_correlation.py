@@ -84,7 +84,7 @@ def correlation_pays(patches: Patches) -> bool:
 
 
 def can_correlate(patches: Patches) -> bool:
-    """Return whether the layer has such a form.
+    """Return whether `correlated_gram` can be used for these patches.
 
     There is none where a dilated kernel stands on many phases of a stride, and none where there are too few positions
     for a dilated kernel to see what lies between its elements, which may then hold anything.
@@ -98,7 +98,7 @@ def can_correlate(patches: Patches) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Phases:
-    """Patches at stride 1 of which those of a strided convolution are a part.
+    """Holds patches at stride 1, whose columns include those of a strided convolution.
 
     Attributes:
         patches: their channels are `(channel, *phase)`, phases being the remainders of places divided by the stride.

@@ -31,7 +31,7 @@ class Inverse(ABC, Generic[S]):
 
     @property
     def squares_examples(self) -> bool:
-        """Return whether sums over the positions of an example are squared, which must then all be there."""
+        """Return whether sums over the positions of an example are squared, so that none of them may be left out."""
         return False
 
     def factor_dims(self, spec: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:

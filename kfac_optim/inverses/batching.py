@@ -27,7 +27,7 @@ class FactorJob:
     factor: Factor
 
     def settle(self, attempts: Tensor) -> Tensor:
-        """Count what came of each group; `[groups]` bool, whether its new result replaces the old one.
+        """Count failures and retries, and return whether each group's new result replaces the old one, `[groups]` bool.
 
         Args:
             attempts: that each group took, `[groups]`; 0 where all failed.
@@ -114,7 +114,7 @@ def mark(usable: Usable, jobs: Sequence[FactorJob], flags: Sequence[Tensor]) -> 
     Args:
         usable: as `settle` returns it.
         jobs: of one batch.
-        flags: of each job, `[groups]` bool; of all groups of its block where its own factor has one for all.
+        flags: of each job, `[groups]` bool; if the block's groups share the job's factor, one for each of these groups.
     """
     if usable is None:
         for flag in flags:
@@ -152,8 +152,8 @@ def averages(jobs: Sequence[FactorJob]) -> Tensor:
 def batches(jobs: Iterable[J]) -> Iterator[tuple[Structure | Sketched, list[J]]]:
     """Return jobs of one structure, size, dtype and device: what one batched call can take.
 
-    No more than make `_AT_ONCE` elements of full matrices, or one job that has more: what a refresh needs besides what
-    it leaves is so much a few times over, however many layers are alike.
+    A batch has at most `_AT_ONCE` elements of full matrices, unless one job alone has more. So a refresh needs a few
+    times that as working memory, however many layers are alike.
     """
     alike: defaultdict[tuple[Any, ...], list[J]] = defaultdict(list)
     for job in jobs:

@@ -19,9 +19,9 @@ from kfac_optim.specs import Cost, FactorShape, LayerSpec, Part, Structure
 from kfac_optim.utils import value_checks
 from kfac_optim.utils.tensor_storage import copy_held
 
-# Of an eigendecomposition, per d³ of one dense factor, on the scale where a Cholesky inverse is 1. Fewer are counted
-# (about 9), but at a lower rate: 20-30 times as long on a GPU, 3.5-5 times on one CPU core (torch 2.13, float32, d from
-# 64 to 1024).
+# The cost of an eigendecomposition per d³ of one dense factor, where a Cholesky inverse costs 1. It takes only about 9
+# times the operations, but runs more slowly: 20-30 times as long on a GPU, 3.5-5 times on one CPU core (torch 2.13,
+# float32, d from 64 to 1024).
 EIGH_FLOPS = 25.0
 
 

@@ -106,7 +106,7 @@ class SampleRows:
         return left, right
 
     def square(self) -> Tensor:
-        """Return a number that is of the size of `Σ ρ²`, `[]`, and at least that but for factors of the positions."""
+        """Return `Σ ρ²`, `[]`; where `ρ` is not formed, an estimate that may be small by uses times positions."""
         if self._dense is not None:
             return self._dense.square().sum()
         parts = [((z.square().sum(-1) * g.square().sum(-1)).sum()) for uses in self._uses.values() for z, g in uses]

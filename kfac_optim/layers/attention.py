@@ -41,7 +41,7 @@ class ProjectionStatistics(RowStatistics):
     """Inputs `[positions, batch, in]`, gradients `[positions, batch, used groups · out]`; the context is a `_Use`.
 
     Query, key and value are the groups of one matrix. They share one `A` until they are seen to read different inputs;
-    then each has that of its own, and rows of its own.
+    from then on each has an `A` and rows of its own.
     """
 
     def input_rows(self, layer_input: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ class ScaleAdapter(NormAdapter[nn.Module]):
     def refusal(self, module: nn.Module) -> str | None:
         names = [self.scale] if self.shift is None else [self.scale, self.shift]
         if any(module._parameters.get(name) is None for name in names) or "forward" in vars(module):
-            return f"{type(module).__name__} is not what it was when it was probed"
+            name = type(module).__name__
+            return f"{name} was changed after the optimizer was built: its weight, its bias or its forward"
         return None
 
     def specs(self, module: nn.Module, name: str, trained: Collection[str]) -> tuple[LayerSpec, ...]:
@@ -76,7 +77,7 @@ def scale_adapter(module: nn.Module) -> LayerAdapter[Any] | None:
     """Return the adapter of a layer that scales features, found out by a few forwards of random numbers on the host.
 
     Args:
-        module: without children and buffers, with one or two parameters `[features]`; others are none such.
+        module: any. One with children or buffers, or without exactly one or two parameters `[features]`, has none.
     """
     params = {name: param for name, param in module._parameters.items() if param is not None}
     if not 1 <= len(params) <= 2 or module._modules or "forward" in vars(module):

@@ -1,4 +1,4 @@
-"""Matrices that lie in a parameter of any shape: experts of a mixture, weights of `torch.einsum`, what rows are added.
+"""Matrices that lie in a parameter of any shape: experts, weights of `torch.einsum`, parameters added to rows.
 
 Each expert is a group of the block, with factors of its own. A call has the rows of one group, of several, or of all;
 its statistics are those of a linear layer for each group.
@@ -21,7 +21,8 @@ from kfac_optim.factors.subsampling import Draw
 from kfac_optim.layers.product import ProductAdapter
 from kfac_optim.specs import LayerSpec, Sketched, Structure
 
-# Numbers of a dense `G` of what is added to rows; of tables with more, as of positions, the diagonal is kept.
+# The most elements of a dense `G` for a parameter that is added to rows. A larger one, such as a table of positions,
+# keeps the diagonal.
 _MOST = 2**22
 
 # Numbers of rows of several groups that are worked on together: 64 MiB of float32.

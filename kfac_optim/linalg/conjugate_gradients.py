@@ -25,7 +25,7 @@ def conjugate_gradients(
         product: returns `M v`.
         right: the right side.
         precondition: applies a symmetric positive approximation of `M⁻¹`.
-        tolerance: iterations end once the residual is that much smaller than the right side.
+        tolerance: iterations end once the residual is at most this share of the right side's.
         most: iterations at most.
 
     Returns:

@@ -15,7 +15,7 @@ class NewtonStart(NamedTuple):
     inverse: Tensor
     """`X₀`, `[n, d, d]`, all eigenvalues of `F X₀` below 2."""
     gap: Tensor
-    """`δ`, `[n]`: these lie in `[δ, 2 - δ]`; 1 where nothing is known of the smallest."""
+    """`δ`, `[n]`: the eigenvalues of `F X₀` lie in `[δ, 2 - δ]`; it is set to 1 where the smallest is unknown."""
 
 
 def newton_start(matrix: Tensor, least: Tensor, previous: Tensor, usable: Tensor) -> NewtonStart:
@@ -86,7 +86,7 @@ def newton_schulz(matrix: Tensor, start: NewtonStart, steps: int, dtype: torch.d
 
 
 def inverse_residuals(matrix: Tensor, inverse: Tensor) -> Tensor:
-    """Return `‖I - F X‖ / √d` in the Frobenius norm, `[n]`: the root mean square error of the eigenvalues of `F X`."""
+    """Return `‖I - F X‖ / √d` in the Frobenius norm, `[n]`, which bounds the error of the eigenvalues of `F X`."""
     return _from_identity(matrix @ inverse).square().mean((-2, -1)).mul(matrix.shape[-1]).sqrt()
 
 

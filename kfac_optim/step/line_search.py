@@ -41,7 +41,7 @@ class LineSearch(StepSize):
     bend, there is little to gain. A step bends by three quarters of its length at most.
 
     `lr` of the param groups multiplies the direction, so that a common one only moves the grid. Momentum, and weight
-    decay that is not `l2_in_curvature`, must be 0; `kl_clip` is not looked at. Parameters that no layer covers go along
+    decay that is not `l2_in_curvature`, must be 0; `kl_clip` has no effect. Parameters that no layer covers go along
     their gradient.
 
     Attributes:

@@ -42,7 +42,7 @@ class QuadraticModel(StepSize):
 
     Of the param groups, `lr` multiplies `Δ`, so that a common one has no effect and groups may differ; `momentum` above
     0 says that `β` is wanted; `damping` is `λ`, and `l2_in_curvature` makes `weight_decay` `η`. The model takes the
-    place of the trust region: `kl_clip` is not looked at. Parameters that no layer covers go along their gradient, by
+    place of the trust region: `kl_clip` has no effect. Parameters that no layer covers go along their gradient, by
     `α`.
 
     Where no `inverse` is named, factors are whole (`Cholesky()`): adapted damping falls low, and sketches leave out of

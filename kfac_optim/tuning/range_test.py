@@ -13,7 +13,7 @@ from kfac_optim.tuning.undo import everything_undone, has_position
 from kfac_optim.utils.validation import check_integer
 
 _LEAST = 8  # steps of a trial
-_HELD = 4  # a trial is judged by so many parts of it, the last one
+_HELD = 4  # a trial is judged by the last quarter of its batches
 _RATES = (0.003, 0.03, 0.3)  # of steps that a trust region bounds
 _RATES_OF_ADAMW = (0.001, 0.01, 0.1)
 

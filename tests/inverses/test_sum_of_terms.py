@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfac_optim import Cholesky, KFACOptimizer, LayerSpec, Structure, SumOfTerms
+from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LayerSpec, Structure, SumOfTerms
 from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.product import ProductStatistics
@@ -257,3 +257,27 @@ def test_stacked_states_are_applied_as_each_alone() -> None:
     alone = torch.cat([INVERSE.apply(state, grad, 0.1) for state, grad in zip(states, grads, strict=True)])
     assert_same(whole, alone, rtol=1e-13)
     assert len(states[0].to_stack()) == 4
+
+
+def test_calls_of_other_kinds_of_layers_say_their_terms_too() -> None:
+    """A weight that is made of others, and matrices of experts."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+            self.experts = nn.Parameter(torch.randn(2, 5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bi,eio->beo", self.normed(x).tanh(), self.experts).sum(1)
+
+    torch.manual_seed(0)
+    model, criterion = Model(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=INVERSE, estimate=ExactGGN(criterion))
+    loss = sum(criterion(model(torch.randn(6, 4)), torch.zeros(6, 3)) for _ in range(2))
+    loss.backward()
+    optimizer.step()
+    blocks = optimizer._binding.coverage.blocks
+    assert len(blocks) == 2
+    for block in blocks:
+        assert all(float(pair.a.trace().sum()) > 0 for pair in block.state.pair.of_terms)

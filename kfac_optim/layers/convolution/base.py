@@ -30,11 +30,12 @@ from kfac_optim.utils.hooks import Handle, Handles, is_on
 class PatchStatistics(RowStatistics):
     """Computes the statistics of a layer whose rows are patches of feature maps: a convolution, in one view or another.
 
-    Rows are copies, `prod(kernel)` times as large as the input. They are made where rows are asked for. Moments are had
-    without: the diagonal of `A`, and `A` of means over positions, by sums of what each element of the kernel sees; all
-    of `A` by correlations, where that pays (`correlation_pays`), as follows. Those count every position. Where some are
-    not active, they are made and taken off again, if they are few; if they are many, or if `A` drowns in what they
-    hold, the active ones are made. An accelerator would have to be asked how many there are: there all are made.
+    Rows are copies, `prod(kernel)` times as large as the input. They are made where rows are asked for. Moments are
+    computed without rows. The diagonal of `A`, and `A` of means over positions, come from sums of what each element of
+    the kernel sees; all of `A` comes from correlations where `correlation_pays`. Those count every position. Rows that
+    are not active are made and subtracted again if they are few. If they are many, or if what they hold is so large
+    that subtracting it would lose the digits of `A`, the active rows are made. An accelerator would have to be asked
+    how many there are: there all are made.
 
     Args:
         ndim: dimensions of space.
@@ -60,10 +61,9 @@ class PatchStatistics(RowStatistics):
         """Raise where what the kernel sees are not the positions of the output."""
         output, expected = (_by_times(each) for each in (self.call.gradient.shape[-self.ndim :], seen))
         raise RuntimeError(
-            f"kfac_optim: the gradient of layer {self.spec.name!r} has {output} positions, which its {whose} of "
-            f"{expected} does not give: a hook, or a forward that replaced the layer's own since the optimizer "
-            f"was built, changes what it reads or returns. Build the optimizer after that, or list the layer in "
-            f"skip_layers."
+            f"kfac_optim: the gradient of layer {self.spec.name!r} has {output} positions, but its {whose} have "
+            f"{expected}: a hook, or a forward that replaced the layer's own since the optimizer was built, changes "
+            f"what it reads or returns. Build the optimizer after that, or list the layer in skip_layers."
         )
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
