@@ -159,8 +159,8 @@ class _Run:
             assert plan is not None
             assert isinstance(flow, ShardedGradients)
             wrapper: Any = _Wrapper()
-            hook = OwnersHook(wrapper, self._trace.append)
-            hook.flow = flow
+            hook = OwnersHook(wrapper)
+            hook.flow, hook.observe = flow, self._trace.append
             buckets = _buckets(params)
             assert executor.shared is not None
             blocks = executor.shared.blocks

@@ -545,8 +545,13 @@ class KFACOptimizer(Optimizer):
             raise
 
     def remove_hooks(self) -> None:
-        """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are."""
+        """Take all hooks off the model. Statistics end here; steps go on with the inverses as they are.
+
+        On several processes it is to be called on all of them. There it is also how a DistributedDataParallel is handed
+        to another optimizer: under `Sharded` it brings gradients to the owners of this one alone until then.
+        """
         self._binding.release()
+        self._executor.release()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their joint norm is at most `max_norm`, and return the norm before, `[]`.

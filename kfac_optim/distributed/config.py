@@ -76,6 +76,9 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Auto):
             check_strategy("strategy of DistributedConfig", self.strategy)
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER
+        if self.group is not None and self.group is not outside:
+            check_kind("group of DistributedConfig (of a mesh it is mesh.get_group())", self.group, dist.ProcessGroup)
         if self.timeout is not None:
             check_kind("timeout of DistributedConfig", self.timeout, timedelta)
             if self.timeout <= timedelta(0):

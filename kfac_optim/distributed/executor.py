@@ -14,6 +14,7 @@ from kfac_optim.distributed.communication.consensus import Ballot
 from kfac_optim.distributed.communication.process_groups import ranks_of
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.gradients.averaging import AveragingCheck
+from kfac_optim.distributed.gradients.ddp import OwnersHook
 from kfac_optim.distributed.gradients.edits import EditWatch
 from kfac_optim.distributed.gradients.flow import GradientFlow, ReplicatedGradients, ShardedGradients, sum_scalars
 from kfac_optim.distributed.gradients.gradient_rows import RowGradients
@@ -102,14 +103,19 @@ class DistributedExecutor(Executor):
 
     def begin_forward(self, model: nn.Module) -> int:
         self._look_at(model)
+        self.gradients.begin_forward()
         if (wrapper := self._wrappers.begin_forward(model)) is not None:
             self._listen_to(wrapper, may_have_a_hook=True)
         return self.source
 
     def close(self) -> None:
+        self._wrappers.release()
         if self.shared is not None:
             self.shared.close()
         self.ranks.close()
+
+    def release(self) -> None:
+        self._wrappers.release()
 
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         echoes = self.source != self.worker
@@ -134,8 +140,8 @@ class DistributedExecutor(Executor):
             )
         if _may_shard(self.config.strategy) and in_parts and of_layers and not any(map(is_sharded, of_layers)):
             raise RuntimeError(
-                "kfac_optim: Sharded() gathers whole parameters after each step, and some are in parts on several "
-                "ranks, though none that K-FAC preconditions. Use Replicated()."
+                "kfac_optim: Sharded() gathers whole parameters after each step. Some parameters are in parts on "
+                "several ranks, and no layer that K-FAC preconditions is. Use Replicated()."
             )
         self._checked = looked_at
 
@@ -148,7 +154,9 @@ class DistributedExecutor(Executor):
         """Train as a wrapper of the model does that is not known yet; see `Wrappers.add`."""
         self.ranks.train_on(wrapper.process_group, "DistributedDataParallel")
         self._wrappers.add(wrapper, may_have_a_hook=may_have_a_hook)
-        self._averaging = AveragingCheck(wrapper)
+        earlier = OwnersHook.of(wrapper)
+        goes_to_others = earlier is not None and earlier.is_in_use and not _may_shard(self.config.strategy)
+        self._averaging = AveragingCheck(None if goes_to_others else wrapper)
 
     # -- a step ------------------------------------------------------------------------------------------------
 

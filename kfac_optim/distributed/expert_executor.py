@@ -211,7 +211,7 @@ class ExpertExecutor(Executor):
 
 
 class ExpertStatistics(Statistics):
-    """Has the statistics of shared layers brought where they belong, and those of experts stay with these."""
+    """Sends statistics of shared layers the way of their strategy; those of experts stay where they are."""
 
     def __init__(self, executor: ExpertExecutor) -> None:
         self._executor = executor

@@ -269,6 +269,9 @@ class Executor:
     def close(self) -> None:
         """Launch nothing any more: the optimizer is gone."""
 
+    def release(self) -> None:
+        """Leave gradients to whoever averages them, as without the optimizer."""
+
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         """Refuse parameters that are laid out over processes as this executor cannot train them; change nothing.
 

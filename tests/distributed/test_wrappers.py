@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -213,3 +214,57 @@ def joined_before(rank: int) -> str:
 
 def test_a_join_that_was_left_is_ended_as_the_message_says(two_ranks: Ranks) -> None:
     assert two_ranks.run(joined_before) == ["", ""]
+
+
+# -- one wrapper after another -------------------------------------------------------------------------------------
+
+
+def handed_on(rank: int, how: str, following: Strategy | None) -> list[Tensor]:
+    """A wrapper is trained by a second optimizer, after the first was released, deleted, or with a new wrapper."""
+    bare, model, optimizer = built(Sharded())
+    train(model, optimizer, 0, rank, range(3))
+    if how == "deleted":
+        del optimizer
+    else:
+        optimizer.remove_hooks()
+    if how == "wrapped":
+        model = DistributedDataParallel(bare)
+    if following is None:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(model, sgd, 0, rank, range(3, 7))
+    else:
+        second = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=following))
+        train(model, second, 0, rank, range(3, 7))
+    return [param.detach() for param in bare.parameters()]
+
+
+@pytest.mark.parametrize("following", [None, Replicated(), Sharded()], ids=str)
+@pytest.mark.parametrize("how", ["released", "deleted"])
+def test_a_wrapper_is_handed_to_another_optimizer(two_ranks: Ranks, how: str, following: Strategy | None) -> None:
+    expected = two_ranks.run(handed_on, "wrapped", following)[0]
+    for params in two_ranks.run(handed_on, how, following):
+        for ours, theirs in zip(params, expected, strict=True):
+            close(ours, theirs, "a parameter", 1e-12)
+
+
+def kept_by_two(rank: int, following: Strategy) -> str:
+    _, model, optimizer = built(Sharded())
+    train(model, optimizer, 0, rank, range(2))
+    try:
+        second = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=following))
+        train(model, second, 0, rank, range(2, 4))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("following", "words"),
+    [(Sharded(), r"remove_hooks\(\) on that optimizer"), (Replicated(), "differ from rank to rank")],
+    ids=["Sharded", "Replicated"],
+)
+def test_a_wrapper_that_serves_another_optimizer_is_not_shared(
+    two_ranks: Ranks, following: Strategy, words: str
+) -> None:
+    for message in two_ranks.run(kept_by_two, following):
+        assert re.search(words, message)

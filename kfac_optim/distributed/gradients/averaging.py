@@ -21,9 +21,9 @@ class _Unseen(Enum):
     ALL = "all"
     """There is no wrapper."""
     OUTSIDE = "outside"
-    """Return the parameters that the wrapper does not have, or ignores."""
+    """The wrapper does not have these parameters, or ignores them."""
     UNSYNCHRONISED = "unsynchronised"
-    """All, where the wrapper's last forward was one under `no_sync`, or an evaluation."""
+    """The wrapper averages none, as its last forward ran under `no_sync`, or was an evaluation."""
 
 
 class AveragingCheck:
@@ -38,7 +38,7 @@ class AveragingCheck:
         self._left = dict.fromkeys(_Unseen, _STEPS_LOOKED_AT)
 
     def norm(self, params: Sequence[nn.Parameter]) -> float | None:
-        """Give the norm of those gradients here; None where there are none, or they were compared often enough."""
+        """Return the norm of those gradients here; None if there are none, or they were compared often enough."""
         unseen, chosen = self._unseen(params)
         if not chosen or self._left[unseen] == 0:
             return None

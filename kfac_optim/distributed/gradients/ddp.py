@@ -1,5 +1,6 @@
 """DistributedDataParallel, whose gradients are sent to owners alone."""
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,18 +36,22 @@ class OwnersHook:
 
     By segments a bucket takes two messages, see [Note: the second message].
 
+    A wrapper keeps its hook for good. So an optimizer that is done with the wrapper releases the hook, which is the
+    all-reduce again from then on, and the next optimizer takes it over.
+
     Args:
         wrapper: whose gradients.
+
+    Attributes:
+        flow: who owns the gradients; None brings the mean to all.
         observe: is called with every message, for traces.
+        user: refers to what uses the hook; None once it is released.
     """
 
-    def __init__(
-        self,
-        wrapper: DistributedDataParallel,
-        observe: Callable[[Launch], None] | None = None,
-    ) -> None:
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
         self.flow: ShardedGradients | None = None
-        self._observe = observe
+        self.observe: Callable[[Launch], None] | None = None
+        self.user: weakref.ref[object] | None = None
         self._group = wrapper.process_group
         self._wrapper = weakref.ref(wrapper)
         self._to_mean: dict[Tensor, Tensor] = {}  # of each owned gradient, the mean without the local one
@@ -71,6 +76,25 @@ class OwnersHook:
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
         """Copy or pickle the hook as one that does nothing: a copied wrapper is none of this optimizer's."""
         return _NoHook, ()
+
+    @staticmethod
+    def of(wrapper: DistributedDataParallel) -> "OwnersHook | None":
+        """Return the hook that a wrapper has already."""
+        # Private, but a wrapper takes one hook only, and does not give it back.
+        hooks = [getattr(hook, "__self__", None) for hook, _ in wrapper._comm_hooks]
+        return next((hook for hook in hooks if isinstance(hook, OwnersHook)), None)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Return whether an optimizer that still exists has not released the hook."""
+        if self.user is not None and self.user() is not None:
+            gc.collect()  # so that all ranks agree on what is gone
+        return self.user is not None and self.user() is not None
+
+    def release(self) -> None:
+        """Bring the mean to all from now on."""
+        self.flow = self.user = self.observe = None
+        self.forget()
 
     def forget(self) -> None:
         """Note that gradients were dropped, or are the mean on all ranks."""
@@ -163,9 +187,9 @@ class OwnersHook:
             self._shadowed += zip(bucket.parameters(), bucket.gradients(), strict=True)
         mean: Tensor = bucket.buffer().div_(dist.get_world_size(self._group))
         work = dist.all_reduce(mean, group=self._group, async_op=True)
-        if row is not None and self._observe is not None:
+        if row is not None and self.observe is not None:
             (message,) = row.messages(dist.get_rank(self._group))
-            self._observe(Launch.of(message, Cause.COMPLETE))
+            self.observe(Launch.of(message, Cause.COMPLETE))
 
         def take(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
@@ -204,8 +228,8 @@ class OwnersHook:
             received, sent, list(message.from_), list(message.to), group=self._group, async_op=True
         )
         assert work is not None
-        if self._observe is not None:
-            self._observe(Launch.of(message, Cause.COMPLETE))
+        if self.observe is not None:
+            self.observe(Launch.of(message, Cause.COMPLETE))
         return work
 
     def _directly(
@@ -278,8 +302,8 @@ class OwnersHook:
         total = whole.new_empty(segments.length)
         scattering = dist.reduce_scatter_single(total, whole, group=self._group, async_op=True)
         assert scattering is not None
-        if self._observe is not None:
-            self._observe(Launch.of(message, Cause.COMPLETE))
+        if self.observe is not None:
+            self.observe(Launch.of(message, Cause.COMPLETE))
 
         def divide(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()

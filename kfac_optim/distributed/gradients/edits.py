@@ -11,7 +11,7 @@ from kfac_optim.utils.sharded_params import is_part
 
 
 class EditWatch:
-    """Watches the gradient of one parameter, as who clips by the norm changes all of them."""
+    """Watches the gradient of one parameter, since clipping by the norm changes all of them."""
 
     def __init__(self) -> None:
         self._param: nn.Parameter | None = None

@@ -46,6 +46,9 @@ class GradientFlow(Gradients):
     def forget(self) -> None:
         """Take notice that the gradients of this step were dropped, or that no step will use them."""
 
+    def begin_forward(self) -> None:
+        """Take notice that a forward of the model begins: by then gradients may have been dropped unseen."""
+
     def restore(self) -> None:
         """Undo `reduce`: give every rank all gradients that any rank has, as the owners are about to change."""
 
@@ -153,7 +156,7 @@ class ShardedGradients(GradientFlow):
     def reduce(self) -> None:
         """Sum to owners what no wrapper has; their `.grad` becomes the mean."""
         waiting = self._waiting
-        names = [name for name, held in self._params.items() if name in self._owners and not waiting.isdisjoint(held)]
+        names = [name for name, held in self._params.items() if not waiting.isdisjoint(held)]
         if not names:
             return
         rank, ranks = self._communicator.rank, self._communicator.world_size
@@ -186,6 +189,11 @@ class ShardedGradients(GradientFlow):
 
     def forget(self) -> None:
         self._waiting: set[Tensor] = set(self.owner_of)
+
+    def begin_forward(self) -> None:
+        # As by `model.zero_grad()`, which tells nobody.
+        if len(self._waiting) < len(self.owner_of) and all(param.grad is None for param in self.owner_of):
+            self.forget()
 
     def restore(self) -> None:
         brought = {param for param, owner in self.owner_of.items() if owner >= 0} - self._waiting

@@ -40,7 +40,7 @@ class Wrappers:
         return None if found in self._hooks else found
 
     def begin_forward(self, model: nn.Module) -> DistributedDataParallel | None:
-        """Take notice of the wrapper in which a forward of `model` is beginning; it, where it is not known yet."""
+        """Note the wrapper in which a forward of `model` begins; return it if it is not known yet, else None."""
         # Private, but torch asks it for the same reason, as it compiles what a wrapper holds.
         under_way = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
         if under_way is None or under_way is self.latest or _is(self._stranger, under_way):
@@ -62,12 +62,24 @@ class Wrappers:
             may_have_a_hook: whether one that has another communication hook is left with that: gradients are then the
                 mean on all ranks, before they go to owners.
         """
-        hook = None
-        if self._to_owners and not (may_have_a_hook and wrapper._comm_hooks):
-            hook = OwnersHook(wrapper, self._observe)
-            hook.flow = self._flow
+        hook, earlier = None, OwnersHook.of(wrapper)
+        if self._to_owners and earlier is not None and earlier.is_in_use:
+            raise RuntimeError(
+                "kfac_optim: this DistributedDataParallel brings gradients to the owners of another optimizer with "
+                "Sharded(), and it can do so for one at a time. Call remove_hooks() on that optimizer before, on all "
+                "ranks, or wrap the model again."
+            )
+        if self._to_owners and not (may_have_a_hook and earlier is None and wrapper._comm_hooks):
+            hook = earlier or OwnersHook(wrapper)
+            hook.flow, hook.observe, hook.user = self._flow, self._observe, weakref.ref(self)
         self._hooks[wrapper] = hook
         self._latest = weakref.ref(wrapper)
+
+    def release(self) -> None:
+        """Have gradients be the mean on all ranks from now on, for whoever trains in these wrappers next."""
+        for hook in self._of_all():
+            hook.release()
+        self._hooks = weakref.WeakKeyDictionary(dict.fromkeys(self._hooks))
 
     def synchronise(self) -> bool:
         """Return whether the backward that is running reduces gradients; under `no_sync` it does not."""

@@ -105,7 +105,7 @@ def place(
         ranks: how many there are.
         strategy: whose layout it is.
         period: steps between refreshes, of which one refresh and as many preconditionings are the work of a layer.
-        per_node: ranks of each node, neighbours; None is not known.
+        per_node: ranks of each node, neighbours; None means that it is not known.
     """
     workers = strategy.workers(ranks)
     apart = strategy.placement is Placement.FACTORS

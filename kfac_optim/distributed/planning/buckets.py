@@ -59,7 +59,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
-    """Items that one collective, or one for each rank that is a root, takes in this order.
+    """Holds items that are sent together, in this order.
 
     Attributes:
         payload: what it holds.

@@ -8,6 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from kfac_optim.distributed.communication.process_groups import device_of, world
 from kfac_optim.distributed.planning.costs import CostModel
 from kfac_optim.linalg.cholesky import damped_cholesky_inverse
 
@@ -20,14 +21,15 @@ _DIM = 1024
 _LARGE = 2**24
 
 
-def measure_costs(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> CostModel:
+def measure_costs(device: torch.device | str | None = None, group: dist.ProcessGroup | None = None) -> CostModel:
     """Measure products, Cholesky inverses and all-reduces; a collective, to be called on all ranks of the group.
 
     The slowest rank counts, so that all ranks get the same. It takes a second or so. Networks are rarely as the model
     has them: for many nodes, give the bandwidth of one rank's link instead.
 
     Args:
-        device: where the model is.
+        device: where the model is; None is the accelerator, if there is one and the group sends its tensors, else the
+            CPU.
         group: that trains together; None is all ranks.
 
     Returns:
@@ -36,7 +38,7 @@ def measure_costs(device: torch.device | str = "cpu", group: dist.ProcessGroup |
     Raises:
         ValueError: there is one rank, which sends nothing.
     """
-    device = torch.device(device)
+    device = device_of(group or world()) if device is None else torch.device(device)
     ranks = dist.get_world_size(group)
     if ranks == 1:
         raise ValueError("kfac_optim: measure_costs needs a process group of several ranks, got one of a single rank.")

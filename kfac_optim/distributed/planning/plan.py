@@ -205,6 +205,12 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str
 
 def remedy(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Say what a user may do about `differences`, in whole sentences."""
+    differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if differing and all("of param group" in name for name in differing):
+        return (
+            "Set the numbers of param groups alike on every rank: a scheduler that looks at the loss needs its mean "
+            "over all ranks."
+        )
     same = "Build the same model, with the same arguments of KFACOptimizer, on every rank."
     if all(mine.get(n) == theirs.get(n) for n in {**mine, **theirs} if n.startswith(("layer ", "parameter "))):
         return same

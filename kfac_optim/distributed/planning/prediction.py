@@ -15,12 +15,12 @@ class Seconds:
     Attributes:
         forward: of the model.
         backward: with the statistics, their share of a step.
-        gradients: that backward does not hide of reducing gradients.
+        gradients: seconds of reducing gradients that backward does not hide.
         apply: preconditioning.
         preconditioned: sharing its results; of sharded gradients also bringing them together.
         parameters: gathering them, which nothing hides.
         votes: agreeing on what the step does, and how far it goes.
-        sums: more than `gradients`, at a step that refreshes: what backward does not hide of reducing factor sums.
+        sums: further seconds that backward does not hide at a step that refreshes, as factor sums are reduced too.
         refresh: of the rank with most to refresh.
         inverses: sharing them.
         status: telling one another traces before the refresh, and after it how it went.

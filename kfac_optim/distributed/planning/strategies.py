@@ -175,7 +175,7 @@ class Auto:
 
 
 def check_strategy(name: str, value: object) -> None:
-    """Raise TypeError for what is none, or not an instance."""
+    """Raise TypeError unless the value is an instance of a strategy."""
     if not isinstance(value, Strategy):
         raise TypeError(
             f"kfac_optim: {name} must be Replicated(...), Sharded(...) or FullySharded(...), got {value!r}."

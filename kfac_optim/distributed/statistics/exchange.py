@@ -285,7 +285,7 @@ class StatisticsExchange:
         self.mark_elsewhere(blocks)
 
     def _exchanged_traces(self, blocks: Sequence[KFACBlock]) -> dict[str, Elsewhere]:
-        """Give what its owner tells of each part of these blocks."""
+        """Return what its owner tells of each part of these blocks."""
         parts = [(block, part) for block, part in self._parts(blocks)]
         if not (parts and self.merges):
             return {}
