@@ -180,6 +180,8 @@ class KFACOptimizer(Optimizer):
             return True
         if not self._executor.several:
             return False
+        if self._joining is not None and self._joining.config is not None and self._joining.config.enable:
+            return True  # a rank that has run out of examples takes part in a step that the others would leave out
         return not self._executor.sees_all_gradients or any(map(is_sharded, self._params()))
 
     def __init__(
@@ -372,6 +374,7 @@ class KFACOptimizer(Optimizer):
         if closure is None and self._is_asked_for_state():
             self._show_state()
             return None
+        self._take_on_groups()
         judge, number = self._judge, self._window.step
         if self._choices.average is not None and averaging.shows_averages(self.state):
             raise RuntimeError(
@@ -379,6 +382,7 @@ class KFACOptimizer(Optimizer):
                 "put there. Call optimizer.train() before the forward of a training step."
             )
         self._drop_shown_state()
+        published_state.withdraw(self.state)
         self._window.take_step()
         if judge is not None:
             judge.check_call(closure, self.param_groups)
@@ -577,8 +581,14 @@ class KFACOptimizer(Optimizer):
         step, and what changes at each step, as a scheduled rate, has to be changed on such a rank as well.
 
         Raises:
-            NotImplementedError: ranks have experts of their own.
+            NotImplementedError: ranks have experts of their own, or steps evaluate a closure again.
         """
+        if self._choices.judges:
+            raise NotImplementedError(
+                "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples has no loss, by which "
+                f"{self._choices.judges[0]!r} decides on steps. Use AdaptiveTrustRegion() and a fixed damping, or "
+                "leave Join out."
+            )
         if isinstance(self._executor, ExpertExecutor):
             raise NotImplementedError(
                 "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples would not work on the "
@@ -747,6 +757,7 @@ class KFACOptimizer(Optimizer):
                 nothing is changed.
         """
         check_shape(state_dict)
+        self._take_on_groups()
         # Last of the pre-hooks, so that it sees what the user's own hooks made of the checkpoint.
         handle = self.register_load_state_dict_pre_hook(_take_blocks)
         try:
@@ -789,7 +800,8 @@ class KFACOptimizer(Optimizer):
         blocks = checkpoint.dump_all(self._binding.coverage.blocks) | self._binding.pending.states()
         keep_while_spawning(blocks)
         state = {} if self._shows_state else checkpoint.without_blocks(self.state)
-        model = self._binding.model if self._binding.given else None
+        # One whose hooks were taken off is found by no forward.
+        model = self._binding.model if self._binding.given or self._binding.released else None
         groups = [_as_given(group) for group in self.param_groups]
         rejected = 0 if self._judge is None else self._judge.rejected
         self._skipped.look()
@@ -844,6 +856,11 @@ class KFACOptimizer(Optimizer):
         )
         self._shows_state = True
         self._publish_blocks()
+
+    def _take_on_groups(self) -> None:
+        """Take on param groups that were put in the place of others, as by tools that resume a run."""
+        if not self._binding.knows(self.param_groups):
+            self._binding.bind(group_of(self.param_groups))
 
     def _drop_shown_state(self) -> None:
         if self._shows_state:

@@ -175,6 +175,7 @@ class KFACBlock:
 
         Calls are compared at first, and again once a module's mode or forward has changed.
         """
+        self.follow()  # or the first call to give statistics would, in the middle of a backward
         layers = tuple(
             (use.module.training, type(use.module).forward, vars(use.module).get("forward")) for use in self.uses
         )
@@ -265,6 +266,7 @@ class KFACBlock:
         """Take the state along where the model was moved to another device or dtype."""
         if self.home != (self.dtype, self.params[0].device):
             tensors = self.state.tensors()
+            self.check.reset()
             self.state = self._new_state()
             self.state.load(tensors)
 

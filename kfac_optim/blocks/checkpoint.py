@@ -60,6 +60,7 @@ def dump(
         "factors": factors,
         "refreshing": False,
         "momenta": momenta,
+        "follows_uses": block.follows_uses,
     }
     if remembered is not None:
         state[STEP_SIZE] = remembered

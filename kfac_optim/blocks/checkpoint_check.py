@@ -64,7 +64,7 @@ _BLOCK = {
     "refreshing": _FLAG,
     "momenta": _whole(0),
 }
-_OPTIONAL = {"inverse": _DICT, "under_way": _DICT, STEP_SIZE: _FOUR}
+_OPTIONAL = {"inverse": _DICT, "under_way": _DICT, STEP_SIZE: _FOUR, "follows_uses": _FLAG}
 _UNDER_WAY = {"clock": _DICT, "inverse": _DICT}
 _CLOCK = {
     "step": _whole(0),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint
@@ -105,10 +106,19 @@ class ModelBinding:
         self._groups = groups
         if self._roots:
             self._build()
+            held = self.names()
+            if not self.given and self._finder is None and any(param not in held for param in groups):
+                self.settled = False  # a module that holds them is still to be called
+                self._finder = ModelFinder(groups, self._adopt, self._window.roots.is_under_way)
         if self._finder is not None:
             refuse_flat(groups, {})
             self._finder.params = set(groups)
         self._prepare()
+
+    def knows(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether these are the param groups that were taken on; others may have been put in their place."""
+        first = [(group["params"][0], group) for group in groups if group["params"]]
+        return all(self._groups.get(param) is group for param, group in first)
 
     def rebind(self, groups: Groups) -> None:
         """Take on the same parameters in other group dicts."""
@@ -262,6 +272,7 @@ class ModelBinding:
         self._functional.expected = waiting
         for block, state in zip(self.coverage.blocks, states, strict=True):
             checkpoint.restore(block, state, several=self._several)
+            self._follow_as(block, state)
         self._prepare()
 
     def _restore_waiting(self, block: KFACBlock) -> None:
@@ -269,6 +280,12 @@ class ModelBinding:
         if (state := self.pending.waiting.get(block.params[0])) is not None:
             check_layers([block], [state], [], any_prefix=not self.given, several=self._several)
             self.pending.restore(block, self.coverage.blocks, several=self._several)
+            self._follow_as(block, state)
+
+    def _follow_as(self, block: KFACBlock, state: Mapping[str, Any] | None) -> None:
+        """Follow the products with the matrix of a block from now on, if that was so when its state was saved."""
+        if state is not None and state.get("follows_uses"):
+            self._functional.derivatives.begin([block])
 
     # -- finding and building ----------------------------------------------------------------------------------
 
@@ -307,6 +324,7 @@ class ModelBinding:
             self._finder.remove()
             self._finder = None
 
+    @torch.inference_mode(False)  # the forward that shows a layer may be an evaluation
     def _build(self, trained: Collection[nn.Parameter] = ()) -> None:
         """Find the blocks; keep those that exist, hook in those that are new, unless the hooks were taken off.
 
@@ -359,10 +377,16 @@ class ModelBinding:
 
     def _grow(self) -> bool:
         """Build blocks of parameters that got their shape or were unfrozen; return whether there are any."""
-        grows = bool(self._roots) and self.coverage.has_grown()
+        grows = bool(self._roots) and self.coverage.has_grown() and self._holds_its_parameters()
         if grows:
             self._build()
         return grows
+
+    def _holds_its_parameters(self) -> bool:
+        """Return whether no others stand in their place, as within `torch.func.functional_call`."""
+        held = self.names()
+        covered = (param for block in self.coverage.blocks for param in block.params)
+        return all(param in held for param in (*covered, *self.coverage.frozen, *self.coverage.lazy))
 
     def _grow_within(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Build blocks as the first forward of a lazy module begins, within which it has got its shapes."""

@@ -25,6 +25,7 @@ from kfac_optim.specs import LayerSpec
 from kfac_optim.utils.autograd import on_gradient_first, reaches
 from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.sharded_params import whole
+from kfac_optim.utils.streams import brought
 
 # Directions along which the two sides are compared: enough for the norm of a difference to show.
 _DIRECTIONS = 4
@@ -206,7 +207,7 @@ def conclude(checks: Iterable[GradientCheck]) -> None:
     measured = [(check, measures) for check in begun if (measures := check.measures()) is not None]
     if measured:
         device = measured[0][1].device
-        numbers = torch.stack([measures.to(device, non_blocking=True) for _, measures in measured]).tolist()
+        numbers = torch.stack([brought(measures, device) for _, measures in measured]).tolist()
         for (check, _), four in zip(measured, numbers, strict=True):
             check.conclude(*four)
     for check in begun:

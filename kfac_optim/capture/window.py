@@ -319,6 +319,7 @@ class CaptureWindow(Ledger):
         self.notice_lost_gradients()
 
     def _end(self) -> None:
+        self._offered = False  # Lightning asks as if a scaler did, after the step has begun
         self.roots.end()
         self.modes.leave()
         self.idle = False

@@ -209,6 +209,15 @@ class DistributedExecutor(Executor):
     def clip_grad_norm_(
         self, trained: Trained, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
+        if self.joining.is_on:
+            if _may_shard(self.config.strategy):
+                raise NotImplementedError(
+                    "kfac_optim: within Join([model, optimizer]) a rank that has run out of examples does not clip, so "
+                    "that under Sharded() nobody has the norm of all gradients. Use "
+                    "DistributedConfig(strategy=Replicated()), or leave clipping out."
+                )
+            # Every rank with examples has the mean of all gradients.
+            return super().clip_grad_norm_(trained, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         norm = self.grad_norm(trained, norm_type)
         self.clip(trained, max_norm, norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         return norm

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.distributed import choice
 from kfac_optim.distributed.statistics.overlap import Terms
-from kfac_optim.fisher.estimates import Estimate
+from kfac_optim.fisher.estimates import Estimate, NamedLoss
 from kfac_optim.step.step_size import StepSize
 
 
@@ -31,6 +31,11 @@ class OptimizerView:
     choices: Mapping[str, str]
     window: CaptureWindow | None
     estimate: Estimate
+
+    @property
+    def names_loss(self) -> bool:
+        """Return whether the estimate runs passes of its own through the model."""
+        return isinstance(self.estimate, NamedLoss)
 
     def without_terms(self) -> "OptimizerView":
         """Return the view of an executor that shall not know the terms of the loss."""

@@ -84,6 +84,11 @@ class LayerStatistics(ABC):
         return 0
 
     @property
+    def of_call(self) -> "LayerStatistics":
+        """Return the statistics that know the call; those that hand on what others compute return these others."""
+        return self
+
+    @property
     def keeps_input(self) -> bool:
         """Return whether further backwards through the call need its input, which lives until the window closes."""
         return False

@@ -49,7 +49,8 @@ class SeveralPairs(FactorPair):
         self.combine()
 
     def used(self) -> float | Tensor:
-        return torch.stack([torch.as_tensor(pair.used()) for pair in self.members().values()]).amax(0)
+        device = self.refused.device
+        return torch.stack([torch.as_tensor(pair.used(), device=device) for pair in self.members().values()]).amax(0)
 
     def is_told(self) -> bool:
         return all(pair.is_told() for pair in self.members().values())
@@ -98,7 +99,8 @@ class SeveralPairs(FactorPair):
         for pair in self.members().values():
             pair.combine()
         a_sides, g_sides = zip(*self.sides(), strict=True)
-        a_means, g_means = ([_mean_eigenvalue(side) for side in sides] for sides in (a_sides, g_sides))
+        device = self.refused.device
+        a_means, g_means = ([_mean_eigenvalue(side, device) for side in sides] for sides in (a_sides, g_sides))
         weights = [a * g for a, g in zip(a_means, g_means, strict=True)]  # []
         total = torch.stack([torch.as_tensor(weight) for weight in weights]).sum(0)
         if self.a is not None:
@@ -176,9 +178,9 @@ def make_pair(spec: LayerSpec, *, dtype: torch.dtype, device: torch.device) -> F
     return kind(spec, dtype=dtype, device=device)
 
 
-def _mean_eigenvalue(factor: Factor | None) -> Tensor:
+def _mean_eigenvalue(factor: Factor | None, device: torch.device) -> Tensor:
     """Return the mean eigenvalue of all blocks of the factor, `[]`; 1 for the identity."""
-    return torch.ones(()) if factor is None else factor.trace().mean() / factor.dim
+    return torch.ones((), device=device) if factor is None else factor.trace().mean() / factor.dim
 
 
 def _divide(left: Tensor, right: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kfac_optim.capture.calls import Drawn
 from kfac_optim.factors.example_rows import rows_of_examples
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
+from kfac_optim.utils.precision import at_least_float32
 from kfac_optim.utils.sharded_params import whole
 
 
@@ -39,7 +40,7 @@ class CriterionTerm:
 
     def weighed(self, vector: Tensor) -> Tensor:
         """Multiply by `√(f_c/M_c)`; a term that the loss subtracts has no curvature here."""
-        return vector * self.weight(vector).sqrt()
+        return (vector * self.weight(vector).sqrt()).to(vector.dtype)
 
     def residuals(self, outputs: Outputs, place: int, gradient: Tensor) -> Tensor:
         """Return `s`, `[columns of B, examples]`.
@@ -50,7 +51,7 @@ class CriterionTerm:
             gradient: of the loss with respect to that one, which is `f_c/M_c ∂ℓ`.
         """
         weight = self.weight(gradient)
-        scaled = torch.where(weight > 0, gradient / torch.where(weight > 0, weight, 1).sqrt(), 0)
+        scaled = torch.where(weight > 0, gradient / torch.where(weight > 0, weight, 1).sqrt(), 0).to(gradient.dtype)
         return self.likelihood.solved(outputs, place, scaled.reshape(outputs[place].shape)).mT
 
     def combined(self, vectors: Sequence[Tensor | None], residuals: Tensor) -> Tensor | None:
@@ -129,6 +130,9 @@ class CriterionTerm:
         return Drawn(self.number, column, self.examples, residuals[column])
 
     def weight(self, like: Tensor) -> Tensor:
-        """Return `f_c/M_c`, in the dtype and on the device of another tensor; 0 for a term that the loss subtracts."""
+        """Return `f_c/M_c`, 0 for a term that the loss subtracts; on the device of another tensor.
+
+        It has that tensor's dtype, but is at least float32: a loss scale of 65,536 is infinite in float16.
+        """
         assert self.factor is not None
-        return (self.factor.to(like.dtype) / self.divisor).clamp(min=0).to(like.device)
+        return (self.factor.to(at_least_float32(like.dtype)) / self.divisor).clamp(min=0).to(like.device)

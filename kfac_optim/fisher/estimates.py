@@ -202,6 +202,9 @@ class _Watcher:
             return
         root.terms = self._estimate.terms(outputs)
         in_graphs = look_behind(outputs, window, window.graphs.anchor).in_graphs if window.graphs.calls() else False
+        # What is behind other outputs gets no gradient here. Held by a hook on these, it would hold them in turn.
+        behind = {call for call, _ in look_behind(outputs, window, window.graphs.anchor).calls} if calls else set()
+        calls = [(call, there) for call, there in calls if call in behind]
         if not calls and not in_graphs:
             return
         for output in outputs if in_graphs else ():

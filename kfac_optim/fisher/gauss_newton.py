@@ -164,13 +164,15 @@ class ForwardRecorder:
 
     def drop(self) -> None:
         """Drop the forwards: the gradients through them were thrown away, or used."""
+        for term in self.read:
+            term.release()
         self.kept, self.read, self.is_hooked = [], [], False
 
     @contextmanager
     def set_aside(self) -> Iterator[Sequence[KeptForward]]:
         """Return a context in which nothing is kept at first; all that is kept now, which it gives, comes back."""
         before = self.kept, self.read, self.is_hooked
-        self.drop()
+        self.kept, self.read, self.is_hooked = [], [], False
         try:
             yield before[0]
         finally:

@@ -48,8 +48,8 @@ class _PulledBack:
         pushed = push_forward(gradients, self.vector, vectors)
         parts = [(grad.detach() * vector).flatten() for grad, vector in zip(gradients, vectors, strict=True)]
         other = (self.vector.detach() * pushed).flatten()
-        difference = sum(part.sum() for part in parts) - other.sum()
-        size = sum(part.norm() for part in (*parts, other))
+        difference = sum(part.sum().to(other.device) for part in parts) - other.sum()
+        size = sum(part.norm().to(other.device) for part in (*parts, other))
         if not bool(difference.abs() <= _TOLERANCE * size):
             raise RuntimeError("a derivative of a derivative is missing or wrong.")
         return pushed
@@ -86,6 +86,10 @@ class TermCurvature:
             gradients = _explained(pull_back_differentiably, running_edge(output_nr), vector, params)
             known = {param: grad for param, grad in zip(params, gradients, strict=True) if _varies(grad)}
             self._pulled[place] = _PulledBack(vector, known)
+
+    def release(self) -> None:
+        """Let go of the graphs of derivatives, whose nodes may hold the hook on what the criterion reads."""
+        self._pulled.clear()
 
     def forms(self, directions: Sequence[Direction], like: Tensor) -> Tensor:
         """Return `f_c/M_c vᵢᵀ Jᵀ H J vⱼ`, `[k, k]`, in the dtype and on the device of `like`."""

@@ -71,7 +71,7 @@ class SequenceStatistics(RowStatistics):
         sizes = self._sizes
         if sizes[0] == sizes[-1]:
             return rows.reshape(1, len(sizes), sizes[0], rows.shape[-1]).transpose(1, 2)
-        padded, _ = pad_packed_sequence(PackedSequence(rows, torch.tensor(sizes)), batch_first=True)
+        padded, _ = pad_packed_sequence(PackedSequence(rows, torch.tensor(sizes, device="cpu")), batch_first=True)
         return padded.unsqueeze(0)
 
 

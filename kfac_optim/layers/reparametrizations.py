@@ -71,6 +71,7 @@ class NormedWeight(Reparametrization):
         norm = self._along(v, v).sqrt()
         g = g.view_as(norm)
         least = _SHORTEST * g.abs().max()
+        least = torch.where(least > 0, least, norm.max())  # all are zero, as where a branch begins with nothing
         return v / norm, norm / torch.where(g.abs() < least, torch.where(g < 0, -least, least), g)
 
     def _across(self, direction: Tensor, tensor: Tensor) -> Tensor:

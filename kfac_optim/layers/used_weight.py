@@ -133,6 +133,10 @@ class UsedWeightStatistics(LayerStatistics):
         self._stats, self._adapter, self._spec, self._is_same = stats, adapter, spec, is_same
 
     @property
+    def of_call(self) -> LayerStatistics:
+        return self._stats
+
+    @property
     def term(self) -> int:
         return self._stats.term
 

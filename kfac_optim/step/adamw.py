@@ -10,6 +10,7 @@ from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, SECOND_MOMENT
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.step.step_size import Group, Proposal
+from kfac_optim.utils.streams import brought
 
 
 def adamw_updates(
@@ -46,7 +47,7 @@ def _updates(
     torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
     means = torch._foreach_lerp(before[MOMENTUM], gradients, 1 - group["momentum"])
     # Of a checkpoint they may have come from another device.
-    taken = [held[ADAM_STEPS].to(params[0].device, non_blocking=True) for held in states]
+    taken = [brought(held[ADAM_STEPS], params[0].device) for held in states]
     steps = torch._foreach_add(taken, 1)
     for held, *new in zip(states, means, squares, steps, strict=True):
         for key, tensor in zip((MOMENTUM, SECOND_MOMENT, ADAM_STEPS), new, strict=True):

@@ -27,6 +27,7 @@ from kfac_optim.step.step_size import ClosureLoss, Group, Proposal, Sized
 from kfac_optim.step.trust_region import inner_product, square_sum
 from kfac_optim.utils.autograd import profiled
 from kfac_optim.utils.joined_tensors import Joins, joined
+from kfac_optim.utils.streams import brought
 
 Blocks = Sequence[KFACBlock]
 Groups = Sequence[dict[str, Any]]
@@ -347,4 +348,4 @@ def _remembered(before: Tensor, after: Tensor | None, finite: Tensor | None) -> 
     """Return what a step size remembers: what it said, if it said anything and the step is taken."""
     if after is None:
         return before
-    return after if finite is None else torch.where(finite, after, before.to(after.device, non_blocking=True))
+    return after if finite is None else torch.where(finite, after, brought(before, after.device))

@@ -14,6 +14,7 @@ from kfac_optim.inverses.base import Inverse
 from kfac_optim.step.stages import Stages
 from kfac_optim.utils.joined_tensors import Joins
 from kfac_optim.utils.sharded_params import Shards, is_part
+from kfac_optim.utils.streams import brought
 
 Parts = Sequence[Tensor]
 """One tensor for each parameter of a block, in its shape."""
@@ -128,7 +129,7 @@ class Statistics:
         if not blocks:
             return []
         device = blocks[0].params[0].device
-        counts = [count.to(device, non_blocking=True) for block in blocks for count in block.state.setbacks()]
+        counts = [brought(count, device) for block in blocks for count in block.state.setbacks()]
         numbers = torch.stack(counts).tolist()  # the only host synchronisation here
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 

@@ -51,8 +51,17 @@ def publish(
             momenta=sum(MOMENTUM in state.get(param, ()) for param in block.params),
             remembered=remembered,
         )
-    for param, marked in beside_blocks.items():
-        state[param][checkpoint.KEY] = marked
+    for param, beside in beside_blocks.items():
+        # What waits for its layer has all that the blocks have, so that no state is older than another.
+        waits = remembered is not None and "left_out" not in beside
+        state[param][checkpoint.KEY] = {**beside, checkpoint.STEP_SIZE: remembered} if waits else beside
+
+
+def withdraw(state: MutableMapping[Any, Any]) -> None:
+    """Let go of what was put there for a checkpoint; the checkpoint itself keeps it."""
+    for param, each in list(state.items()):
+        if isinstance(each, dict) and checkpoint.KEY in each:
+            state[param] = {name: value for name, value in each.items() if name != checkpoint.KEY}
 
 
 def fill_up(states: MutableMapping[Any, Any], params: Sequence[nn.Parameter]) -> None:

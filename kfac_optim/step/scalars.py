@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kfac_optim.utils.streams import brought
+
 Scalar = float | Tensor
 """A Python number, or a tensor `[]`."""
 
@@ -27,7 +29,7 @@ def scalars(values: Tensor) -> list[Scalar]:
 def scalars_beside(values: Tensor, like: Scalar) -> list[Scalar]:
     """Return the elements of `[n]` as what `like` is: Python numbers, or tensors on its device."""
     if isinstance(like, Tensor):
-        return list(values.to(like.device, non_blocking=True).unbind())
+        return list(brought(values, like.device).unbind())
     return values.tolist()
 
 

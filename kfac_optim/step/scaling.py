@@ -14,6 +14,7 @@ from kfac_optim.step.step_size import Group, Proposal
 from kfac_optim.step.trust_region import inner_product
 from kfac_optim.utils.joined_tensors import joined
 from kfac_optim.utils.sharded_params import local
+from kfac_optim.utils.streams import brought
 
 
 def summed_terms(proposal: Proposal) -> float:
@@ -119,4 +120,4 @@ def scale_all(tensors: Iterable[Tensor], factor: Scalar) -> None:
     for tensor in tensors:
         by_device[tensor.device].append(tensor)
     for device, alike in by_device.items():
-        torch._foreach_mul_(alike, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
+        torch._foreach_mul_(alike, brought(factor, device) if isinstance(factor, Tensor) else factor)

@@ -20,6 +20,7 @@ from kfac_optim.specs import BlockDiagonal
 from kfac_optim.step.adamw import adamw_updates, if_taken, mean_before, take_into_means
 from kfac_optim.step.scalars import Scalar
 from kfac_optim.step.step_size import Direction, Group, PlainSteps, Proposal, Sized, StepSize, refuse_sparse
+from kfac_optim.utils.streams import brought
 from kfac_optim.utils.validation import check_number
 
 _PERIOD = 5  # steps between two comparisons
@@ -124,7 +125,7 @@ class SelectedUpdates(StepSize):
         known = [preference for preference in held if preference is not None]
         if not known:
             return {}
-        natural = torch.stack([preference.to(known[0].device, non_blocking=True) for preference in known]) > 0
+        natural = torch.stack([brought(preference, known[0].device) for preference in known]) > 0
         return {"natural_updates": natural.double().mean()}
 
     def size(self, proposal: Proposal) -> Sized:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kfac_optim.step.scalars import Flag, Scalar, bounded, chosen, finite, larger, quotient, root
 from kfac_optim.utils.precision import at_least_float32
+from kfac_optim.utils.streams import brought
 
 
 def trust_region_scale(
@@ -110,7 +111,7 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor], device: torch
         device: where the scalar lives.
     """
     products = [_dot(a, b) for a, b in zip(left, right, strict=True)]
-    return _sum([_brought(product, device) for product in products], device)
+    return _sum([brought(product, device) for product in products], device)
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -124,12 +125,12 @@ def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     squares: list[Tensor] = []
     for tensor in tensors:
         if tensor.device.type == "cpu":  # norms take longer there, and lose more digits
-            squares.append(_brought(_dot(tensor, tensor), device))
+            squares.append(brought(_dot(tensor, tensor), device))
         else:
             alike[tensor.device, tensor.dtype].append(tensor)
     for (_, dtype), some in alike.items():
         norms = torch._foreach_norm(some, 2, dtype=at_least_float32(dtype))
-        squares.append(_brought(torch.stack(norms).square().sum(), device))
+        squares.append(brought(torch.stack(norms).square().sum(), device))
     return _sum(squares, device)
 
 
@@ -138,10 +139,6 @@ def _sum(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
     if len(numbers) == 1:
         return numbers[0]
     return torch.stack([*numbers]).sum() if numbers else torch.zeros((), device=device)
-
-
-def _brought(numbers: Tensor, device: torch.device) -> Tensor:
-    return numbers if numbers.device == device else numbers.to(device, non_blocking=True)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.overrides import (  # type: ignore[attr-defined]
     TorchFunctionMode,
     _get_current_function_mode,
@@ -47,8 +48,10 @@ class PicklableHook:
 
     @inline_only
     def __call__(self, *args: Any) -> Any:
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            return None  # a trace is compared with a second one, and is to hold nothing but the model
+        # A trace is compared with a second one, and like an exported model it is to hold nothing but the model.
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or torch.compiler.is_exporting() or is_fx_symbolic_tracing():
+            return None
         return call_as_it_is(self._function, *args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_optim.utils.joined_tensors import Joins
+from kfac_optim.utils.streams import brought
 
 
 def without_autocast(device_types: Iterable[str]) -> ExitStack:
@@ -45,7 +46,7 @@ def all_finite(gradients: Sequence[Tensor], joins: Joins | None = None) -> bool:
     sums = [g.sum(dtype=at_least_float32(g.dtype)) for g in (joins or Joins()).of(filled)]
     if len(sums) > 1:
         device, widest = sums[0].device, functools.reduce(torch.promote_types, (each.dtype for each in sums))
-        sums = [torch.stack([each.to(device, widest, non_blocking=True) for each in sums]).sum()]
+        sums = [torch.stack([brought(each, device).to(widest) for each in sums]).sum()]
     total = sums[0].item()
     return total - total == 0 or all(bool(g.isfinite().all()) for g in filled)
 

@@ -361,3 +361,22 @@ def test_a_layer_with_an_extra_parameter_of_its_own_leaves_that_to_sgd(index: in
     assert torch.equal(layer.gate, sgd_step(before.gate, layer.gate.grad, 0.1))
     expected = layer_direction(layer, optimizer.factors()[str(index)], 1e-3)[:, :-1]
     torch.testing.assert_close(before.weight - layer.weight, 0.1 * expected)
+
+
+@pytest.mark.parametrize("stepped", [0, 2])
+def test_a_layer_that_is_called_twice_is_measured_at_once_after_the_model_was_moved(stepped: int) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        x = batch().to(model[0].weight.dtype)
+        (square_loss(model(x)) + square_loss(model(x + 1))).backward()
+        optimizer.step()
+
+    for _ in range(stepped):
+        step()
+    model.to(torch.float32)
+    step()
+    assert [block.strikes for block in optimizer._binding.coverage.blocks] == [0, 0]
+    assert {block.clock.folds for block in optimizer._binding.coverage.blocks} == {stepped + 1}

@@ -10,7 +10,7 @@ import torch
 from helpers.plain import assert_identical, batch, block, clones, mlp, snapshot, square_loss, train
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer, Structure, TrustRegion
+from kfac_optim import EKFAC, KFACOptimizer, Structure, TrustRegion
 
 Make = Callable[[], nn.Module]
 
@@ -450,3 +450,13 @@ def test_counts_of_steps_and_calls_that_were_left_out_survive_a_copy() -> None:
     optimizer._window.left_out, optimizer._window.dropped_calls = 2, 3
     metrics = copy.deepcopy((model, optimizer))[1].metrics()
     assert (metrics["skipped_steps"], metrics["dropped_calls"]) == (2, 3)
+
+
+def test_after_a_checkpoint_nothing_of_it_is_held() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9, inverse=EKFAC())
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    train(model, optimizer, 1)
+    assert not any("kfac" in state for state in optimizer.state.values())
+    assert "kfac" in saved["state"][0]

@@ -516,3 +516,41 @@ def test_a_block_that_is_built_anew_takes_the_derivatives_of_the_old_one() -> No
         step()
     assert block(optimizer, "0").params == (model[0].weight, model[0].bias)
     assert block(optimizer, "0").is_ready
+
+
+class Forces(nn.Module):
+    """Differentiates within its own forward, by inputs that are no leaves of the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope
+
+
+@pytest.mark.filterwarnings("ignore:.*gradients but no statistics:UserWarning")
+def test_what_was_found_of_derivatives_is_in_copies_and_checkpoints() -> None:
+    torch.manual_seed(0)
+    model = Forces().double()
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=1)
+
+    def train(model: nn.Module, optimizer: KFACOptimizer, steps: range) -> list[Tensor]:
+        for step in steps:
+            optimizer.zero_grad()
+            x = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+        return clones(model.parameters())
+
+    train(model, optimizer, range(4))
+    twin, saved = copy.deepcopy((model, optimizer)), copy.deepcopy(optimizer.state_dict())
+    again = Forces().double()
+    again.load_state_dict(model.state_dict())
+    resumed = KFACOptimizer(again, lr=0.01, factor_update_period=1)
+    resumed.load_state_dict(saved)
+    expected = train(model, optimizer, range(4, 7))
+    assert_same(train(*twin, range(4, 7)), expected, rtol=0)
+    assert_same(train(again, resumed, range(4, 7)), expected, rtol=0)

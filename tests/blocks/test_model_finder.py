@@ -601,7 +601,7 @@ def test_two_models_called_one_after_the_other_resume_bitwise() -> None:
     train_apart(whole, uninterrupted := KFACOptimizer(whole.parameters(), **OPTIONS), 5)
     train_apart(first, optimizer := KFACOptimizer(first.parameters(), **OPTIONS), 2)
     saved = through_a_file(optimizer.state_dict())
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     resumed = KFACOptimizer(second.parameters(), **OPTIONS)
     resumed.load_state_dict(saved)
     train_apart(second, resumed, 3, start=2)
@@ -733,3 +733,75 @@ def test_an_error_while_the_model_is_found_is_told_again_at_the_next_forward() -
         with pytest.raises(ValueError, match="cuts both factors into blocks"):
             model(batch())
     assert optimizer.summary().blocks == ()
+
+
+def test_the_first_forward_may_be_an_evaluation_in_inference_mode() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        model(batch())
+    train(model, optimizer, 2)
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
+def test_a_group_that_is_added_for_another_module_has_it_found() -> None:
+    """As a backbone that was frozen at first, and is called beside the head."""
+    backbone, head = nn.Linear(4, 4), mlp()
+    optimizer = KFACOptimizer(head.parameters(), lr=0.1, factor_update_period=1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        square_loss(head(backbone(batch()))).backward()
+        optimizer.step()
+
+    step()
+    optimizer.add_param_group({"params": list(backbone.parameters())})
+    step()
+    step()
+    assert {block.layer for block in optimizer.summary().blocks} == {"Linear"}
+    assert len(optimizer.summary().blocks) == 3
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
+def test_a_forward_with_other_parameters_after_an_unfreezing_leaves_the_blocks() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    train(model, optimizer, 2)
+    model[0].requires_grad_()
+    with torch.enable_grad():
+        others = {name: param.detach() for name, param in model.named_parameters()}
+        torch.func.functional_call(model, others, (batch(),))
+    train(model, optimizer, 3)
+    assert len(optimizer.summary().blocks) == 2
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
+def test_a_copy_of_a_released_optimizer_of_parameters_goes_on_preconditioned() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, 3)
+    optimizer.remove_hooks()
+    other, twin = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 2)
+    train(other, twin, 2)
+    assert_identical(other.state_dict(), model.state_dict())
+
+
+def test_groups_that_were_assigned_are_those_that_are_stepped_and_loaded() -> None:
+    """As Lightning's finetuning callbacks do before they restore a checkpoint."""
+    model = mlp()
+    first = KFACOptimizer(model[0].parameters(), lr=0.1, model=model, momentum=0.9)
+    first.add_param_group({"params": list(model[2].parameters())})
+    train(model, first, 3)
+    other = copy.deepcopy(model)
+    second = KFACOptimizer(other[0].parameters(), lr=0.1, model=other, momentum=0.9)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in first.param_groups]
+    second.param_groups = [
+        {**numbers, "params": list(part.parameters())}
+        for numbers, part in zip(groups, (other[0], other[2]), strict=True)
+    ]
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(model, first, 2)
+    train(other, second, 2)
+    assert_identical(other.state_dict(), model.state_dict())

@@ -13,6 +13,8 @@ from torch import Tensor, distributions, nn
 from torch.func import functional_call, hessian
 
 from kfac_optim import Cholesky, ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, TrustRegion
+from kfac_optim.fisher.criterion_term import CriterionTerm
+from kfac_optim.fisher.likelihoods import Categorical
 
 # torch's own, of torch.jit, at the first forward-mode derivative of a process
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -277,3 +279,13 @@ def test_a_copy_of_model_and_optimizer_measures_by_the_copied_criterion() -> Non
             (3 * of(each(batch()), batch()[:, :3])).backward()
             its.step()
     assert_same(clones(model.parameters()), clones(twin.parameters()), rtol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**17])
+def test_a_loss_scale_that_float16_does_not_hold_weighs_a_term(scale: float) -> None:
+    """It stands in the gradient of the loss, which is float32 under autocast, and the logits are float16."""
+    term = CriterionTerm(Categorical(mean=True), 0, 2, (torch.randn(2, 3).half(),), torch.tensor(70_000))
+    term.factor = torch.tensor(scale)
+    weighed = term.weighed(torch.ones(2, 3, dtype=torch.float16))
+    assert weighed.dtype == torch.float16
+    assert_same(weighed.float(), torch.full((2, 3), (scale / 70_000) ** 0.5, dtype=torch.float32), rtol=1e-3)

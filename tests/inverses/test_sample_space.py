@@ -289,7 +289,7 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
         optimizer_of(network(), nn.MSELoss(), structure=(BlockDiagonal(2), Structure.DENSE))
     criterion, model = nn.MSELoss(), nn.Sequential(weight_norm(nn.Linear(2, 1))).double()
     optimizer = optimizer_of(model, criterion)
-    with pytest.raises(NotImplementedError, match=r"UsedWeightStatistics does not give\. List the layer"):
+    with pytest.raises(NotImplementedError, match=r"UsedWeightStatistics does not give them\. List the layer"):
         criterion(model(points(3)), torch.zeros(3, 1, dtype=torch.float64)).backward()
     model = network()
     optimizer = optimizer_of(model, nn.MSELoss(), loss_terms=LossTerms.ELEMENTS)

@@ -424,7 +424,7 @@ def test_a_forward_that_is_replaced_after_construction_and_changes_the_positions
     optimizer = KFACOptimizer(model, lr=0.1)
     model[0].forward = MethodType(_Causal.forward, _as(model[0], _Causal))
     output = model(torch.randn(4, 2, 7))
-    with pytest.raises(RuntimeError, match=r"layer '0' has 7 positions, which its patches of 5 .*skip_layers"):
+    with pytest.raises(RuntimeError, match=r"layer '0' has 7 positions, not the 5 of its patches: .*skip_layers"):
         output.sum().backward()
     optimizer.remove_hooks()
 

@@ -390,7 +390,7 @@ def test_a_forward_that_is_replaced_after_construction_and_changes_the_positions
     plain = model[0].forward
     model[0].forward = lambda features: plain(features)[..., :-2]
     output = model(torch.randn(3, 2, 5))
-    with pytest.raises(RuntimeError, match=r"layer '0' has 10 positions, which its interleaved input of 9 .*skip_lay"):
+    with pytest.raises(RuntimeError, match=r"layer '0' has 10 positions, not the 9 of its interleaved input: .*skip_l"):
         output.sum().backward()
     optimizer.remove_hooks()
 

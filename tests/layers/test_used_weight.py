@@ -13,7 +13,8 @@ from torch.func import jacrev
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import EKFAC, DoublyFactored, Inverse, KFACOptimizer, Subsample
+from kfac_optim import EKFAC, AdaptiveTrustRegion, DoublyFactored, Inverse, KFACOptimizer, SelectedUpdates, Subsample
+from kfac_optim.step.step_size import StepSize
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -220,3 +221,39 @@ def test_two_forwards_in_training_mode_before_one_backward_leave_a_layer_in(way:
         (model(torch.randn(20, 4)).mean() - model(torch.randn(20, 4)).square().mean()).backward()
         optimizer.step()
     assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
+@pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), SelectedUpdates()], ids=["default", "selected"])
+def test_a_branch_that_begins_with_lengths_of_zero_is_trained(step_size: StepSize) -> None:
+    torch.manual_seed(0)
+    last = parametrizations.weight_norm(nn.Linear(6, 3))
+    nn.init.zeros_(last.parametrizations.weight.original0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), last)
+    optimizer = KFACOptimizer(model, lr=0.01, momentum=0.9, step_size=step_size, factor_update_period=1)
+    x, y = torch.randn(20, 4), torch.randn(20, 3)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert last.parametrizations.weight.original0.abs().min() > 0
+
+
+def test_ekfac_tells_of_two_backwards_through_one_forward() -> None:
+    found = []
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        model = parametrizations.weight_norm(nn.Linear(4, 3))
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=EKFAC(), factor_update_period=1)
+        output = model(torch.randn(20, 4))
+        if parts == 2:
+            (1e-2 * output.sin().sum()).backward(retain_graph=True)
+            output.square().sum().backward()
+        else:
+            (1e-2 * output.sin().sum() + output.square().sum()).backward()
+        optimizer.step()
+        found.append(optimizer.metrics().get("substituted_statistics", 0))
+    assert found == [0, 1], "what cannot be taken as one is told of"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.plain import Factors, assert_same_factors, batch, factors_after, mlp, square_loss, train
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from kfac_optim import KFACOptimizer
@@ -188,3 +188,22 @@ def test_nothing_is_kept_of_steps_without_statistics() -> None:
     square_loss(model(batch())).backward()
     assert not optimizer._window.probe._kept
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_who_asks_within_a_step_whether_it_unscales_does_not_count_as_a_scaler() -> None:
+    """Lightning asks so before it clips, in the closure of a step without a scaler."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = square_loss(model(batch()))
+        loss.backward()
+        assert not optimizer._step_supports_amp_scaling
+        return loss.detach()
+
+    for _ in range(3):
+        optimizer.set_loss_terms(5)
+        optimizer.step(closure)
+        model(batch())
+    assert optimizer.metrics()["skipped_steps"] == 0

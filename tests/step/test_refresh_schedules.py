@@ -715,6 +715,7 @@ def test_without_factors_the_checkpoint_holds_nothing_under_way_either(gate: Gat
         "version",
         "name",
         "params",
+        "follows_uses",
         "clock",
         "opposed",
         "shared_input",

@@ -35,6 +35,11 @@ class AveragingCheck:
 
     def __init__(self, wrapper: DistributedDataParallel | None) -> None:
         self._wrapper = wrapper
+        # DDP averages what was trained as it was built; what is unfrozen later it does not know.
+        self._averaged: set[int] = set()
+        if wrapper is not None:
+            named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
+            self._averaged = {id(param) for name, param in named if param.requires_grad and name not in ignored}
         self._left = dict.fromkeys(_Unseen, _STEPS_LOOKED_AT)
 
     def norm(self, params: Sequence[nn.Parameter]) -> float | None:
@@ -79,9 +84,7 @@ class AveragingCheck:
             return _Unseen.ALL, whole
         if not self._wrapper.require_forward_param_sync:
             return _Unseen.UNSYNCHRONISED, whole
-        ignored = self._wrapper.parameters_to_ignore
-        averaged = {param for name, param in self._wrapper.module.named_parameters() if name not in ignored}
-        return _Unseen.OUTSIDE, [param for param in whole if param not in averaged]
+        return _Unseen.OUTSIDE, [param for param in whole if id(param) not in self._averaged]
 
 
 def _is_elsewhere(grad: Tensor) -> bool:

@@ -30,13 +30,14 @@ class Joining:
 
     Attributes:
         config: what `Join` has told the optimizer; None outside of one.
+        is_on: whether forwards run in a `Join`, as of the last `check`.
     """
 
     def __init__(self, wrappers: Wrappers, *, to_owners: bool, directly: bool) -> None:
         self.config: Any = None
         self._wrappers = wrappers
         self._to_owners, self._directly = to_owners, directly
-        self._is_on = self._has_run_out = False
+        self.is_on = self._has_run_out = False
 
     def group(self) -> dist.ProcessGroup | None:
         """Return the process group of the wrapper; that of all ranks where none is known."""
@@ -60,8 +61,8 @@ class Joining:
         """
         wrapper = self._wrappers.latest
         told = None if wrapper is None else wrapper._join_config
-        self._is_on = told is not None and told.enable and not told.throw_on_early_termination
-        if not self._is_on or wrapper is None:
+        self.is_on = told is not None and told.enable and not told.throw_on_early_termination
+        if not self.is_on or wrapper is None:
             return
         if self.config is None or not self.config.enable or self.config.is_first_joinable:
             raise RuntimeError(
@@ -97,7 +98,7 @@ class Joining:
         Raises:
             RuntimeError: some rank has run out, and nobody divides the gradients that it owns by the loss scale.
         """
-        if not self._is_on:
+        if not self.is_on:
             return
         mine = [-1 if self._has_run_out else communicator.rank, int(self._has_run_out), int(scaled)]
         source, some, any_scaled = largest(communicator, mine, "ranks without examples", ())

@@ -136,6 +136,7 @@ class EKFACState(EigenState):
         super().accumulate(stats)
         if not (self.measured and self.expressed):
             return
+        stats = stats.of_call
         call = getattr(stats, "call", None)
         if not isinstance(call, LayerCall) or call.earlier is None:
             if stats.has_input:

@@ -61,8 +61,8 @@ class PatchStatistics(RowStatistics):
         """Raise where what the kernel sees are not the positions of the output."""
         output, expected = (_by_times(each) for each in (self.call.gradient.shape[-self.ndim :], seen))
         raise RuntimeError(
-            f"kfac_optim: the gradient of layer {self.spec.name!r} has {output} positions, but its {whose} have "
-            f"{expected}: a hook, or a forward that replaced the layer's own since the optimizer was built, changes "
+            f"kfac_optim: the gradient of layer {self.spec.name!r} has {output} positions, not the {expected} of its "
+            f"{whose}: a hook, or a forward that replaced the layer's own since the optimizer was built, changes "
             f"what it reads or returns. Build the optimizer after that, or list the layer in skip_layers."
         )
 
