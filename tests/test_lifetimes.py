@@ -108,3 +108,34 @@ def test_a_model_trains_on_after_its_optimizer() -> None:
     assert alive() is None
     output.square().mean().backward()
     model(torch.randn(6, 4)).square().mean().backward()
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_a_layer_that_runs_behind_the_first_output_keeps_no_graph_alive(read: int) -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.body(x).tanh()
+            return hidden, self.head(hidden)
+
+    model, criterion = TwoOutputs(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.1, estimate=MonteCarlo(criterion), factor_update_period=1)
+    saved: list[weakref.ref[object]] = []
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+            saved.append(weakref.ref(self))
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda each: each.tensor):
+        outputs = model(torch.randn(5, 4))
+        criterion(outputs[read], torch.zeros_like(outputs[read])).backward()
+    del outputs
+    optimizer.step()
+    gc.collect()
+    assert saved
+    assert not any(each() is not None for each in saved)
+    assert optimizer.metrics()["measured_parameters"] > 0.4

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, LevenbergMarquardt, MonteCarlo
 from kfac_optim.distributed import DistributedConfig, Exchange, Placement, Replicated, Sharded
 from kfac_optim.distributed.planning.strategies import Strategy
 
@@ -135,3 +135,56 @@ def test_what_would_go_wrong_is_refused_at_the_first_step(
 ) -> None:
     for message in two_ranks.run(refused, strategy, flags, options):
         assert told in message
+
+
+def clipped_or_scaled(rank: int, way: str) -> tuple[list[Tensor], int]:
+    """Rank 1 runs out of examples; rank 0 clips, or scales a loss that overflows in the second of its steps."""
+    bare = build(Mixed)
+    model = DistributedDataParallel(bare)
+    config = DistributedConfig(Replicated(), timeout=timedelta(seconds=20))
+    optimizer = KFACOptimizer(model, **NUMBERS, distributed=config)
+    scaler = torch.amp.GradScaler("cpu", enabled=way == "scaled", init_scale=2.0**10)
+    with Join([model, optimizer]):
+        for step in range((5, 1)[rank]):
+            optimizer.zero_grad()
+            x, y = share(examples(step), [6, 6], rank)
+            loss = squares(model(x), y).mean()
+            scaler.scale(loss * torch.inf if step == 1 and way == "scaled" else loss).backward()
+            if way == "clipped":
+                optimizer.clip_grad_norm_(0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    return [param.detach() for param in bare.parameters()], int(optimizer.metrics()["skipped_steps"])
+
+
+@pytest.mark.parametrize("way", ["clipped", "scaled"])
+def test_ranks_that_go_on_may_clip_and_scale_under_replicated(two_ranks: Ranks, way: str) -> None:
+    (ours, skipped), (theirs, also) = two_ranks.run(clipped_or_scaled, way)
+    assert skipped == also == int(way == "scaled")
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all()
+
+
+def refused_by_name(_: int) -> list[str]:
+    model, criterion, found = DistributedDataParallel(build(Mixed)), nn.MSELoss(), []
+    judged = {"estimate": MonteCarlo(criterion), "adapt_damping": LevenbergMarquardt()}
+    try:
+        Join([model, KFACOptimizer(model, lr=0.1, **judged)])
+    except NotImplementedError as error:
+        found.append(str(error))
+    sharded = KFACOptimizer(model, lr=0.1, distributed=DistributedConfig(Sharded()))
+    try:
+        with Join([model, sharded]):
+            model(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
+            sharded.clip_grad_norm_(1.0)
+    except NotImplementedError as error:
+        found.append(str(error))
+    return found
+
+
+def test_judged_steps_and_clipping_of_shards_are_refused_by_name(two_ranks: Ranks) -> None:
+    for judged, clipped in two_ranks.run(refused_by_name):
+        assert "LevenbergMarquardt" in judged
+        assert "has no loss" in judged
+        assert "nobody has the norm of all gradients" in clipped

@@ -268,3 +268,24 @@ def test_a_wrapper_that_serves_another_optimizer_is_not_shared(
 ) -> None:
     for message in two_ranks.run(kept_by_two, following):
         assert re.search(words, message)
+
+
+def unfrozen_later(rank: int, strategy: Strategy) -> str:
+    """DDP does not average what was frozen as it was built."""
+    bare = build(Mixed)
+    bare.hidden.requires_grad_(False)
+    model = DistributedDataParallel(bare)
+    optimizer = KFACOptimizer(model, **NUMBERS, distributed=DistributedConfig(strategy=strategy))
+    train(model, optimizer, 0, rank, range(2))
+    bare.hidden.requires_grad_()
+    try:
+        train(model, optimizer, 0, rank, range(2, 4))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_a_wrapper_does_not_know_are_told_of(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(unfrozen_later, Replicated()):
+        assert "the gradients of 'hidden.weight' differ from rank to rank" in message
+    assert two_ranks.run(unfrozen_later, Sharded()) == ["", ""]

@@ -268,6 +268,29 @@ def test_the_graphs_are_freed_by_the_step() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("last", [torch.sigmoid, torch.tanh], ids=["sigmoid", "tanh"])
+def test_a_function_behind_the_model_that_saves_its_result_keeps_no_graph_alive(
+    last: Callable[[Tensor], Tensor],
+) -> None:
+    model, criterion = network(), nn.MSELoss()
+    optimizer = quadratic(model, criterion)
+    saved: list[weakref.ref[object]] = []
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+            saved.append(weakref.ref(self))
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda each: each.tensor):
+        output = last(model(inputs()))
+        criterion(output, torch.zeros_like(output)).backward()
+    del output
+    optimizer.step()
+    gc.collect()
+    assert saved
+    assert not any(each() is not None for each in saved)
+
+
 def test_parameters_outside_the_model_may_stand_behind_a_criterion() -> None:
     model, criterion = network(3), nn.MSELoss()
     head = nn.Linear(3, 1)
