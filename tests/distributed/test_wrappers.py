@@ -238,8 +238,9 @@ def handed_on(rank: int, how: str, following: Strategy | None) -> list[Tensor]:
     return [param.detach() for param in bare.parameters()]
 
 
-@pytest.mark.parametrize("following", [None, Replicated(), Sharded()], ids=str)
-@pytest.mark.parametrize("how", ["released", "deleted"])
+@pytest.mark.parametrize(
+    ("how", "following"), [("deleted", None), ("released", Replicated()), ("released", Sharded())], ids=str
+)
 def test_a_wrapper_is_handed_to_another_optimizer(two_ranks: Ranks, how: str, following: Strategy | None) -> None:
     expected = two_ranks.run(handed_on, "wrapped", following)[0]
     for params in two_ranks.run(handed_on, how, following):
