@@ -284,7 +284,7 @@ class KFACOptimizer(Optimizer):
             self._executor.stages = PipelineStages(distributed.pipeline, distributed.timeout)
         executor = self._executor
         self._record: engine.StepRecord | None = None
-        self._shows_state = False
+        self._shows_state = self._publishes = False
         self._closure_loss: ClosureLoss | None = None
         self._warnings = UserWarnings(finds_model=given is None, plain=step_size.plain)
         self._memory = StepMemory(step_size, self._warnings)
@@ -382,7 +382,9 @@ class KFACOptimizer(Optimizer):
                 "put there. Call optimizer.train() before the forward of a training step."
             )
         self._drop_shown_state()
-        published_state.withdraw(self.state)
+        if self._publishes:
+            self._publishes = False
+            published_state.withdraw(self.state)
         self._window.take_step()
         if judge is not None:
             judge.check_call(closure, self.param_groups)
@@ -935,7 +937,8 @@ class KFACOptimizer(Optimizer):
         )
 
     def _publish_blocks(self) -> None:
-        """Put the blocks' state where torch looks for it."""
+        """Put the blocks' state where torch looks for it, until the next step."""
+        self._publishes = True
         has_stepped = self._shows_state or self._record is not None
         keeps_directions = has_stepped and self._choices.step_size.keeps_direction(self.param_groups)
         published_state.publish(

@@ -96,6 +96,7 @@ class KFACBlock:
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which the captured calls did not account for the gradient, on any process.
         silent: steps in which the first statistics were wanted and none came.
+        waits_for_period: whether the first statistics too come by period, as those of all other blocks.
         follows_uses: whether derivatives of the products with the weight are noted as well.
         joint: rows of this step, where statistics are made of all uses of the matrix together; None where each call
             gives statistics by itself.
@@ -122,6 +123,7 @@ class KFACBlock:
     check: GradientCheck = field(init=False)
     strikes: int = 0
     silent: int = 0
+    waits_for_period: bool = False
     follows_uses: bool = False
     joint: RowsByTerm | None = None
     _layers_seen: tuple[Any, ...] = field(init=False, default=())
@@ -162,7 +164,7 @@ class KFACBlock:
 
         A layer that the loss does not use is not looked at in each step for ever.
         """
-        if self.inverse.takes_rows or (not self.is_ready and self.silent < SILENT_STEPS):
+        if self.inverse.takes_rows or (not self.is_ready and self.silent < SILENT_STEPS and not self.waits_for_period):
             return True
         return self.clock.step % period_of(self.group, "factor_update_period") == 0
 

@@ -45,6 +45,11 @@ class Coverage:
         """Return whether a parameter got its shape, or was unfrozen, since the blocks were built."""
         return any(not is_lazy(param) for param in self.lazy) or any(param.requires_grad for param in self.frozen)
 
+    def grown(self) -> list[nn.Parameter]:
+        """Return the parameters that got their shape, or were unfrozen, since the blocks were built."""
+        shaped = [param for param in self.lazy if not is_lazy(param)]
+        return shaped + [param for param in self.frozen if param.requires_grad]
+
 
 @dataclass(frozen=True)
 class Use:
@@ -239,6 +244,12 @@ def is_precise(dtype: torch.dtype | None) -> bool:
 
 def _check(spec: LayerSpec, adapters: Sequence[LayerAdapter[Any]], inverse: Inverse[Any], subsample: Subsample) -> None:
     """Raise ValueError, with the remedy, where the choices for a layer do not go together."""
+    if type(inverse).__hash__ is None:
+        kind = type(inverse).__name__
+        raise TypeError(
+            f"kfac_optim: inverse={inverse!r} of layer {spec.name!r} cannot be hashed, by which layers with equal "
+            f"inverses are found. Declare {kind} as @dataclass(frozen=True), or give it a __hash__."
+        )
     foreign = next((adapter for adapter in adapters if not adapter.in_rows), None)
     blocked = [side for side in (0, 1) if spec.blocks(side) > 1]
     if blocked:

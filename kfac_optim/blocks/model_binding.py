@@ -110,6 +110,10 @@ class ModelBinding:
             if not self.given and self._finder is None and any(param not in held for param in groups):
                 self.settled = False  # a module that holds them is still to be called
                 self._finder = ModelFinder(groups, self._adopt, self._window.roots.is_under_way)
+        else:
+            for block in self.coverage.blocks:  # whose hooks were taken off, and which are stepped all the same
+                if all(param in groups for param in block.params):
+                    block.groups = tuple(groups[param] for param in block.params)
         if self._finder is not None:
             refuse_flat(groups, {})
             self._finder.params = set(groups)
@@ -324,8 +328,13 @@ class ModelBinding:
             self._finder.remove()
             self._finder = None
 
-    @torch.inference_mode(False)  # the forward that shows a layer may be an evaluation
     def _build(self, trained: Collection[nn.Parameter] = ()) -> None:
+        """Do what `_find_blocks` says, whatever mode the forward runs in that shows them: it may be an evaluation."""
+        with_grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
+            self._find_blocks(trained)
+
+    def _find_blocks(self, trained: Collection[nn.Parameter]) -> None:
         """Find the blocks; keep those that exist, hook in those that are new, unless the hooks were taken off.
 
         Args:
@@ -383,10 +392,9 @@ class ModelBinding:
         return grows
 
     def _holds_its_parameters(self) -> bool:
-        """Return whether no others stand in their place, as within `torch.func.functional_call`."""
+        """Return whether no others stand in the place of those that have grown, as in `torch.func.functional_call`."""
         held = self.names()
-        covered = (param for block in self.coverage.blocks for param in block.params)
-        return all(param in held for param in (*covered, *self.coverage.frozen, *self.coverage.lazy))
+        return all(param in held for param in self.coverage.grown())
 
     def _grow_within(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Build blocks as the first forward of a lazy module begins, within which it has got its shapes."""

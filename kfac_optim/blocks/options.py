@@ -89,10 +89,4 @@ def block_options(
             raise ValueError("kfac_optim: structure with both factors the identity is plain SGD: use skip_layers.")
     for pattern in options.skip_layers:
         check_pattern("skip_layers", pattern)
-    for chosen in (options.inverse.default, *options.inverse.by_pattern.values()):
-        if type(chosen).__hash__ is None:
-            raise TypeError(
-                f"kfac_optim: inverse={chosen!r} cannot be hashed, and layers with equal inverses are found by that. "
-                f"Declare {type(chosen).__name__} as @dataclass(frozen=True), or give it a __hash__."
-            )
     return options

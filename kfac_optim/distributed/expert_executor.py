@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock, Missing
+from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import is_used
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.distributed.communication.process_groups import ranks_of
@@ -63,7 +63,6 @@ class ExpertExecutor(Executor):
             self.own = DistributedExecutor(of_copies, optimizer.without_terms())
         self._params: dict[nn.Parameter, str] = {}
         self._is_known = False
-        self._own_blocks: Sequence[KFACBlock] = ()
         self._in_passes = optimizer.names_loss
         self._division = DivisionCheck()
         self.statistics = ExpertStatistics(self)
@@ -121,11 +120,6 @@ class ExpertExecutor(Executor):
         self.shared.attach(model)
 
     def begin_forward(self, model: nn.Module) -> int:
-        if self._in_passes:
-            # An expert that had no token waits for the period, as all do: the passes of a named loss go through the
-            # exchange of tokens, in which all ranks take part.
-            for block in self._own_blocks:
-                block.silent = SILENT_STEPS
         return self.shared.begin_forward(model)
 
     def close(self) -> None:
@@ -139,7 +133,10 @@ class ExpertExecutor(Executor):
     def check(self, blocks: Sequence[KFACBlock], params: Sequence[nn.Parameter]) -> None:
         refuse_expert_layout(blocks, self._params, self.shared.wrapper)
         of_all, own = self.divided(blocks)
-        self._own_blocks = own
+        for block in own:
+            # An expert that had no token waits for the period, as all do: the passes of a named loss go through the
+            # exchange of tokens, in which all ranks take part.
+            block.waits_for_period = self._in_passes
         self.shared.check(of_all, [param for param in params if not self.is_own(param)])
         self.own.check(own, [param for param in params if self.is_own(param)])
         ranks, copies = len(ranks_of(self.shared.ranks.group)), self.experts.count

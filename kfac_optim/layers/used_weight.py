@@ -5,6 +5,7 @@ parameters are brought to one of `W`, preconditioned as that, and the step of `W
 (`reparametrizations.py`). So `λ` is added to the curvature in `W`.
 """
 
+import math
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
@@ -174,9 +175,10 @@ class UsedWeightStatistics(LayerStatistics):
         return self._stats.squared_gradients(a_basis, g_basis, dtype=dtype, per_example=per_example)
 
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
-        if not self._is_same:  # what the parameters were told of this call is not known any more
-            return None
         found, unseen = self._stats.gradient_along(directions), self._adapter.unseen(self._spec, directions.dtype)
+        if found is not None and not self._is_same:
+            # What the parameters were told of this call is not known any more: this step is to show nothing.
+            return found[0] * math.nan, found[1]
         if found is None or unseen is None:
             return found
         weight, lead = unseen

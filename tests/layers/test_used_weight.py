@@ -221,6 +221,7 @@ def test_two_forwards_in_training_mode_before_one_backward_leave_a_layer_in(way:
         (model(torch.randn(20, 4)).mean() - model(torch.randn(20, 4)).square().mean()).backward()
         optimizer.step()
     assert optimizer.metrics()["measured_parameters"] == 1.0
+    assert not any(block.check.is_done for block in optimizer._binding.coverage.blocks)  # which shows nothing yet
 
 
 @pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), SelectedUpdates()], ids=["default", "selected"])

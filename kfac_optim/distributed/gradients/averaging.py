@@ -35,7 +35,7 @@ class AveragingCheck:
 
     def __init__(self, wrapper: DistributedDataParallel | None) -> None:
         self._wrapper = wrapper
-        # DDP averages what was trained as it was built; what is unfrozen later it does not know.
+        # DDP averages what was trained as it was built: as far as is known, what is trained as it is first seen.
         self._averaged: set[int] = set()
         if wrapper is not None:
             named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
