@@ -154,8 +154,8 @@ class DistributedExecutor(Executor):
         """Train as a wrapper of the model does that is not known yet; see `Wrappers.add`."""
         self.ranks.train_on(wrapper.process_group, "DistributedDataParallel")
         self._wrappers.add(wrapper, may_have_a_hook=may_have_a_hook)
-        earlier = OwnersHook.of(wrapper)
-        goes_to_others = earlier is not None and earlier.is_in_use and not _may_shard(self.config.strategy)
+        earlier = None if _may_shard(self.config.strategy) else OwnersHook.of(wrapper)
+        goes_to_others = earlier is not None and earlier.is_in_use
         self._averaging = AveragingCheck(None if goes_to_others else wrapper)
 
     # -- a step ------------------------------------------------------------------------------------------------
