@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.plain import FREQUENT, mlp
+from helpers.saved import SavedTensors
 from torch import Tensor, nn
 
 from kfac_optim import Background, KFACOptimizer, MonteCarlo, QuadraticModel
@@ -123,19 +124,10 @@ def test_a_layer_that_runs_behind_the_first_output_keeps_no_graph_alive(read: in
 
     model, criterion = TwoOutputs(), nn.MSELoss()
     optimizer = KFACOptimizer(model, lr=0.1, estimate=MonteCarlo(criterion), factor_update_period=1)
-    saved: list[weakref.ref[object]] = []
-
-    class Saved:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-            saved.append(weakref.ref(self))
-
-    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda each: each.tensor):
+    with SavedTensors() as saved:
         outputs = model(torch.randn(5, 4))
         criterion(outputs[read], torch.zeros_like(outputs[read])).backward()
     del outputs
     optimizer.step()
-    gc.collect()
-    assert saved
-    assert not any(each() is not None for each in saved)
+    assert saved.all_gone()
     assert optimizer.metrics()["measured_parameters"] > 0.4

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.oracles import assert_same
+from helpers.saved import SavedTensors
 from torch import Tensor, nn
 from torch.autograd.functional import hvp
 from torch.func import functional_call, hessian, jvp, vmap
@@ -274,21 +275,12 @@ def test_a_function_behind_the_model_that_saves_its_result_keeps_no_graph_alive(
 ) -> None:
     model, criterion = network(), nn.MSELoss()
     optimizer = quadratic(model, criterion)
-    saved: list[weakref.ref[object]] = []
-
-    class Saved:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-            saved.append(weakref.ref(self))
-
-    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda each: each.tensor):
+    with SavedTensors() as saved:
         output = last(model(inputs()))
         criterion(output, torch.zeros_like(output)).backward()
     del output
     optimizer.step()
-    gc.collect()
-    assert saved
-    assert not any(each() is not None for each in saved)
+    assert saved.all_gone()
 
 
 def test_parameters_outside_the_model_may_stand_behind_a_criterion() -> None:
