@@ -15,7 +15,7 @@ from torch import Tensor
 from kfac_optim.factors.factor import Factor, gain_of
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.small_calls import SMALL
-from kfac_optim.specs import Sketched, Structure
+from kfac_optim.specs import Sketched
 
 # On accelerators launches take longer than the work on larger factors: 4 MiB of float32.
 _SMALL_THERE = 2**20
@@ -96,15 +96,18 @@ def _fold_portion(shapes: Sequence[Sequence[FactorPair]], loss_terms: float, dec
     places = list(pairwise(accumulate((len(of_shape) for of_shape in shapes), initial=0)))
     a = _Side([[pair.a for pair in of_shape] for of_shape in shapes])
     g = _Side([[pair.g for pair in of_shape] for of_shape in shapes])
-    finite = [side.is_finite() for side in (a, g) if side.stacks]  # [n] each
-    accept = finite[0] if len(finite) == 1 else finite[0] & finite[1]
     rows = _rows(pairs)
+    samples = []
     if a.stacks:
         mean = 1 / rows.clamp(min=1).to(a.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
-        a.fold(mean, rows, decay, accept, places)
+        samples.append((a, mean, rows))
     if g.stacks:
         used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1
-        g.fold(loss_terms / loss_scale**2, loss_terms * used, decay, accept, places)
+        samples.append((g, loss_terms / loss_scale**2, loss_terms * used))
+    finite = [side.is_finite(scale, places) for side, scale, _ in samples]  # [n] each
+    accept = finite[0] if len(finite) == 1 else finite[0] & finite[1]
+    for side, scale, mass in samples:
+        side.fold(scale, mass, decay, accept, places)
     in_a_row = torch.stack([pair.refused_in_a_row for pair in pairs])
     in_a_row = torch.where(accept, 0, in_a_row + 1)
     torch._foreach_add_([pair.refused for pair in pairs], list((~accept).to(in_a_row.dtype).unbind()))
@@ -136,10 +139,13 @@ class _Side:
         if self.stacks:
             self.mass = torch.stack([factor.mass for factors in self._factors for factor in factors])
 
-    def is_finite(self) -> Tensor:
-        """Return `Factor.pending_is_finite` of each factor, `[n]`."""
-        shapes = zip(self.stacks, self._factors, strict=True)
-        return torch.cat([_pending_is_finite(stack, len(factors)) for stack, factors in shapes])
+    def is_finite(self, scale: float | Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+        """Return `Factor.pending_is_finite` of each factor, `[n]`; the arguments are as of `fold`."""
+        finite = []
+        for stack, factors, (start, stop) in zip(self.stacks, self._factors, places, strict=True):
+            of_groups = _of_groups(scale[start:stop], stack) if isinstance(scale, Tensor) else scale
+            finite.append(stack.pending_is_finite(of_groups).view(len(factors), -1).all(-1))
+        return torch.cat(finite)
 
     def fold(
         self,
@@ -188,13 +194,3 @@ def _of_groups(numbers: Tensor, stack: Factor) -> Tensor:
     """Return what each factor of a stack has, `[n]`, for each of its groups, `[n · groups, 1]`."""
     return numbers.unsqueeze(1).expand(-1, stack.groups // len(numbers)).reshape(-1, 1)
 
-
-def _pending_is_finite(stack: Factor, factors: int) -> Tensor:
-    """Return `Factor.pending_is_finite` of each factor of a stack, `[factors]`."""
-    pending = stack.pending
-    assert pending is not None
-    if isinstance(stack.structure, Sketched):
-        pending = pending[:, -1]
-    elif stack.structure is Structure.DENSE:
-        pending = pending.diagonal(dim1=-2, dim2=-1)
-    return pending.isfinite().reshape(factors, -1).all(-1)

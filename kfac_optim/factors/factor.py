@@ -132,13 +132,17 @@ class Factor:
         else:
             self.pending = self.pending + moment
 
-    def pending_is_finite(self) -> Tensor:
-        """Return whether the pending sum is finite, `[]` bool: by Cauchy-Schwarz, whether its diagonal or trace is."""
+    def pending_is_finite(self, scale: float | Tensor = 1.0) -> Tensor:
+        """Return whether the pending sum times `scale` of `fold` is finite, `[groups]` bool.
+
+        By Cauchy-Schwarz it is where its diagonal is, or its trace.
+        """
         assert self.pending is not None
         if isinstance(self.structure, Sketched):
-            return self.pending[:, -1].isfinite().all()
-        diagonal = self.pending.diagonal(dim1=-2, dim2=-1) if self._is_dense else self.pending
-        return diagonal.isfinite().all()
+            sizes = self.pending[:, -1:]
+        else:
+            sizes = self.pending.diagonal(dim1=-2, dim2=-1) if self._is_dense else self.pending
+        return (sizes * scale).to(self.dtype).isfinite().all(-1)
 
     def fold(
         self,

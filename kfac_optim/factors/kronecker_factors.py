@@ -83,31 +83,39 @@ class FactorPair:
         known of other ranks' rows makes of this rank's sample its share of that of all.
         """
         used = self.used()
-        present = [factor for factor in (self.a, self.g) if factor is not None]
-        accept = torch.stack([factor.pending_is_finite() for factor in present]).all()
+        possible: bool | Tensor = True
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
             possible = loss_terms.isfinite() & (loss_terms > 0)
             loss_terms = torch.where(possible, loss_terms, 1)
-            accept = accept & possible
         if self.everywhere is not None:
-            accept = accept & self.everywhere.isfinite().all()
+            possible = self.everywhere.isfinite().all() & possible
+        samples = []
         if self.a is not None:
-            rows = self._by_mass(self.rows)
-            # Rows that only the device could count may turn out to be none.
-            scale = 1 / rows.clamp(min=1).to(self.a.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
-            if self.everywhere is not None and self.trace is not None:
-                own = self.counts(loss_terms, loss_scale)
-                ratio = torch.where(self.everywhere > 0, own / self.everywhere, 0.0)
-                of_rows, of_traces = ratio[: self._masses], ratio[self._masses :]
-                change = torch.where(of_rows > 0, of_traces / of_rows, 0.0)  # of two means, here and of all ranks
-                scale = scale * (change.view(-1, 1) if len(change) > 1 else change.squeeze(0))
-            self.a.fold(scale=scale, mass=rows, decay=decay, accept=accept)
+            samples.append((self.a, self._of_row(self.a, loss_terms, loss_scale), self._by_mass(self.rows)))
         if self.g is not None:
             # Where there was no row the loss did not use the layer, and the zeros are no sample.
-            self.g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
+            samples.append((self.g, loss_terms / loss_scale**2, loss_terms * used))
+        accept = torch.stack([factor.pending_is_finite(scale).all() for factor, scale, _ in samples]).all() & possible
+        for factor, scale, mass in samples:
+            factor.fold(scale=scale, mass=mass, decay=decay, accept=accept)
         self.refused += ~accept
         self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
         self._clear()
+
+    def _of_row(self, a: Factor, loss_terms: float | Tensor, loss_scale: float | Tensor) -> float | Tensor:
+        """Return what the sum of `A` is multiplied by, so that it is the mean over rows."""
+        rows = self._by_mass(self.rows)
+        if not isinstance(rows, Tensor):
+            scale: float | Tensor = 1 / rows
+        else:  # rows that only the device could count may turn out to be none
+            scale = 1 / rows.clamp(min=1).to(a.mass.dtype)
+        if self.everywhere is None or self.trace is None:
+            return scale
+        own = self.counts(loss_terms, loss_scale)
+        ratio = torch.where(self.everywhere > 0, own / self.everywhere, 0.0)
+        of_rows, of_traces = ratio[: self._masses], ratio[self._masses :]
+        change = torch.where(of_rows > 0, of_traces / of_rows, 0.0)  # of two means, here and of all ranks
+        return scale * (change.view(-1, 1) if len(change) > 1 else change.squeeze(0))
 
     def age(self, decay: float, loss_terms: float | Tensor = 0) -> None:
         """Fold without a row: what is held weighs less, and `loss_terms` of the loss add nothing to `G`."""

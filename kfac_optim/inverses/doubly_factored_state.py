@@ -89,18 +89,19 @@ class DoublyFactoredState(InverseState):
         return bool(self.was_sampled())
 
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
-        accept = torch.stack([factor.pending_is_finite() for factor in self.by_name.values()]).all()
         rows, g = self.rows, self.by_name["G"]
+        possible: bool | Tensor = True
         if isinstance(loss_terms, Tensor):  # stated by the user, and not looked at then
             possible = loss_terms.isfinite() & (loss_terms > 0)
             loss_terms = torch.where(possible, loss_terms, 1)
-            accept = accept & possible
         # Rows that only the device could count may turn out to be none: then the zeros are no sample.
         per_row = 1 / rows.clamp(min=1).to(g.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
         used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1
-        for name in ("channels", "positions"):
-            self.by_name[name].fold(scale=per_row, mass=rows, decay=decay, accept=accept)
-        g.fold(scale=loss_terms / loss_scale**2, mass=loss_terms * used, decay=decay, accept=accept)
+        samples = [(self.by_name[name], per_row, rows) for name in ("channels", "positions")]
+        samples.append((g, loss_terms / loss_scale**2, loss_terms * used))
+        accept = torch.cat([factor.pending_is_finite(scale) for factor, scale, _ in samples]).all() & possible
+        for factor, scale, mass in samples:
+            factor.fold(scale=scale, mass=mass, decay=decay, accept=accept)
         self.refused += ~accept
         self.refused_in_a_row.copy_(torch.where(accept, 0, self.refused_in_a_row + 1))
         self.rows = 0

@@ -64,6 +64,7 @@ class TensorStatistics(LayerStatistics):
         self.spec, self.call, self.dtype = spec, call, dtype
         self._first, self._count, self._batch, self._shared, length, *rest = call.context
         self._order, self._ids = rest[:length], rest[length:]
+        self._draw: Draw | None = None
 
     @property
     def term(self) -> int:
@@ -112,7 +113,10 @@ class TensorStatistics(LayerStatistics):
         assert gradient is not None
         call = replace(self.call, input=layer_input, gradient=gradient, earlier=earlier, reach=reach)
         spec = replace(self.spec, groups=groups.stop - groups.start, shared_input=False)
-        return groups, _EqualGroups(spec, call, self.dtype)
+        part = _EqualGroups(spec, call, self.dtype)
+        if self._draw is not None:
+            part.subsample(self._draw)
+        return groups, part
 
     @cached_property
     def _gradients(self) -> list[Tensor | None]:
@@ -125,8 +129,7 @@ class TensorStatistics(LayerStatistics):
         ]
 
     def subsample(self, draw: Draw) -> None:
-        for _, part in self.parts:
-            part.subsample(draw)
+        self._draw = draw  # before any of `parts` is made
 
     @property
     def groups(self) -> slice | None:

@@ -258,7 +258,7 @@ class EKFACState(EigenState):
             scales.pending = torch.zeros_like(scales.packed)
             used = 0
         scales.pending.clamp_(min=0)  # what was taken back leaves rounding errors
-        finite = scales.pending_is_finite()
+        finite = scales.pending_is_finite(scale).all()
         scales.fold(scale=scale, mass=loss_terms * used, decay=decay, accept=accepted & finite)
         alone = accepted & ~finite
         self.refused += alone
