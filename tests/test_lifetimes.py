@@ -111,6 +111,22 @@ def test_a_model_trains_on_after_its_optimizer() -> None:
     model(torch.randn(6, 4)).square().mean().backward()
 
 
+@pytest.mark.parametrize("called", [True, False], ids=["at the criterion", "at the model's output"])
+def test_losses_that_are_kept_keep_no_outputs(called: bool) -> None:
+    model, criterion = mlp(sizes=(4, 6, 11)), nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, estimate=MonteCarlo(criterion), factor_update_period=1)
+    kept = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = (criterion if called else nn.CrossEntropyLoss())(model(torch.randn(29, 4)), torch.randint(11, (29,)))
+        kept.append(loss)
+        loss.backward()
+        optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Tensor and each.shape == (29, 11)]
+
+
 @pytest.mark.parametrize("read", [0, 1])
 def test_a_layer_that_runs_behind_the_first_output_keeps_no_graph_alive(read: int) -> None:
     class TwoOutputs(nn.Module):

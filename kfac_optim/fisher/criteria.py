@@ -177,7 +177,8 @@ class CriterionTerms:
         if not isinstance(likelihood, Categorical):  # logits `[classes]` are those of one example
             seen = tuple(_with_batch(output, calls) for output in seen)
         examples = 1 if seen[0].dim() < 2 else len(seen[0])
-        term = CriterionTerm(likelihood, window.tally.next_term(), examples, seen, divisor)
+        kept = seen if self.remembers else ()
+        term = CriterionTerm(likelihood, window.tally.next_term(), examples, kept, divisor)
         if self.remembers and measures:
             window.tally.calls[-1] = term
         if isinstance(loss, Tensor):
@@ -188,9 +189,11 @@ class CriterionTerms:
         if window.recorder is not None:
             window.recorder.note_term(term, outputs)
         if measures:
-            self._take_passes(window, term, behind, outputs)
+            self._take_passes(window, term, behind, outputs, seen)
 
-    def _take_passes(self, window: CaptureWindow, term: CriterionTerm, behind: Behind, outputs: Outputs) -> None:
+    def _take_passes(
+        self, window: CaptureWindow, term: CriterionTerm, behind: Behind, outputs: Outputs, seen: Outputs
+    ) -> None:
         ExtraBackward(
             weakref.ref(window),
             term.likelihood,
@@ -200,7 +203,7 @@ class CriterionTerms:
             RootCall(0),
             behind.calls,
             behind.in_graphs,
-            term.outputs,
+            seen,
             self._seed,
             term,
             self._aligned,

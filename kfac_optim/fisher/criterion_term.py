@@ -26,7 +26,8 @@ class CriterionTerm:
         likelihood: of the loss.
         number: of the call since the last step.
         examples: of what the criterion reads.
-        outputs: what the criterion reads, detached, the examples along the first dimension.
+        outputs: what the criterion reads, detached, the examples along the first dimension; empty where `change` is not
+            going to be asked for.
         divisor: `M_c`: terms that the criterion takes the mean of; 1 where it sums.
         factor: `f_c` `[]`, once the backward has come to the call's output.
     """

@@ -40,7 +40,8 @@ class ExtraBackward:
         root: the forward.
         calls: of layers in it, and where their gradients pass; None is at the only output.
         in_graphs: whether there are calls in compiled graphs as well, which the first pass finds.
-        outputs: of the model, detached.
+        outputs: of the model, detached; empty once a backward has come to all of them, as a loss that the training loop
+            keeps would keep them too.
         seed: of random numbers; asked when the first backward comes.
         term: what the criterion says of the outputs, where these are what it reads; None at the output of the model.
         aligned: terms whose rows were seen to belong to their examples; terms that are seen are added.
@@ -101,8 +102,9 @@ class ExtraBackward:
             with window.shards.passing_within_backward():
                 calls = [(call, there or at) for call, there in reached if call.open()]
                 self._run(place, gradient, _Passes(at, calls, window.graphs if in_graphs else None))
-        if self.term is None and len(self._arrived) == len(self.outputs):
-            for call, _ in self.calls:
+        if len(self._arrived) == len(self.outputs):
+            self.outputs = ()
+            for call, _ in self.calls if self.term is None else ():
                 call.release()
 
     def _run(self, place: int, gradient: Tensor, passes: "_Passes") -> None:
