@@ -40,8 +40,8 @@ class ExtraBackward:
         root: the forward.
         calls: of layers in it, and where their gradients pass; None is at the only output.
         in_graphs: whether there are calls in compiled graphs as well, which the first pass finds.
-        outputs: of the model, detached; empty once a backward has come to all of them, as a loss that the training loop
-            keeps would keep them too.
+        outputs: of the model, detached; empty once no pass will come, as a loss that the training loop keeps would keep
+            them too.
         seed: of random numbers; asked when the first backward comes.
         term: what the criterion says of the outputs, where these are what it reads; None at the output of the model.
         aligned: terms whose rows were seen to belong to their examples; terms that are seen are added.
@@ -82,8 +82,11 @@ class ExtraBackward:
         window = self.window()
         if window is None or not window.listening:
             return
-        if self.root.by_criterion if self.term is None else self.term.factor is None:
-            return  # a criterion has read what follows, or the loss does not hold what this one returned
+        if self.root.by_criterion:  # a criterion has read what follows
+            self.outputs = ()
+            return
+        if self.term is not None and self.term.factor is None:
+            return  # the loss does not hold what the criterion returned
         if place in self._arrived:
             window.keep((*(call for call, _ in self.calls), *self._found))
             return
