@@ -15,5 +15,5 @@ def test_no_case_changes_anything_where_it_is_refused_fails_unclearly_or_leaves_
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_case_of_many_does(kind: str) -> None:
-    for seed in range(2_000_000, 2_000_200):
+    for seed in range(2_000_000, 2_000_100):
         attempt(kind, seed)

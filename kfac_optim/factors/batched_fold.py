@@ -193,4 +193,3 @@ def _stacked(factors: Sequence[Factor]) -> Factor:
 def _of_groups(numbers: Tensor, stack: Factor) -> Tensor:
     """Return what each factor of a stack has, `[n]`, for each of its groups, `[n · groups, 1]`."""
     return numbers.unsqueeze(1).expand(-1, stack.groups // len(numbers)).reshape(-1, 1)
-

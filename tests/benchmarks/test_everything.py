@@ -250,7 +250,13 @@ def test_a_command_and_all_that_it_has_started_end_with_the_one_that_started_it(
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/child\nwait\n")
     program.chmod(0o755)
-    code = f"import sys; from benchmarks import everything; sys.executable = {str(program)!r}; everything.start([])"
+    code = f"""if True:
+        import sys
+        from benchmarks import everything
+
+        sys.executable, everything._PATIENCE = {str(program)!r}, 1.0
+        everything.start([])
+    """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
         assert process.poll() is None

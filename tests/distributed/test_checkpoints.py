@@ -143,7 +143,6 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 RUNS = [
     (4, Run(COMM)),
     (4, Run(MEM, Eigen())),
-    (4, Run(HYBRID)),
     (4, Run(HYBRID, Eigen())),
     (2, Run(SHARDED)),
     (2, Run(SHARDED_FACTORS, NewtonSchulz())),

@@ -53,7 +53,8 @@ def background(staleness: int, schedule: Any = None) -> dict[str, Any]:
     return {"refresh": Background(max_staleness=staleness, deterministic=True, **chosen)}
 
 
-# Every value of every choice with several values of the others; what is in no pair here, the drawn cases below reach.
+# Every value of every choice with several values of the others, here or on four ranks; what is in no pair of them, the
+# drawn cases below reach.
 ON_TWO = {
     "replicated": Case(),
     "replicated, by hand": Case(wrapped=None, split=UNEVEN, options={"momentum": 0.9}),
@@ -72,16 +73,13 @@ ON_TWO = {
     "auto of one, no wrapper": Case("mixed", Auto(candidates=(Sharded(),)), split=UNEVEN, wrapped=None),
     "eigen": Case("tokens", Sharded(FACTORS), {"inverse": Eigen(), **RARE}, split=UNEVEN, wrapped=None),
     "eigen, replicated": Case("mixed", Replicated(0.5, FACTORS), {"inverse": Eigen()}, split=EMPTY),
-    "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=EMPTY),
     "ekfac, one worker": Case("pictures", Replicated(0.5), {"inverse": EKFAC(), **EACH}, split=UNEVEN, micro=2),
     "low rank": Case("mixed", Sharded(), {"inverse": LowRank(1)}, split=UNEVEN),
-    "sketches": Case("mixed", Sharded(), {"inverse": LowRank(1, sketch=1)}, split=UNEVEN),
     "sketches, factors": Case("tied", Replicated(0.5, FACTORS), {"inverse": LowRank(1, sketch=1)}, split=EMPTY),
     "newton": Case("mixed", Replicated(1, FACTORS), {"inverse": NewtonSchulz()}, split=EMPTY, wrapped=None),
     "eigen, factors apart": Case("tied", Replicated(0.5, FACTORS), {"inverse": Eigen(), **RARE}, split=UNEVEN),
     "eigen, sharded": Case("mixed", Sharded(), {"inverse": Eigen()}, split=UNEVEN),
     "selected": Case("mixed", Replicated(), SELECTED, split=UNEVEN),
-    "selected, sharded": Case("tokens", Sharded(), {**SELECTED, "nesterov": True}, split=EMPTY, wrapped=None),
     "selected, factors apart": Case("tied", Sharded(FACTORS), SELECTED, split=UNEVEN),
     "doubly factored": Case("feature map", Sharded(), WIDE, split=EMPTY),
     "rule": Case("tokens", Sharded(), {"inverse": AutoInverse()}, split=UNEVEN, wrapped=STATIC),
@@ -93,13 +91,10 @@ ON_TWO = {
     "summed loss, sharded": Case("mixed", Sharded(), {"loss_terms": LossTerms.SUM, "kl_clip": None}, split=UNEVEN),
     "stated terms": Case("mixed", Sharded(FACTORS), stated=True, split=EMPTY, micro=2),
     "scaler": Case("pictures", Replicated(0.5), split=UNEVEN, scaler="handed"),
-    "scaler, named": Case("mixed", Sharded(), split=UNEVEN, scaler="named", micro=2),
     "micro-batches, by hand": Case("tied", Replicated(0.5), split=UNEVEN, micro=3, wrapped=None),
     "fixed region": Case("mixed", Replicated(), FIXED, split=UNEVEN),
-    "fixed region, sharded": Case("tokens", Sharded(), FIXED, split=EMPTY),
     "background": Case("mixed", Replicated(0.5), background(2), split=UNEVEN),
     "background, at once": Case("pictures", Sharded(), background(0), split=UNEVEN),
-    "background, factors": Case("tokens", Sharded(FACTORS), background(1, Staggered()), split=EMPTY),
     "damping that moves": Case("mixed", Replicated(), SELDOM, split=UNEVEN, dampings=MOVING),
     "damping that moves, sharded": Case("tokens", Sharded(FACTORS), SELDOM, split=EMPTY, dampings=MOVING),
     "damping that moves, by layer": Case("mixed", by_layer=GROUPS, split=EMPTY, dampings=MOVING),
@@ -121,11 +116,11 @@ ON_FOUR = {
         "feature map", Sharded(FACTORS), {**WIDE, "refresh": Staggered()}, split=UNEVEN, wrapped=None
     ),
     "ekfac": Case("mixed", Sharded(), {"inverse": EKFAC(), **EACH}, split=UNEVEN),
-    "background": Case("tokens", Sharded(FACTORS), background(2), split=UNEVEN),
+    "background": Case("tokens", Sharded(FACTORS), background(1, Staggered()), split=UNEVEN),
     "fixed region": Case("pictures", Sharded(), FIXED, split=UNEVEN),
     "scaler": Case("mixed", Sharded(), split=EMPTY, scaler="named", micro=2),
     "auto": Case("mixed", Auto(), by_layer=GROUPS, split=UNEVEN),
-    "selected": Case("tokens", Sharded(), SELECTED, split=UNEVEN),
+    "selected": Case("tokens", Sharded(), {**SELECTED, "nesterov": True}, split=UNEVEN, wrapped=None),
     "sketches": Case("pictures", Sharded(FACTORS), {"inverse": LowRank(1, sketch=1)}, split=EMPTY),
 }
 

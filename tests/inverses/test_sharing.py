@@ -183,6 +183,7 @@ def test_a_refresh_beside_the_training_is_that_of_one_process(
 
 
 @every_pair
+@settings(max_examples=15)
 @given(data=st.data())
 @pytest.mark.parametrize("payload", [torch.float32, torch.bfloat16])
 def test_all_ranks_apply_the_same_bits_whatever_was_sent(
