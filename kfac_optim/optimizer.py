@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from kfac_optim import diagnostics
 from kfac_optim.blocks import checkpoint, checkpoint_loading
-from kfac_optim.blocks.checkpoint_groups import check_shape
+from kfac_optim.blocks.checkpoint_groups import check_is_dict
 from kfac_optim.blocks.checkpoint_loading import Incoming
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.selection import Pattern
@@ -441,6 +441,7 @@ class KFACOptimizer(Optimizer):
         dropped gradients among them, since a loop may have kept these to combine them by hand.
         """
         super().zero_grad(set_to_none)
+        self._take_on_groups()  # before the forward to come, so that a layer that is new in them is measured in it
         self._window.mark_stale()
         self._executor.gradients_dropped()
 
@@ -699,11 +700,23 @@ class KFACOptimizer(Optimizer):
         layers keep their inverses until they are next due.
         """
         fresh = self._record is None and not self.state
-        if (lacking := self._executor.states.lacks(factors=self._choices.include_factors)) is not None:
-            self._warnings.partial_checkpoint(lacking)
-        self._publish_blocks()
-        whole = super().state_dict()
-        published_state.fill_up(whole["state"], self._params())
+
+        def publish(_: Optimizer) -> None:
+            self._take_on_groups()
+            if (lacking := self._executor.states.lacks(factors=self._choices.include_factors)) is not None:
+                self._warnings.partial_checkpoint(lacking)
+            self._publish_blocks()
+
+        def fill_up(_: Optimizer, whole: dict[str, Any]) -> None:
+            published_state.fill_up(whole["state"], self._params())
+
+        # The user's own hooks come before and after: they may change the state, and what becomes of the checkpoint.
+        handles = self.register_state_dict_pre_hook(publish), self.register_state_dict_post_hook(fill_up, prepend=True)
+        try:
+            whole = super().state_dict()
+        finally:
+            for handle in handles:
+                handle.remove()
         if fresh:  # `torch.distributed.checkpoint` takes whatever stands there for a sign that momentum does
             self.state.clear()
         return whole
@@ -758,7 +771,7 @@ class KFACOptimizer(Optimizer):
             ValueError: the checkpoint belongs to other layers, which are named, or to another optimizer, or is damaged;
                 nothing is changed.
         """
-        check_shape(state_dict)
+        check_is_dict(state_dict)
         self._take_on_groups()
         # Last of the pre-hooks, so that it sees what the user's own hooks made of the checkpoint.
         handle = self.register_load_state_dict_pre_hook(_take_blocks)
@@ -789,7 +802,11 @@ class KFACOptimizer(Optimizer):
         self._binding.restore(known, waiting)
         incoming.missed.extend(block.name for block, each in missing.items() if each.elsewhere)
         self._binding.rebind(group_of(self.param_groups))
-        self._publish_blocks()
+        trained = any(block.clock.step > 0 for block in self._binding.coverage.blocks)
+        if trained or self._binding.pending.states() or self._record is not None:
+            self._publish_blocks()
+        elif all(each == {} for each in self.state.values()):  # as new: torch.distributed.checkpoint makes a state then
+            self.state.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Take the model along into copies and pickles, as hooks bind the two. Copy or pickle both at once."""
@@ -862,6 +879,7 @@ class KFACOptimizer(Optimizer):
     def _take_on_groups(self) -> None:
         """Take on param groups that were put in the place of others, as by tools that resume a run."""
         if not self._binding.knows(self.param_groups):
+            group_checks.check_names(self.param_groups)
             self._binding.bind(group_of(self.param_groups))
 
     def _drop_shown_state(self) -> None:

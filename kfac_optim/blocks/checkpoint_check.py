@@ -1,5 +1,6 @@
 """Whether the blocks' part of a checkpoint can be loaded: every field is looked at before anything is changed."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -284,8 +285,11 @@ def _state_like(block: KFACBlock, state: Mapping[str, Any]) -> Any:
 
 
 def _same_name(one: str, other: str, any_prefix: bool) -> bool:
-    short, long = sorted((one, other), key=len)
-    return one == other or (any_prefix and (not short or long.endswith(f".{short}")))
+    if one == other or not any_prefix:
+        return one == other
+    # Of several models that were found, names begin with the place of the model, in the order of their first calls.
+    short, long = sorted((re.sub(r"^[0-9]+[.]", "", name) for name in (one, other)), key=len)
+    return short == long or not short or long.endswith(f".{short}")
 
 
 def _size(value: Any) -> str:

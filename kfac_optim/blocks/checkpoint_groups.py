@@ -31,17 +31,36 @@ class Origin(Enum):
     SGD = "torch.optim.SGD"
 
 
-def check_shape(state_dict: object) -> None:
-    """Raise ValueError unless there are param groups and states where torch looks for them."""
+def check_is_dict(state_dict: object) -> None:
+    """Raise ValueError unless this is a dict; what is in it, hooks of the user's may bring into shape."""
     if not isinstance(state_dict, dict):
         raise _refusal(f"it is {described(state_dict)}, not a dict as state_dict() gives it")
+
+
+def check_repeats(numbers: Sequence[Hashable], params: Sequence[nn.Parameter]) -> None:
+    """Raise ValueError where a checkpoint lists a parameter twice that is listed once here, or the other way round.
+
+    Args:
+        numbers: of the checkpoint's parameters.
+        params: ours, as many.
+    """
+    places: dict[Hashable, int] = {}
+    here: dict[nn.Parameter, int] = {}
+    for place, (number, param) in enumerate(zip(numbers, params, strict=True)):
+        if places.setdefault(number, place) != here.setdefault(param, place):
+            raise _refusal(f"'params' has {number!r} twice, and not where the param groups here repeat a parameter")
+
+
+def check_shape(state_dict: object) -> None:
+    """Raise ValueError unless there are param groups and states where torch looks for them."""
+    check_is_dict(state_dict)
+    assert isinstance(state_dict, dict)
     for key, kind, name in (("param_groups", list | tuple, "a list"), ("state", Mapping, "a dict")):
         if key not in state_dict:
             given = listed(state_dict, 4) or "nothing"
             raise _refusal(f"it lacks {key!r} and has {given}; pass what state_dict() gave")
         if not isinstance(state_dict[key], kind):
             raise _refusal(f"{key!r} is {described(state_dict[key])}, not {name}")
-    seen: set[Hashable] = set()
     for number, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, dict):
             raise _refusal(f"param group {number} is {described(group)}, not a dict")
@@ -51,9 +70,6 @@ def check_shape(state_dict: object) -> None:
         for param in params:
             if isinstance(param, bool) or not isinstance(param, int | str):
                 raise _refusal(f"'params' of param group {number} has {described(param)}, not numbers of parameters")
-            if param in seen:
-                raise _refusal(f"'params' has {param!r} twice")
-            seen.add(param)
     names = [key for group in state_dict["param_groups"] for key in group if not isinstance(key, str)]
     if names:
         raise _refusal(f"a param group has a number called {described(names[0])}, not a string")

@@ -70,6 +70,7 @@ def read(
     check_groups([{**ours, **theirs, "params": ours["params"]} for theirs, ours in zip(completed, groups, strict=True)])
     ids = [i for group in saved for i in group["params"]]
     params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
+    checkpoint_groups.check_repeats(ids, params)
     states = checkpoint_groups.by_number(state_dict["state"], ids)
     param_of = dict(zip(ids, params, strict=True))
     names = {param: f"parameter {number}" for number, param in enumerate(params)} | binding.names()

@@ -1,6 +1,6 @@
 """The model as the optimizer knows it: found or given, its layers made into blocks, and hooks that listen to them."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -75,6 +75,8 @@ class ModelBinding:
         self._begin_forward = begin_forward
         self._several = several
         self._groups: Groups = {}
+        self._listed: list[tuple[int, ...]] = []
+        self._left: list[KFACBlock] = []
         self._finder: ModelFinder | None = None
         self._steps = 0  # of this object; clocks of blocks, which are in checkpoints, count all
         self._roots: dict[nn.Module, Handle] = {}
@@ -92,7 +94,7 @@ class ModelBinding:
 
     def start(self, groups: Groups) -> None:
         """Hook the model, or begin to look for it."""
-        self._groups = groups
+        self._list(groups)
         if self._to_adopt is not None:
             self._adopt(self._to_adopt)
             self._window.outside = weakly(self._meet_part)
@@ -103,9 +105,12 @@ class ModelBinding:
 
     def bind(self, groups: Groups) -> None:
         """Take on other param groups; layers they complete are hooked, blocks that exist are kept."""
-        self._groups = groups
+        self._list(groups)
         if self._roots:
+            before = self.coverage.blocks
             self._build()
+            # Where groups are built anew, one after the other, the next may bring a block back before the step.
+            self._left += [block for block in before if block not in self.coverage.blocks]
             held = self.names()
             if not self.given and self._finder is None and any(param not in held for param in groups):
                 self.settled = False  # a module that holds them is still to be called
@@ -121,12 +126,15 @@ class ModelBinding:
 
     def knows(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether these are the param groups that were taken on; others may have been put in their place."""
-        first = [(group["params"][0], group) for group in groups if group["params"]]
-        return all(self._groups.get(param) is group for param, group in first)
+        return _ids_of(groups) == self._listed
+
+    def _list(self, groups: Groups) -> None:
+        self._groups = groups
+        self._listed = _ids_of({id(group): group for group in groups.values()}.values())
 
     def rebind(self, groups: Groups) -> None:
         """Take on the same parameters in other group dicts."""
-        self._groups = groups
+        self._list(groups)
         for block in self.coverage.blocks:
             block.groups = tuple(groups[param] for param in block.params)
 
@@ -226,6 +234,7 @@ class ModelBinding:
         self._steps += 1
         self.pending.let_step_pass()
         self._functional.end_step()
+        self._left.clear()
         self._grow()
         self._prepare()
 
@@ -349,7 +358,7 @@ class ModelBinding:
             self.model,
             self._groups,
             self._options,
-            self.coverage.blocks,
+            [*self.coverage.blocks, *self._left],
             self.pending.reasons(),
             members(self.model, self.pending.waiting).union(trained),
         )
@@ -401,6 +410,11 @@ class ModelBinding:
         known = self._window.hooked()
         if self._grow():
             self._window.catch_up(module, args, known)
+
+
+def _ids_of(groups: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
+    """Return the identities of param groups and of their parameters, which are compared at every step."""
+    return [(id(group), *map(id, group["params"])) for group in groups if group["params"]]
 
 
 def _in_wrapper(model: nn.Module) -> nn.Module:

@@ -39,6 +39,17 @@ def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
     return kl_clip
 
 
+def check_names(groups: Sequence[Group]) -> None:
+    """Refuse param groups whose list of parameters was edited and whose list of names was not."""
+    for i, group in enumerate(groups):
+        names = group.get("param_names")
+        if names is not None and len(names) != len(group["params"]):
+            raise ValueError(
+                f"kfac_optim: param group {i} has {len(group['params'])} parameters and {len(names)} 'param_names'. "
+                "Change both lists alike, or delete 'param_names' from all param groups."
+            )
+
+
 def check_shards(group: Group, number: int, whole: object | None) -> None:
     """Refuse parameters that processes hold parts of, where a choice needs them whole.
 

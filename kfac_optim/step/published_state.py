@@ -48,7 +48,7 @@ def publish(
             factors=include_factors,
             under_way=not executor.several,
             spread=partial and block.is_ready,
-            momenta=sum(MOMENTUM in state.get(param, ()) for param in block.params),
+            momenta=sum(state.get(param, {}).get(MOMENTUM) is not None for param in block.params),
             remembered=remembered,
         )
     for param, beside in beside_blocks.items():
@@ -71,7 +71,8 @@ def fill_up(states: MutableMapping[Any, Any], params: Sequence[nn.Parameter]) ->
         states: what the checkpoint holds of parameters, by their numbers.
         params: all parameters of the param groups.
     """
-    for number, param in enumerate(params if states else ()):
+    numbers = {param: number for number, param in enumerate(params)}  # as torch: one that is listed twice has the last
+    for param, number in numbers.items() if states else ():
         if param.requires_grad:
             states.setdefault(number, {})
 

@@ -393,6 +393,66 @@ def test_a_state_dict_post_hook_may_rewrite_the_checkpoint() -> None:
     optimizer.load_state_dict(state)
 
 
+def test_hooks_may_give_a_checkpoint_another_form_and_take_it_back() -> None:
+    def numbers(state: dict[str, Any]) -> dict[str, int]:
+        return {
+            name: i
+            for group in state["param_groups"]
+            for i, name in zip(group["params"], group["param_names"], strict=True)
+        }
+
+    def by_name(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {"inner": {**state, "state": {name: state["state"][i] for name, i in numbers(state).items()}}}
+
+    def by_number(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        inner = state["inner"]
+        return {**inner, "state": {i: inner["state"][name] for name, i in numbers(inner).items()}}
+
+    model = mlp()
+    optimizer = KFACOptimizer(model.named_parameters(), model=model, lr=0.1, momentum=0.9)
+    train(model, optimizer, 2)
+    expected = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_state_dict_post_hook(by_name)
+    optimizer.register_load_state_dict_pre_hook(by_number)
+    state = optimizer.state_dict()
+    assert set(state["inner"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    optimizer.load_state_dict(state)
+    assert_identical(optimizer.state_dict()["inner"]["param_groups"], expected["param_groups"])
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("by", ["a hook", "hand"])
+def test_momentum_that_begins_anew_is_in_no_count_of_the_checkpoint(by: str) -> None:
+    def restart(optimizer: Any) -> None:
+        for held in optimizer.state.values():
+            held["momentum_buffer"] = None
+
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    train(model, optimizer, 2)
+    if by == "hand":
+        restart(optimizer)
+    else:
+        optimizer.register_state_dict_pre_hook(restart)
+    other = KFACOptimizer(model, lr=0.1, momentum=0.9)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(model, other, 1)
+
+
+def test_a_parameter_that_a_group_lists_twice_keeps_its_state() -> None:
+    model = mlp()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = KFACOptimizer([*model.parameters(), model[0].weight], model=model, lr=0.1, momentum=0.9)
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()
+    assert sorted(state["state"]) == sorted(set(state["param_groups"][0]["params"]))
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 1)
+    other = KFACOptimizer([*model.parameters(), nn.Parameter(torch.zeros(5, 4))], model=model, lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="'params' has 4 twice, and not where the param groups here"):
+        other.load_state_dict(state)
+
+
 def test_a_load_restores_the_numbers_of_the_groups_and_blocks_obey_them() -> None:
     model = mlp()
     optimizer = KFACOptimizer(model, damping=0.25, factor_decay=0.5, kl_clip=None)

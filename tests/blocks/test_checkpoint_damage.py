@@ -110,7 +110,6 @@ NO_CHECKPOINTS: dict[str, tuple[Any, str]] = {
     "no state": ({"param_groups": []}, "it lacks 'state'"),
     "groups as a dict": ({"param_groups": {}, "state": {}}, "'param_groups' is dict, not a list"),
     "a group that is none": ({"param_groups": [3], "state": {}}, "param group 0 is 3, not a dict"),
-    "a parameter twice": ({"param_groups": [{"params": [0, 0]}], "state": {}}, "'params' has 0 twice"),
     "a group without parameters": ({"param_groups": [{"lr": 1}], "state": {}}, "'params' of param group 0 is None"),
 }
 

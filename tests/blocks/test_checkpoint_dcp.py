@@ -67,6 +67,18 @@ def test_every_form_resumes_bitwise(form: str, through: str, momentum: float, tm
     assert_goes_on_alike(run, other)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_new_optimizer_that_has_loaded_its_own_state_has_places_for_all(momentum: float, tmp_path: Path) -> None:
+    """As `Accelerator.prepare` has it load what it holds."""
+    run, other = new(momentum, EKFAC()), new(momentum, EKFAC())
+    other[1].load_state_dict(other[1].state_dict())
+    train(*run, 5)
+    template = get_optimizer_state_dict(*other)
+    through_files(get_optimizer_state_dict(*run), template, tmp_path)
+    set_optimizer_state_dict(*other, template)
+    assert_goes_on_alike(run, other)
+
+
 def as_a_dict(run: Run, other: Run, folder: Path) -> None:
     template = other[1].state_dict()
     through_files(run[1].state_dict(), template, folder)

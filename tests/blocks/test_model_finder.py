@@ -596,6 +596,34 @@ def test_a_checkpoint_waits_unchanged_until_the_model_is_called() -> None:
     assert_same_training(resumed, uninterrupted)
 
 
+@pytest.mark.parametrize("seen", ["before", "after"])
+def test_two_models_that_are_first_called_in_another_order_resume(seen: str) -> None:
+    def new(encoder: nn.Module, decoder: nn.Module) -> KFACOptimizer:
+        return KFACOptimizer([*encoder.parameters(), *decoder.parameters()], lr=0.1, factor_update_period=1)
+
+    def step(optimizer: KFACOptimizer) -> None:
+        optimizer.zero_grad()
+        models[1](models[0](batch())).square().mean().backward()
+        optimizer.step()
+
+    models = mlp(), mlp(sizes=(3, 5, 4))
+    optimizer = new(*models)
+    step(optimizer)
+    state = optimizer.state_dict()
+    resumed = new(*models)
+    if seen == "after":
+        resumed.load_state_dict(state)
+    with torch.no_grad():
+        models[1](batch(dim=3))
+        models[0](batch())
+    if seen == "before":
+        resumed.load_state_dict(state)
+    factors = {name.partition(".")[2]: pair for name, pair in optimizer.factors().items() if name.startswith("0.")}
+    found = {name.partition(".")[2]: pair for name, pair in resumed.factors().items() if name.startswith("1.")}
+    assert_identical(found, factors)
+    step(resumed)
+
+
 def test_two_models_called_one_after_the_other_resume_bitwise() -> None:
     whole, first, second = Coder(), Coder(), Coder()
     train_apart(whole, uninterrupted := KFACOptimizer(whole.parameters(), **OPTIONS), 5)

@@ -16,7 +16,6 @@ from kfac_optim import EKFAC, Cholesky, Eigen, Inverse, KFACOptimizer, LowRank, 
 from kfac_optim.blocks import preconditioning
 from kfac_optim.blocks.preconditioning import Stacks, precondition, to_params
 from kfac_optim.specs import LayerSpec
-from kfac_optim.step.gate import group_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -205,7 +204,6 @@ def test_stacks_let_go_of_blocks_that_were_replaced() -> None:
     gone = [weakref.ref(block) for block in optimizer._binding.coverage.blocks]
     model[0].bias.requires_grad_(False)
     optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.requires_grad]
-    optimizer._binding.bind(group_of(optimizer.param_groups))
     train(model, optimizer, 2)
     gc.collect()
     assert gone[0]() is None
