@@ -95,7 +95,7 @@ class KFACBlock:
         under_way: the refresh that is under way, if any; a new state has none.
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which the captured calls did not account for the gradient, on any process.
-        silent: steps in which the first statistics were wanted and none came.
+        silent: steps in which the first statistics were wanted and none came, since the loss last used the layer.
         waits_for_period: whether the first statistics too come by period, as those of all other blocks.
         follows_uses: whether derivatives of the products with the weight are noted as well.
         joint: rows of this step, where statistics are made of all uses of the matrix together; None where each call
@@ -162,11 +162,17 @@ class KFACBlock:
     def wants_statistics(self) -> bool:
         """Return whether the current step is one of statistics: by period, or because nothing is known yet.
 
-        A layer that the loss does not use is not looked at in each step for ever.
+        A layer that was not used when its turn came, as one of several heads, gives them at its second use after that.
+        One that the loss does not use is not looked at in each step for ever.
         """
         if self.inverse.takes_rows or (not self.is_ready and self.silent < SILENT_STEPS and not self.waits_for_period):
             return True
-        return self.clock.step % period_of(self.group, "factor_update_period") == 0
+        return self.clock.statistics_due(period_of(self.group, "factor_update_period"))
+
+    def is_overdue(self) -> bool:
+        """Return whether statistics were due here, at this step or an earlier one, and have not come since."""
+        period = period_of(self.group, "factor_update_period")
+        return self.clock.is_overdue(period) and self.measured_here and not self.waits_for_period
 
     def takes_statistics(self) -> bool:
         """Return whether this process takes statistics at the current step."""

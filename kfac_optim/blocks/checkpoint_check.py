@@ -78,7 +78,7 @@ _CLOCK = {
     "summed_terms": _number(zero=False),
     "loss_unit": _number(zero=False),
 }
-_CLOCK_LATER = {"gradient_scale": _number(zero=False)}  # older checkpoints do not have it
+_CLOCK_LATER = {"gradient_scale": _number(zero=False), "missed": _FLAG}  # older checkpoints do not have it
 
 
 def check_forms(states: Mapping[str, object]) -> None:

@@ -47,6 +47,8 @@ class Clock:
     """What the param group's `λ` is multiplied by, as of the last statistics (`StepSize.loss_unit`)."""
     gradient_scale: float = 1.0
     """What the loop itself multiplied gradients by, as the last step without clipping has shown (`ScaleProbe`)."""
+    missed: bool = False
+    """Whether the loss used the layer at a step in which statistics were overdue, and none came."""
 
     def advance(self, steps: int = 1) -> None:
         """Let steps pass."""
@@ -57,6 +59,15 @@ class Clock:
         self.folded_at = self.step
         self.summed_terms = count.summed or self.summed_terms
         self.folds += 1
+        self.missed = False
+
+    def statistics_due(self, period: int) -> bool:
+        """Return whether statistics are due at this step: by period, or because the layer missed its turn."""
+        return self.missed or self.step % period == 0
+
+    def is_overdue(self, period: int) -> bool:
+        """Return whether statistics have been due since they were last taken, at this step or an earlier one."""
+        return self.step // period > self.folded_at // period
 
     def note_refresh(self, damping: float) -> None:
         """Note a refresh at this step, with this `λ`."""

@@ -369,14 +369,20 @@ class ModelBinding:
             self._window.probe.choose([block.params for block in coverage.blocks])
         self.rebind(self._groups)
         for block in coverage.blocks:
-            self._restore_waiting(block)
+            self._begin(block)
 
     def _claim(self, product: Product | TensorProduct) -> KFACBlock | None:
         """Make a block of a parameter that a function was seen to multiply by."""
         assert self.model is not None
         if (block := claim(self.model, product, self._groups, self._options, self.coverage)) is not None:
-            self._restore_waiting(block)
+            self._begin(block)
         return block
+
+    def _begin(self, block: KFACBlock) -> None:
+        """Bring the clock of a new block to the time, and give it what a checkpoint holds for it."""
+        if block.clock.step == 0:  # else the periods of a layer that comes late would begin at other steps
+            block.clock.advance(self._window.step)
+        self._restore_waiting(block)
 
     # -- a forward ---------------------------------------------------------------------------------------------
 

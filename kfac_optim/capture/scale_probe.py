@@ -88,6 +88,10 @@ class ScaleProbe:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the backwards so far, as their gradients were thrown away; those to come are kept."""
         self._kept.clear()
         self._backwards.clear()
 
@@ -120,7 +124,7 @@ class ScaleProbe:
             return ScaleChange(1 / count, known=1 / count)
         if ratio > 1 + tolerance:
             return ScaleChange(ratio, known=known)
-        if ratio <= known < 1:
+        if known < 1 and ratio <= known * (1 + tolerance):
             return ScaleChange(known, known=known)  # and the rest is clipping
         return ScaleChange(is_doubtful=ratio < _SMALL, known=known)
 

@@ -236,6 +236,10 @@ class CaptureWindow(Ledger):
         self._end()
         return count
 
+    def discard(self) -> None:
+        super().discard()
+        self.probe.forget()
+
     def abandon(self) -> None:
         """End the window as if nothing had been captured in it."""
         self.discard()
@@ -251,6 +255,7 @@ class CaptureWindow(Ledger):
         finally:
             self.estimate, self.listening = estimate, listening
             self.abandon()
+            self.probe.end()
 
     def offer_step(self) -> None:
         """Note that a GradScaler begins a step, which does not come if the scaler finds an overflow."""

@@ -15,6 +15,7 @@ from kfac_optim.blocks.preconditioning import is_used
 from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
+from kfac_optim.factors.second_moments import on_host
 from kfac_optim.fisher.objective import Objective
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Agreement, Executor, Parts
@@ -169,8 +170,11 @@ class Engine:
             block.state.end_step()
         self._update(groups, state, sized, finite)
         for block in blocks:
-            if not block.is_ready and block not in agreement.sampled:
-                block.silent += block.wants_statistics()
+            if block not in agreement.sampled:
+                if not block.is_ready:
+                    block.silent += block.wants_statistics()
+                elif block in agreement.graded and block.is_overdue():
+                    block.clock.missed = _may_be_used(block, agreement)
             block.clock.advance()
         remembered = _remembered(memory, sized.memory, finite)
         return StepRecord({**measures, **sized.measures}, remembered, count, directions.unpreconditioned)
@@ -306,7 +310,13 @@ def _covered(graded: Blocks, agreement: Agreement) -> tuple[list[KFACBlock], lis
             if block.silent < SILENT_STEPS:
                 unpreconditioned.append(block.name)
             block.silent = 0  # the loss uses it after all
+            block.clock.missed |= block.is_overdue()
     return covered, unpreconditioned
+
+
+def _may_be_used(block: KFACBlock, agreement: Agreement) -> bool:
+    """Return whether a block that has an inverse has a gradient that is not zero, as far as the host can tell."""
+    return agreement.used is not None or not on_host(block.params[0]) or is_used(block)
 
 
 def _products(

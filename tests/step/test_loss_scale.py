@@ -11,7 +11,7 @@ from helpers.plain import Factors, assert_same_factors, batch, factors_after, ml
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import ExactGGN, KFACOptimizer, LevenbergMarquardt
 
 SCALE = 2.0**10
 
@@ -21,7 +21,7 @@ def plain_factors() -> Factors:
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> KFACOptimizer:
-    return KFACOptimizer(model, lr=0.0, factor_update_period=1, **options)
+    return KFACOptimizer(model, **{"lr": 0.0, "factor_update_period": 1, **options})
 
 
 def clip(model: nn.Module, by: float = 0.3) -> None:
@@ -123,6 +123,35 @@ def test_gradients_divided_by_the_number_of_micro_batches_are_those_of_the_mean(
         optimizer.step()
     whole = factors_after(mlp(), lambda model: square_loss(model(batch(size=9))).backward())
     assert_same_factors(optimizer.factors(), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_backwards_whose_gradients_were_dropped_are_not_among_them(by: str) -> None:
+    model = mlp()
+    optimizer = optimizer_of(model)
+    square_loss(model(batch(seed=7))).backward()
+    (optimizer if by == "optimizer" else model).zero_grad()
+    for part in torch.tensor_split(batch(size=9), 3):
+        square_loss(model(part)).backward()
+    by_a_constant(model, 1 / 3)
+    optimizer.step()
+    whole = factors_after(mlp(), lambda model: square_loss(model(batch(size=9))).backward())
+    assert_same_factors(optimizer.factors(), whole, rtol=1e-5)
+
+
+def test_after_a_step_was_judged_nothing_is_kept() -> None:
+    model, criterion = mlp(), nn.MSELoss()
+    judge = LevenbergMarquardt(interval=1)
+    optimizer = optimizer_of(model, estimate=ExactGGN(criterion), adapt_damping=judge)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = criterion(model(batch()), torch.zeros(8, 3))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
 def clipped(model: nn.Module) -> None:
