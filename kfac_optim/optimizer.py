@@ -335,10 +335,11 @@ class KFACOptimizer(Optimizer):
         if given is not None:
             self._warnings.coverage(self._binding)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # `weakref.finalize` would hold the model, and by that an optimizer that stands in the model, for ever.
         binding = self.__dict__.get("_binding")  # none where __init__ has raised
-        if binding is not None and not sys.is_finalizing():  # at the end of a process nothing is left to close with
+        # At the end of a process nothing is left to close with, not even what this module has imported.
+        if binding is not None and not is_finalizing():
             binding.close()
             self._executor.close()
 

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,6 +98,18 @@ def test_nor_after_other_uses(use: Callable[[nn.Module, KFACOptimizer], object])
     alive = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
     del model, optimizer
     assert not any(ref() is not None for ref in alive)
+
+
+def test_an_optimizer_that_lives_to_the_end_of_the_process_ends_quietly() -> None:
+    script = """if True:
+        from torch import nn
+        from kfac_optim import KFACOptimizer
+
+        optimizer = KFACOptimizer(nn.Linear(3, 2))
+        KFACOptimizer.last = lambda _: optimizer  # which is freed with the class, after all modules
+    """
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
 
 
 @pytest.mark.usefixtures("_no_collector")
