@@ -68,6 +68,16 @@ def test_each_group_keeps_its_own_base() -> None:
     assert values(scheduler, 2) == [[0.5, 0.125], [0.25, 0.0625], [0.125, 0.03125]]
 
 
+def test_a_group_that_was_added_since_keeps_its_value() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model[0].parameters(), model=model, lr=0.1, damping=0.1)
+    schedule = HyperparameterScheduler(optimizer, "damping", lambda _: 0.5)
+    optimizer.add_param_group({"params": model[2].parameters(), "damping": 0.3})
+    optimizer.step()
+    schedule.step()
+    assert [group["damping"] for group in optimizer.param_groups] == [0.05, 0.3]
+
+
 @pytest.mark.parametrize("sequence", [list, tuple])
 def test_each_group_may_have_its_own_factor(sequence: Callable[[list[Any]], Any]) -> None:
     factors = sequence([lambda step: 2.0**-step, lambda step: 1.0 + step])

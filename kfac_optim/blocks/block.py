@@ -170,9 +170,11 @@ class KFACBlock:
         return self.clock.statistics_due(period_of(self.group, "factor_update_period"))
 
     def is_overdue(self) -> bool:
-        """Return whether statistics were due here, at this step or an earlier one, and have not come since."""
-        period = period_of(self.group, "factor_update_period")
-        return self.clock.is_overdue(period) and self.measured_here and not self.waits_for_period
+        """Return whether statistics were due, at this step or an earlier one, and have not come since.
+
+        All processes agree on it, whichever of them takes the statistics.
+        """
+        return self.clock.is_overdue(period_of(self.group, "factor_update_period")) and not self.waits_for_period
 
     def takes_statistics(self) -> bool:
         """Return whether this process takes statistics at the current step."""

@@ -154,12 +154,14 @@ def test_what_a_variable_cannot_hold_is_refused_by_name(environ: Mapping[str, st
 
 
 def test_an_address_of_ipv6_is_put_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr(launch.dist, "init_process_group", lambda _, **arguments: asked.append(arguments))
+    asked: list[tuple[object, dict[str, object]]] = []
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda name, **arguments: asked.append((name, arguments)))
     for name, value in (HYDRA | {"MASTER_ADDR": "fd00::1"}).items():
         monkeypatch.setenv(name, value)
-    launch.initialize()
-    assert [arguments["init_method"] for arguments in asked] == ["tcp://[fd00::1]:29500"]
+    launch.initialize("gloo", timedelta(seconds=7))
+    ((backend, arguments),) = asked
+    assert (backend, arguments["init_method"]) == ("gloo", "tcp://[fd00::1]:29500")
+    assert arguments["timeout"] == timedelta(seconds=7)
 
 
 def together(store: dist.Store, ranks: Sequence[int], of: int, seconds: float = 10) -> list[dist.Store]:

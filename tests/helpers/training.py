@@ -361,7 +361,7 @@ def _compare_states(
     for number, held in theirs["state"].items():
         mine = ours["state"][number]
         assert mine.keys() == held.keys(), number
-        for name in ("momentum_buffer", "exp_avg_sq", "step"):
+        for name in ("momentum_buffer", "exp_avg_sq", "step", "preference"):
             if held.get(name) is not None:
                 close(mine[name], held[name], f"{name} {number}", rtol)
         if "kfac" in held:

@@ -33,7 +33,7 @@ train(9)
 age = optimizer.metrics()["inverse_age"]
 if child == 0:
     os._exit(0 if age <= 5 else 1)
-raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or int(age > 5))
 """
 
 

@@ -274,9 +274,12 @@ def test_the_default_goes_on_from_its_checkpoint_with_a_region_of_its_own() -> N
     for _ in range(3):
         optimizer.step(closure_of(model, optimizer))
     saved = optimizer.state_dict()
-    for block in saved["state"].values():
-        if (memory := block.get("kfac", {}).get("step_size")) is not None:
-            assert memory[0] == 0, "the logarithm of the size of a trust region"
+    (memory,) = {tuple(block["kfac"]["step_size"].tolist()) for block in saved["state"].values() if "kfac" in block}
+    assert memory[0] == 0, "the logarithm of the size of a trust region"
+    default = KFACOptimizer(model, lr=0.1, inverse=Cholesky())
+    default.load_state_dict(saved)
+    default.step(closure_of(model, default))
+    assert default.metrics()["kl_clip"] == pytest.approx(default.param_groups[0]["kl_clip"])
     searched = KFACOptimizer(model, lr=1.0, damping=1e-2, inverse=Cholesky(), step_size=LineSearch())
     searched.load_state_dict(saved)
     assert searched._memory.get([], [*model.parameters()]).tolist() == optimizer._memory.get([], []).tolist()

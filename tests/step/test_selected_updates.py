@@ -47,28 +47,43 @@ def power(factor: Tensor, exponent: float) -> Tensor:
     return basis @ torch.diag(values**exponent) @ basis.T
 
 
-def updates(mean: Tensor, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    orthogonal = orthogonalised((mean @ power(a, -0.5))[None])[0] * 0.2 * max(mean.shape) ** 0.5
+def updates(mean: Tensor, a: Tensor, g: Tensor, rms: float = 0.2) -> tuple[Tensor, Tensor]:
+    orthogonal = orthogonalised((mean @ power(a, -0.5))[None])[0] * rms * max(mean.shape) ** 0.5
     natural = power(g, -1) @ mean @ power(a, -1)
-    return orthogonal, 0.2 * natural / natural.square().mean().sqrt()
+    return orthogonal, rms * natural / natural.square().mean().sqrt()
 
 
-def gradient(layer: nn.Module) -> Tensor:
-    return torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
+def gradient(layer: nn.Module, decay: float = 0.0) -> Tensor:
+    parts = [param.grad + decay * param.detach() for param in (layer.weight, layer.bias)]
+    return torch.cat([parts[0], parts[1][:, None]], 1)
 
 
 @pytest.mark.parametrize(
-    ("nesterov", "maximize", "decay", "steeper"),
-    [(True, False, 0.3, 0.5), (False, False, 0.0, 2.0), (True, True, 0.0, 0.2), (False, True, 0.3, 0.5)],
+    ("nesterov", "maximize", "decay", "steeper", "rms", "in_curvature"),
+    [
+        (True, False, 0.3, 0.5, 0.2, False),
+        (False, False, 0.3, 2.0, 0.2, True),
+        (True, True, 0.0, 0.2, 0.2, False),
+        (False, True, 0.3, 0.5, 0.4, False),
+        (True, False, 0.3, 0.5, 0.2, True),
+    ],
 )
 def test_a_layer_goes_by_the_natural_gradient_where_the_next_gradients_found_it_steep_enough(
-    nesterov: bool, maximize: bool, decay: float, steeper: float, monkeypatch: pytest.MonkeyPatch
+    nesterov: bool,
+    maximize: bool,
+    decay: float,
+    steeper: float,
+    rms: float,
+    in_curvature: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here no direction is twice as steep as the orthogonal update, so that less is asked of it as well."""
     monkeypatch.setattr(selected_updates, "_STEEPER", steeper)
     ours, theirs = mlp(), mlp()
-    numbers = {"nesterov": nesterov, "weight_decay": decay, "maximize": maximize, "inverse_update_period": 1}
-    optimizer = KFACOptimizer(ours, **OPTIONS, **numbers)
+    numbers = {"nesterov": nesterov, "weight_decay": decay, "maximize": maximize, "l2_in_curvature": in_curvature}
+    options = {**OPTIONS, "step_size": SelectedUpdates(rms=rms), "inverse_update_period": 1}
+    optimizer = KFACOptimizer(ours, **options, **numbers)
+    coupled, decoupled = (decay, 0.0) if in_curvature else (0.0, decay)
     means: dict[str, Tensor] = {}
     preference = {"0": 0.0, "2": 0.0}
     chosen = set()
@@ -81,21 +96,21 @@ def test_a_layer_goes_by_the_natural_gradient_where_the_next_gradients_found_it_
             layer, (a, g) = theirs.get_submodule(name), optimizer.factors()[name]
             assert a is not None
             assert g is not None
-            new = gradient(layer)
+            new = gradient(layer, coupled)
             if name in means and (step < 5 or step % 5 == 0):
-                orthogonal, steep = (float((new * update).sum()) for update in updates(means[name], a[0], g[0]))
+                orthogonal, steep = (float((new * update).sum()) for update in updates(means[name], a[0], g[0], rms))
                 found = (steep - steeper * orthogonal) / (abs(steep) + steeper * abs(orthogonal))
                 preference[name] += 0.2 * (found - preference[name])
             means[name] = 0.8 * means.get(name, torch.zeros_like(new)) + 0.2 * new
             ahead = 0.8 * means[name] + 0.2 * new if nesterov else means[name]
             natural = preference[name] > 0
             chosen.add(natural)
-            update = updates(ahead, a[0], g[0])[natural] * (-1 if maximize else 1)
+            update = updates(ahead, a[0], g[0], rms)[natural] * (-1 if maximize else 1)
             held = optimizer.state[ours.get_submodule(name).weight].get(PREFERENCE, torch.zeros(()))
             torch.testing.assert_close(held.double(), torch.tensor(preference[name]), rtol=0, atol=1e-6)
             with torch.no_grad():
                 for param, part in ((layer.weight, update[:, :-1]), (layer.bias, update[:, -1])):
-                    param.mul_(1 - 0.02 * decay).sub_(0.02 * part)
+                    param.mul_(1 - 0.02 * decoupled).sub_(0.02 * part)
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
     assert chosen == ({False} if steeper == 2 else {True, False})
@@ -136,9 +151,10 @@ def test_metrics_tell_how_many_layers_prefer_the_natural_gradient() -> None:
     model = mlp()
     optimizer = KFACOptimizer(model, **OPTIONS)
     assert "natural_updates" not in optimizer.metrics()
-    train(model, optimizer, 9)
-    preferences = [optimizer.state[layer.weight][PREFERENCE] > 0 for layer in (model[0], model[2])]
-    assert optimizer.metrics()["natural_updates"] == sum(preferences) / 2
+    train(model, optimizer, 1)
+    for layer, preference in ((model[0], 1.0), (model[2], -1.0)):
+        optimizer.state[layer.weight][PREFERENCE].fill_(preference)
+    assert optimizer.metrics()["natural_updates"] == 0.5
 
 
 def test_factors_in_blocks_are_refused() -> None:
@@ -192,6 +208,29 @@ def test_the_inverse_goes_with_the_step_size_where_none_is_named() -> None:
     assert inverse == "InverseAndRoot(damping=0.1, rank=32, sketch=64)"
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_layers_of_one_shape_may_prefer_other_updates(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    train(model, optimizer, 6)  # the next step compares nothing
+    preferences = (1.0, -1.0, 1.0)
+    for layer, preference in zip(model, preferences, strict=True):
+        optimizer.state[layer.weight][PREFERENCE].fill_(preference)
+    before = copy.deepcopy(model)
+    states = [block.state for block in optimizer._binding.coverage.blocks]
+    monkeypatch.setattr(selected_updates, "on_host", lambda _: on_host)
+    train(model, optimizer, 1, start=6)
+    inverse = InverseAndRoot()
+    for layer, old, state, preference in zip(model, before, states, preferences, strict=True):
+        mean = torch.cat([optimizer.state[p]["momentum_buffer"].view(4, -1) for p in layer.parameters()], 1)[None]
+        if preference > 0:
+            update = inverse.apply(state, mean, 0.0)
+            update = 0.2 * update / update.square().mean().sqrt()
+        else:
+            update = orthogonalised(inverse.apply_root(state, mean)) * 0.2 * 5**0.5
+        torch.testing.assert_close((old.weight - layer.weight).detach(), 0.02 * update[0, :, :-1], rtol=1e-6, atol=1e-9)
+
+
 def test_layers_of_one_shape_keep_their_own_updates() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     optimizer = KFACOptimizer(model, **OPTIONS)
@@ -220,12 +259,20 @@ def test_a_layer_without_statistics_goes_by_its_own_gradient() -> None:
     torch.testing.assert_close(before - model[0].weight, 0.02 * update[:, :-1])
 
 
-def test_a_model_without_layers_trains_as_with_adamw() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "decay", "in_curvature"),
+    [(SelectedUpdates(), 0.1, False), (SelectedUpdates(beta2=0.9, eps=0.1), 0.1, True)],
+    ids=["decoupled", "in the gradient"],
+)
+def test_a_model_without_layers_trains_as_with_adam(chosen: SelectedUpdates, decay: float, in_curvature: bool) -> None:
     ours, theirs = (nn.ParameterList([torch.linspace(-1, 1, 5)]) for _ in range(2))
-    optimizer = KFACOptimizer(ours.parameters(), **OPTIONS)
-    adamw = torch.optim.AdamW(theirs.parameters(), 0.02, (0.8, 0.999), weight_decay=0)
+    options = {**OPTIONS, "step_size": chosen, "weight_decay": decay, "l2_in_curvature": in_curvature}
+    optimizer = KFACOptimizer(ours.parameters(), **options)
+    adam = (torch.optim.Adam if in_curvature else torch.optim.AdamW)(
+        theirs.parameters(), 0.02, (0.8, chosen.beta2), chosen.eps, weight_decay=decay
+    )
     for i in range(5):
-        for params, each in ((ours, optimizer), (theirs, adamw)):
+        for params, each in ((ours, optimizer), (theirs, adam)):
             each.zero_grad()
             params[0].square().sum().backward()
             told = i == 0 and each is optimizer

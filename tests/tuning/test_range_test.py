@@ -20,17 +20,20 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from kfac_optim import (
     Background,
+    Cholesky,
     ExactGGN,
     HyperparameterScheduler,
     IterateAverage,
     KFACOptimizer,
     LevenbergMarquardt,
+    LineSearch,
     MonteCarlo,
     QuadraticModel,
     SampleSpace,
     SelectedUpdates,
 )
 from kfac_optim.tuning import RangeTest, Trial, range_test
+from kfac_optim.tuning.range_test import _RATES, _RATES_OF_ADAMW, _start
 from kfac_optim.tuning.search import Start, search
 
 Batch = tuple[Tensor, Tensor]
@@ -347,6 +350,39 @@ def test_param_groups_keep_their_ratios() -> None:
     result.apply(optimizer)
     first, second = optimizer.param_groups
     assert (first["lr"], second["lr"]) == pytest.approx((result.lr, 3 * result.lr))
+
+
+def test_the_damping_is_given_to_all_groups_in_their_ratios() -> None:
+    model = mlp()
+    groups = [
+        {"params": model[0].parameters(), "damping": 0.1},
+        {"params": model[2].parameters(), "damping": 0.2, "preconditioner_damping": 0.5},
+    ]
+    optimizer = KFACOptimizer(groups, lr=1.0, model=model)
+    RESULT.apply(optimizer)
+    first, second = optimizer.param_groups
+    assert (first["damping"], second["damping"]) == pytest.approx((0.01, 0.02))
+    assert first["preconditioner_damping"] is None
+    assert second["preconditioner_damping"] == pytest.approx(0.05)
+    with pytest.raises(TypeError, match=r"RangeTest\.apply is given"):
+        RESULT.apply(torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "bounded"),
+    [
+        ({}, _RATES, True),
+        ({"kl_clip": None}, _RATES, False),
+        ({"step_size": SelectedUpdates(), "momentum": 0.9}, _RATES_OF_ADAMW, False),
+        ({"step_size": LineSearch(), "inverse": Cholesky()}, (), True),
+    ],
+    ids=["default", "no region", "selected", "search"],
+)
+def test_what_is_tried_depends_on_the_step_size(
+    options: dict[str, Any], rates: tuple[float, ...], bounded: bool
+) -> None:
+    start = _start(KFACOptimizer(mlp(), **options))
+    assert (start.rates, start.bounded) == (rates, bounded)
 
 
 @pytest.mark.slow
