@@ -37,7 +37,7 @@ from helpers.plain import (
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import Cholesky, DoublyFactored, KFACOptimizer, Structure, TrustRegion
+from kfac_optim import Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, Structure, TrustRegion
 from kfac_optim.distributed import DistributedConfig
 
 MakeParams = Callable[[nn.Module], Any]
@@ -300,10 +300,14 @@ def test_momentum_that_goes_uphill_is_held_back_to_the_trust_region(kl_clip: flo
     torch.testing.assert_close(optimizer.state[model[1].weight]["momentum_buffer"], 0.9 * free + model[1].weight.grad)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("l2_in_curvature", [False, True])
-def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(l2_in_curvature: bool, nesterov: bool) -> None:
-    model, twin = mlp(), mlp()
+@pytest.mark.parametrize(
+    ("l2_in_curvature", "nesterov", "named"),
+    [(False, False, False), (True, True, False), (False, True, True), (True, False, True)],
+)
+def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(
+    l2_in_curvature: bool, nesterov: bool, named: bool
+) -> None:
+    model, twin, criterion = mlp(), mlp(), nn.MSELoss()
     options: dict[str, Any] = {
         "lr": 0.3,
         "momentum": 0.9,
@@ -311,14 +315,17 @@ def test_maximising_the_negative_of_a_loss_equals_minimising_the_loss(l2_in_curv
         "kl_clip": 1e-5,
         "weight_decay": 0.1,
         "l2_in_curvature": l2_in_curvature,
+        **({"estimate": ExactGGN(criterion)} if named else {}),
         **FREQUENT,
     }
     up, down = KFACOptimizer(model, maximize=True, **options), KFACOptimizer(twin, **options)
     for step in range(8):
         for optimizer, owner, sign in ((up, model, -1), (down, twin, 1)):
             optimizer.zero_grad()
-            (sign * square_loss(owner(batch(step)))).backward()
+            output = owner(batch(step))
+            (sign * (criterion(output, torch.ones_like(output)) if named else square_loss(output))).backward()
             optimizer.step()
+        assert up.metrics()["measured_parameters"] == 1
         assert up.metrics()["momentum_scale"] == down.metrics()["momentum_scale"]
     assert_identical(clones(model.parameters()), clones(twin.parameters()))
 

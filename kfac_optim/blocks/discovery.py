@@ -157,7 +157,7 @@ def _claim_tensor(
     adapter = TensorAdapter(product.shape, product.sides)
     groups, out_dim, in_dim = adapter.sizes
     spec = LayerSpec(_product_name(names.shown[path], local), (local,), in_dim, out_dim, groups, own_rows=True)
-    if not product.sides[2]:  # what is added has the one input 1
+    if product.added is not None:  # its one input is 1
         spec = replace(spec, structure=added_structure(spec))
     use = Use(path, names.shown[path], module, adapter, dict(names.held_by(module)), {local})
     block = build(Assembly(names, group_of, options), [use], [spec], [False])

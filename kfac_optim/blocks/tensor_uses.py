@@ -125,6 +125,8 @@ class TensorUses:
         adapter = use.adapter
         if not isinstance(adapter, PatchAdapter) or function not in adapter.functions.values():
             return output
+        if weight.dim() != use.module.get_parameter(block.spec.params[0]).dim():
+            return output  # a convolution over fewer dimensions, or more
         context = adapter.context(use.module, *options, **given)
         if context is None or added is not (block.params[1] if block.spec.has_bias else None):
             return output

@@ -36,6 +36,8 @@ class TensorProduct(NamedTuple):
         used: how many were used, one after the other.
         ids: the group of each of the batch, `[batch]`; None where all rows are for all groups that were used.
         added: what was added to rows, where that is what the function did.
+        by_row: whether each row is of an example of its own, also where they share an entry of `ids`: these number
+            positions, and not examples.
     """
 
     weight: nn.Parameter
@@ -49,11 +51,12 @@ class TensorProduct(NamedTuple):
     used: int
     ids: Tensor | None
     added: Tensor | None = None
+    by_row: bool = False
 
     def context(self) -> tuple[int, ...]:
         """Return all but the tensors of weight and input, as `LayerCall.context`. The host waits for the ids."""
         ids = () if self.ids is None else tuple(self.ids.tolist())
-        return (self.first, self.used, *self.input_shape[1:3], len(self.order), *self.order, *ids)
+        return (self.first, self.used, *self.input_shape[1:3], int(self.by_row), len(self.order), *self.order, *ids)
 
     def rows(self) -> Tensor:
         """Return the input as `[groups or 1, batch, shared, in]`."""
@@ -189,6 +192,7 @@ def contract(
             batch.append(label)
         elif label not in place_of and size != 1:
             return None
+    by_row = gathered is not None and gathered != row_labels[0]
     if gathered is not None:  # its rows are the batch
         batch = [gathered, *(label for label in batch if label != gathered)]
     if not batch:
@@ -217,7 +221,8 @@ def contract(
     amounts = size_of[batch[0]], math.prod(size_of[label] for label in batch[1:])
     shape = math.prod(size_of[label] for label in held), *amounts, math.prod(size_of[label] for label in inputs)
     whole = (of_groups, sides[1], sides[2])
-    return TensorProduct(source.weight, source.shape, whole, rows, rows_order, shape, order, first, count, source.ids)
+    where = source.weight, source.shape, whole
+    return TensorProduct(*where, rows, rows_order, shape, order, first, count, source.ids, by_row=by_row)
 
 
 def added(bias: Tensor, shape: tuple[int, ...]) -> TensorProduct | None:

@@ -123,7 +123,13 @@ class ProductMode(TorchFunctionMode):
 
 
 def _product(layer_input: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Product | None:
-    """Return the product with `matrix`, a parameter or its transpose; None for any other tensor."""
+    """Return the product with `matrix`, a parameter or its transpose; None for any other tensor.
+
+    None as well where a parameter is multiplied: its rows are no examples, and their gradients are of the whole batch.
+    """
+    origin = layer_input if isinstance(layer_input, nn.Parameter) else layer_input._base
+    if isinstance(origin, nn.Parameter) and layer_input.numel() <= origin.numel():  # else it is expanded to the batch
+        return None
     if isinstance(matrix, nn.Parameter):
         return Product(matrix, layer_input, bias, transposed) if matrix.dim() == 2 else None
     matrix = below_transforms(matrix)

@@ -51,6 +51,7 @@ class CaptureWindow(Ledger):
             the loss.
         terms_of: reads the terms of a named loss off what the model returned; None where the loss is not named.
         step: the number of the optimizer step, for those that draw random numbers.
+        ascends: whether the steps ascend, so that the loss which is minimised is the negative of that of the backward.
         source: the number of the process whose examples this one sees, for the same use.
         graphs: what compiled graphs tell.
         outside: is called as a layer runs outside of any forward of the model; None where nobody wants to know.
@@ -61,7 +62,7 @@ class CaptureWindow(Ledger):
         self.call_nobody()
         self.roots = Roots()
         self.modes = ModeStack()
-        self.capturing = self.idle = self.aside = False
+        self.capturing = self.idle = self.aside = self.ascends = False
         self.scaled = False
         self.probe = ScaleProbe()
         self.left_out = 0

@@ -210,11 +210,11 @@ def mean_over_shared(rows: Tensor, active: Tensor | None = None) -> Tensor:
 
 
 def without_ragged(tensor: T) -> T:
-    """Pad a nested tensor by zeros to `[batch, longest, ...]`, so that padded rows of gradients count nothing."""
-    if tensor is None or not tensor.is_nested:
+    """Return a dense tensor: of a nested one `[batch, longest, ...]`, whose padding by zeros counts nothing."""
+    if tensor is None or not (tensor.is_nested or tensor.layout is not torch.strided):
         return tensor
-    padded: T = torch.nested.to_padded_tensor(tensor, 0)
-    return padded
+    dense: T = torch.nested.to_padded_tensor(tensor, 0) if tensor.is_nested else tensor.to_dense()
+    return dense
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -258,9 +258,10 @@ class _Weighed:
         if measures and not in_graphs and not any(call.is_reached() for call, _ in self._behind.calls):
             return
         _note_criterion(self._behind)
+        factor = -gradient.detach() if window.ascends else gradient.detach()
         if self._term.factor is None:
-            self._term.factor = gradient.detach()
-        elif not window.is_stale() or (on_host(gradient) and not torch.equal(gradient, self._term.factor)):
+            self._term.factor = factor
+        elif not window.is_stale() or (on_host(factor) and not torch.equal(factor, self._term.factor)):
             window.tally.repeated = True
 
 

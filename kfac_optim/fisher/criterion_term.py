@@ -29,7 +29,7 @@ class CriterionTerm:
         outputs: what the criterion reads, detached, the examples along the first dimension; empty where `change` is not
             going to be asked for.
         divisor: `M_c`: terms that the criterion takes the mean of; 1 where it sums.
-        factor: `f_c` `[]`, once the backward has come to the call's output.
+        factor: `f_c` `[]`, once the backward has come to the call's output; its negative where the steps ascend.
     """
 
     likelihood: Likelihood

@@ -16,9 +16,10 @@ from kfac_optim.factors.layer_call import LayerCall
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import linear_rows
+from kfac_optim.factors.subsampling import RowSample
 from kfac_optim.layers.base import StatisticsSink, WeightBiasAdapter, own_forward
 from kfac_optim.layers.noted_function import Noted, note_function
-from kfac_optim.specs import LayerSpec
+from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
 from kfac_optim.utils.hooks import Handle
 
 
@@ -35,12 +36,44 @@ class BilinearStatistics(RowStatistics):
         self.width = width
 
     def input_rows(self, layer_input: Tensor) -> Tensor:
+        return _products(*self._both(layer_input))
+
+    def sampled_input_rows(self, layer_input: Tensor, sample: RowSample) -> Tensor:
+        first, second = self._both(layer_input)
+        return _products(sample.of(first), sample.of(second))
+
+    def input_rows_along(self, layer_input: Tensor, directions: Tensor) -> Tensor:
+        first, second = self._both(layer_input)
+        along = first @ directions.view(self.width, -1)  # [..., in₂ · k]
+        return (along.view(*second.shape, -1) * second.unsqueeze(-1)).sum(-2)
+
+    def _both(self, layer_input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of both inputs, `[1, batch, shared, in₁]` and `[1, batch, shared, in₂]`."""
         wide = layer_input.to(torch.promote_types(layer_input.dtype, self.dtype))  # products of narrow numbers overflow
-        first, second = wide[..., : self.width], wide[..., self.width :]
-        return linear_rows((first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2))
+        rows = linear_rows(wide)
+        return rows[..., : self.width], rows[..., self.width :]
+
+    def _input_moment_over(self, active: Tensor, structure: Structure | Sketched) -> Tensor:
+        whole = self.spec.weight_sharing is WeightSharing.EXPAND and self.spec.blocks(0) == 1
+        if structure is not Structure.DIAGONAL or not whole or self.call.input is None:
+            return super()._input_moment_over(active, structure)
+        # The squares of products are the products of squares, so that no row of them is made.
+        both = self._both(self.call.input)
+        first, second = both if self._sample is None else (self._sample.of(each) for each in both)
+        counts = active.unsqueeze(-1)
+        squares = (first.square() * counts).flatten(0, 2).mT @ second.square().flatten(0, 2)
+        moment = squares.flatten().to(self.dtype)
+        if self._constant is not None:
+            moment = torch.cat([moment, (active.sum() * self._constant**2).to(moment).view(1)])
+        return moment.unsqueeze(0)
 
     def gradient_rows(self, gradient: Tensor) -> Tensor:
         return linear_rows(gradient)
+
+
+def _products(first: Tensor, second: Tensor) -> Tensor:
+    """Return `x₁ ⊗ x₂` of each row, `[..., in₁ · in₂]`."""
+    return (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
 
 
 class BilinearAdapter(WeightBiasAdapter[nn.Bilinear]):

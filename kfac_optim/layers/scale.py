@@ -87,7 +87,7 @@ def scale_adapter(module: nn.Module) -> LayerAdapter[Any] | None:
     if any(is_lazy(param) or param.dim() != 1 or not param.is_floating_point() for param in params.values()):
         return None
     sizes = {param.numel() for param in params.values()}
-    if len(sizes) != 1 or not 0 < min(sizes) <= _WIDEST:
+    if len(sizes) != 1 or not 1 < min(sizes) <= _WIDEST:  # one number may multiply any number of features
         return None
     (features,) = sizes
     for channels in (False, True):

@@ -62,7 +62,7 @@ class TensorStatistics(LayerStatistics):
 
     def __init__(self, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> None:
         self.spec, self.call, self.dtype = spec, call, dtype
-        self._first, self._count, self._batch, self._shared, length, *rest = call.context
+        self._first, self._count, self._batch, self._shared, self._by_row, length, *rest = call.context
         self._order, self._ids = rest[:length], rest[length:]
         self._draw: Draw | None = None
 
@@ -108,7 +108,7 @@ class TensorStatistics(LayerStatistics):
             rows: what is theirs of the call: a slice of its groups; or places in the batch, `[groups, n]`.
         """
         layer_input, gradient, earlier, reach = (
-            tensor if tensor is None else _taken(tensor, rows) for tensor in (self.call.input, *self._gradients)
+            tensor if tensor is None else self._taken(tensor, rows) for tensor in (self.call.input, *self._gradients)
         )
         assert gradient is not None
         call = replace(self.call, input=layer_input, gradient=gradient, earlier=earlier, reach=reach)
@@ -117,6 +117,13 @@ class TensorStatistics(LayerStatistics):
         if self._draw is not None:
             part.subsample(self._draw)
         return groups, part
+
+    def _taken(self, tensor: Tensor, rows: slice | Tensor) -> Tensor:
+        """Take what is of some groups from `[groups or 1, batch, shared, d]`; see `_part`."""
+        if isinstance(rows, slice):
+            return tensor if len(tensor) == 1 else tensor[rows]
+        taken = tensor[0].index_select(0, rows.flatten()).view(*rows.shape, *tensor.shape[2:])
+        return taken.flatten(1, 2).unsqueeze(2) if self._by_row else taken
 
     @cached_property
     def _gradients(self) -> list[Tensor | None]:
@@ -209,13 +216,6 @@ class TensorStatistics(LayerStatistics):
 def _pieces(start: int, stop: int, size: int) -> list[slice]:
     """Cut a range into slices of at most that size."""
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-
-def _taken(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    """Take what is of some groups from `[groups or 1, batch, shared, d]`; see `TensorStatistics._part`."""
-    if isinstance(rows, slice):
-        return tensor if len(tensor) == 1 else tensor[rows]
-    return tensor[0].index_select(0, rows.flatten()).view(*rows.shape, *tensor.shape[2:])
 
 
 def added_structure(spec: LayerSpec) -> tuple[Structure, Structure]:

@@ -80,7 +80,7 @@ class AdaptiveTrustRegion(StepSize):
         size = exponential(multiplier)
         kl_clip, longest = proposal.kl_clip * size * size, bounded(size, least=1.0)
         scale = trust_region_scale(quadratic, decrease, summed_terms(proposal), kl_clip, longest)
-        allowed = _SHARE * scale * decrease
+        allowed = _SHARE * scale * added
         kept = chosen(promised < -allowed, quotient(-allowed, promised), 1.0)
         scale_all(chain.from_iterable(proposal.parts), scale)
         scale_momentum(proposal, buffers, kept)

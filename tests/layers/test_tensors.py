@@ -568,10 +568,10 @@ def operators_of_table(positions: int, *, gathered: bool) -> int:
     spec = LayerSpec("table", ("table",), 1, 3, positions, own_rows=True)
     if gathered:  # as `x.transpose(0, 1) + table[ids].unsqueeze(1)` would have it
         input_shape, gradient = (1, positions, 4, 1), torch.randn(positions, 4, 3)
-        context = (0, positions, positions, 4, 3, 0, 1, 2, *range(positions))
+        context = (0, positions, positions, 4, 1, 3, 0, 1, 2, *range(positions))
     else:
         input_shape, gradient = (1, 4, 1, 1), torch.randn(4, positions, 3)
-        context = (0, positions, 4, 1, 3, 1, 0, 2)
+        context = (0, positions, 4, 1, 0, 3, 1, 0, 2)
     call = LayerCall(torch.ones(()).expand(input_shape), gradient, context=context)
     with Operators() as operators:
         statistics = TensorStatistics(spec, call, torch.float64)
@@ -600,7 +600,7 @@ def statistics_of(
     spec: LayerSpec, layer_input: Tensor, gradient: Tensor, earlier: Tensor | None, ids: list[int], draw: Draw
 ) -> TensorStatistics:
     """Statistics of a call in the canonical layout, of some of its rows."""
-    context = (0, *gradient.shape[:3], gradient.dim(), *range(gradient.dim()), *ids)
+    context = (0, *gradient.shape[:3], 0, gradient.dim(), *range(gradient.dim()), *ids)
     statistics = TensorStatistics(spec, LayerCall(layer_input, gradient, earlier, context=context), torch.float64)
     statistics.subsample(draw)
     return statistics

@@ -95,11 +95,12 @@ def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
         nu = seen["trust_region_scale"]
         free = decrease / nu
         assert nu == pytest.approx(min(max(size, 1), math.sqrt(seen["kl_clip"] / max(lr * free, free**2))), rel=1e-6)
-        if momentum * slope < -0.25 * decrease:
-            assert momentum * slope * seen["momentum_scale"] == pytest.approx(-0.25 * decrease, rel=1e-6)
+        promised = (1 - dampening) * decrease
+        if momentum * slope < -0.25 * promised:
+            assert momentum * slope * seen["momentum_scale"] == pytest.approx(-0.25 * promised, rel=1e-6)
         else:
             assert seen["momentum_scale"] == 1
-        before = momentum * seen["momentum_scale"] * slope + (1 - dampening) * decrease
+        before = momentum * seen["momentum_scale"] * slope + promised
         held = nu < max(size, 1) * (1 - 1e-9)
         sizes.add(size)
     assert len(sizes) > 6
