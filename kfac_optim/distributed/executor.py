@@ -27,14 +27,14 @@ from kfac_optim.distributed.plan_agreement import PlanAgreement
 from kfac_optim.distributed.planning.buckets import Payload
 from kfac_optim.distributed.planning.plan import Plan
 from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullySharded, Sharded, Strategy
-from kfac_optim.distributed.refusals import refuse_coarse_sketches
+from kfac_optim.distributed.refusals import refuse_coarse_sketches, refuse_wrapper
 from kfac_optim.distributed.state_transfer import StateTransfer
 from kfac_optim.distributed.statistics.exchange import StatisticsExchange
 from kfac_optim.distributed.statistics.overlap import EarlyReports
 from kfac_optim.distributed.statistics.shared_statistics import SharedStatistics
 from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import Agreement, Executor, Trained, check_rank
-from kfac_optim.utils.sharded_params import is_sharded
+from kfac_optim.utils.sharded_params import Shards, is_sharded
 
 # A mark says in a vote what one rank knows of a block; a higher number includes what the lower ones say.
 _UNUSED, _HAS_GRADIENT, _IS_USED, _HAS_STATISTICS, _JOINS_USES, _UNACCOUNTED = range(6)
@@ -146,12 +146,13 @@ class DistributedExecutor(Executor):
         self._checked = looked_at
 
     def _look_at(self, model: nn.Module | None) -> None:
-        """Find the ranks that see the same examples, once for each model."""
+        """Find the ranks that see the same examples, and parameters in shards, once for each model."""
         if model is not None and model is not self._looked_at:
-            self._looked_at, self._alike = model, ranks_alike(model)
+            self._looked_at, self._alike, self._shards = model, ranks_alike(model), Shards(model)
 
     def _listen_to(self, wrapper: DistributedDataParallel, *, may_have_a_hook: bool) -> None:
         """Train as a wrapper of the model does that is not known yet; see `Wrappers.add`."""
+        refuse_wrapper(wrapper, self.config)
         self.ranks.train_on(wrapper.process_group, "DistributedDataParallel")
         self._wrappers.add(wrapper, may_have_a_hook=may_have_a_hook)
         earlier = None if _may_shard(self.config.strategy) else OwnersHook.of(wrapper)

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import is_precise
 from kfac_optim.distributed.config import DistributedConfig
-from kfac_optim.distributed.planning.strategies import Auto, FullySharded, Replicated, Sharded
+from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullySharded, Replicated, Sharded
 from kfac_optim.fisher.estimates import NamedLoss
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.specs import Sketched
@@ -30,6 +30,17 @@ def refuse_coarse_sketches(blocks: Sequence[KFACBlock], config: DistributedConfi
                 "whole factors: "
                 "inverse=Cholesky()."
             )
+
+
+def refuse_wrapper(wrapper: DistributedDataParallel, config: DistributedConfig) -> None:
+    """Refuse an option of a wrapper by which its communication hook is not called for every bucket."""
+    directly = config.exchange is Exchange.DIRECT
+    if isinstance(config.strategy, Sharded | Auto) and wrapper.skip_all_reduce_unused_params and not directly:
+        raise RuntimeError(
+            "kfac_optim: under Sharded() all ranks bring every bucket of gradients to its owner, and "
+            "skip_all_reduce_unused_params of this DistributedDataParallel leaves some out. Pass "
+            "DistributedConfig(exchange=Exchange.DIRECT), or use Replicated()."
+        )
 
 
 def check_choices(config: DistributedConfig, choices: Choices, *, in_shards: bool) -> None:

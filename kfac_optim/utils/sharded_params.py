@@ -34,6 +34,11 @@ class ShardedParameter:
         return found
 
     @property
+    def is_offloaded(self) -> bool:
+        """Return whether the shard is kept on the host, and what is gathered elsewhere."""
+        return bool(self._held.offload_to_cpu) and self._held.device.type != "cpu"
+
+    @property
     def gathered(self) -> nn.Parameter | None:
         """Return what modules hold while the parameter is gathered; None before it ever was."""
         # Private, but asking for it in public (`FSDPModule.unshard`) gathers it.

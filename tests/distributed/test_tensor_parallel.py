@@ -215,9 +215,9 @@ def test_resuming_goes_on_as_if_nothing_had_been(four_ranks: Ranks, sharded: boo
     assert_close([again], straight)
 
 
-def clipping(_: int, sharded: bool) -> None:
-    model, bare = parallel("columns and rows", sharded), seeded(Net)
-    optimizer = KFACOptimizer(model)
+def clipping(_: int, style: str, sharded: bool) -> None:
+    model, bare = parallel(style, sharded), seeded(Net)
+    optimizer = KFACOptimizer(model, skip_layers=["norm"] if style == "examples in shards between" else [])
     loss(model, batch(0, 0)).backward()
     loss(bare, batch(0, 0)).backward()
     expected = nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
@@ -226,9 +226,12 @@ def clipping(_: int, sharded: bool) -> None:
         torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_clipping_is_that_of_one_process(four_ranks: Ranks, sharded: bool) -> None:
-    four_ranks.run(clipping, sharded)
+@pytest.mark.parametrize(
+    ("style", "sharded"),
+    [("columns and rows", False), ("columns and rows", True), ("examples in shards between", False)],
+)
+def test_clipping_is_that_of_one_process(four_ranks: Ranks, style: str, sharded: bool) -> None:
+    four_ranks.run(clipping, style, sharded)
 
 
 def of_cut_examples(_: int) -> str:

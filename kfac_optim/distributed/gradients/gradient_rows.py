@@ -82,11 +82,16 @@ class RowGradients(GradientFlow):
 
     def norm(self, grads: Sequence[Tensor], order: float) -> Tensor:
         # Of layers that are left to SGD some may lie otherwise.
-        ours = [grad for grad in grads if self._grid.placements(grad) is not None]
+        def is_ours(grad: Tensor) -> bool:
+            # Tensor parallelism leaves some as sums whose parts are on several ranks.
+            is_partial = isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements)
+            return self._grid.placements(grad) is not None and not is_partial
+
+        ours = [grad for grad in grads if is_ours(grad)]
         counted = [grad for grad in ours if self._grid.counts(grad, self._communicator.rank)]
         held = [part for grad in counted if (part := local(grad)).numel()]  # no maximum of nothing
         rows = total_norm(held, order, self._communicator, self._payload)
-        others = [_norm(grad, order).to(rows) for grad in grads if self._grid.placements(grad) is None]
+        others = [_norm(grad, order).to(rows) for grad in grads if not is_ours(grad)]
         return nn.utils.get_total_norm([rows, *others], order)
 
     def _owned(self, block: KFACBlock) -> list[Owned]:

@@ -26,8 +26,15 @@ def check_sharding(
         group: of the ranks that train together.
 
     Raises:
-        NotImplementedError: there are such layers; all of them are named, with all that is to be done about it.
+        NotImplementedError: there are such layers; all of them are named, with all that is to be done about it. Or
+            shards are kept on the host, and what is gathered is not.
     """
+    for block in blocks:
+        if any(known is not None and known.is_offloaded for known in map(shards.of, block.params)):
+            raise NotImplementedError(
+                f"kfac_optim: fully_shard keeps the shards of {block.name!r} on the host (CPUOffloadPolicy), away from "
+                "where the layer runs. Leave offload_policy out."
+            )
     in_parts = [block for block in blocks if any(map(is_part, block.params))]
     known = [block for block in in_parts if _are_rows(block, shards) or _is_parallel(block, shards)]
     ranks = dist.get_process_group_ranks(group)
