@@ -287,7 +287,7 @@ def _record(block: KFACBlock, owners: tuple[int, ...]) -> BlockRecord:
         state_bytes=sum(t.nbytes for t in _tensors(block.state.held()) if not t.is_meta or on_meta),
         owners=owners,
         notes=block.notes,
-        measured=block.clock.folds > 0 if block.clock.step > 0 else None,
+        measured=block.clock.folds > 0 if block.clock.step > block.began else None,
     )
 
 

@@ -76,6 +76,15 @@ def test_groups_that_are_built_anew_keep_their_statistics() -> None:
     assert_identical(optimizer.factors(), before)
 
 
+def test_a_parameter_in_two_groups_is_told() -> None:
+    model = mlp()
+    groups = [{"params": list(model[i].parameters())} for i in (0, 2)]
+    optimizer = KFACOptimizer(groups, lr=0.1, model=model)
+    optimizer.param_groups[1]["params"].append(model[0].weight)
+    with pytest.raises(ValueError, match=r"a parameter \[5, 4\] is in param groups 0 and 1"):
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("ask", [lambda optimizer: optimizer.step(), lambda optimizer: optimizer.state_dict()])
 def test_names_that_were_not_edited_along_are_told(ask: Callable[[KFACOptimizer], object]) -> None:
     model = mlp()

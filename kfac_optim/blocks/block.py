@@ -30,6 +30,9 @@ SILENT_STEPS = 3
 """The steps after which a layer without statistics is waited for no longer, but by period."""
 
 
+_PATIENCE = 10  # periods
+
+
 class Missing(NamedTuple):
     """Says what a checkpoint knows of a block that it holds no statistics for."""
 
@@ -95,7 +98,9 @@ class KFACBlock:
         under_way: the refresh that is under way, if any; a new state has none.
         check: whether the captured calls account for the gradient; begins again with the state.
         strikes: steps in which the captured calls did not account for the gradient, on any process.
-        silent: steps in which the first statistics were wanted and none came, since the loss last used the layer.
+        silent: how many steps have passed, since the loss last used the layer, in which statistics were wanted out of
+            turn and none came.
+        began: the step at which it was built.
         waits_for_period: whether the first statistics too come by period, as those of all other blocks.
         follows_uses: whether derivatives of the products with the weight are noted as well.
         joint: rows of this step, where statistics are made of all uses of the matrix together; None where each call
@@ -123,6 +128,7 @@ class KFACBlock:
     check: GradientCheck = field(init=False)
     strikes: int = 0
     silent: int = 0
+    began: int = 0
     waits_for_period: bool = False
     follows_uses: bool = False
     joint: RowsByTerm | None = None
@@ -162,12 +168,21 @@ class KFACBlock:
     def wants_statistics(self) -> bool:
         """Return whether the current step is one of statistics: by period, or because nothing is known yet.
 
-        A layer that was not used when its turn came, as one of several heads, gives them at its second use after that.
-        One that the loss does not use is not looked at in each step for ever.
+        A layer that was not used when its turn came, as one of several heads, is looked at from its next use on, until
+        it gives statistics. No layer is looked at in each step for ever.
         """
         if self.inverse.takes_rows or (not self.is_ready and self.silent < SILENT_STEPS and not self.waits_for_period):
             return True
         return self.clock.statistics_due(period_of(self.group, "factor_update_period"))
+
+    def note_missed(self) -> None:
+        """Have the layer give statistics when it is next used."""
+        self.clock.missed, self.silent = True, 0
+
+    def wait_on(self) -> None:
+        """Wait on for statistics that were missed, unless they were waited for through many periods."""
+        self.silent += 1
+        self.clock.missed = self.silent < _PATIENCE * period_of(self.group, "factor_update_period")
 
     def is_overdue(self) -> bool:
         """Return whether statistics were due, at this step or an earlier one, and have not come since.

@@ -96,7 +96,7 @@ def check_layers(
     states: Sequence[Mapping[str, Any] | None],
     strays: Sequence[str],
     *,
-    any_prefix: bool = False,
+    of_found: int = 0,
     several: bool = False,
 ) -> None:
     """Raise ValueError, naming layers, unless the states, whose forms were checked, fit the blocks.
@@ -105,7 +105,8 @@ def check_layers(
         blocks: of this optimizer.
         states: what the checkpoint holds for each, None where it holds nothing.
         strays: names of layers in the checkpoint that belong to no block.
-        any_prefix: whether names may differ by a prefix, as when the model was found inside another module.
+        of_found: how many models were found, where none was given. Names may then differ by a prefix, as of a model
+            that was found inside another module; and, of several, by the place of the model.
         several: whether there are other processes, which may have what is missing here.
     """
     problems = [f"it has statistics for {name!r}, which is not preconditioned here" for name in strays]
@@ -115,7 +116,7 @@ def check_layers(
             # Saved before the first forward it has none of what only a forward shows.
             if not isinstance(block.adapter, ProductAdapter):
                 problems.append(f"it has none for {block.name!r}")
-        elif not _same_name(layer_name(state), block.name, any_prefix):
+        elif not _same_name(layer_name(state), block.name, of_found):
             problems.append(f"it has {layer_name(state)!r} where {block.name!r} should stand")
         elif "left_out" not in state:
             found = list(_misfits(block, state))
@@ -284,11 +285,12 @@ def _state_like(block: KFACBlock, state: Mapping[str, Any]) -> Any:
     return block.inverse.init(spec.by_blocks(), dtype=block.dtype, device=torch.device("meta"))
 
 
-def _same_name(one: str, other: str, any_prefix: bool) -> bool:
-    if one == other or not any_prefix:
+def _same_name(one: str, other: str, of_found: int) -> bool:
+    if one == other or of_found == 0:
         return one == other
-    # Of several models that were found, names begin with the place of the model, in the order of their first calls.
-    short, long = sorted((re.sub(r"^[0-9]+[.]", "", name) for name in (one, other)), key=len)
+    if of_found > 1:  # names begin with the place of the model, in the order of their first calls
+        one, other = (re.sub("^[0-9]+([.]|$)", "", name) for name in (one, other))
+    short, long = sorted((one, other), key=len)
     return short == long or not short or long.endswith(f".{short}")
 
 

@@ -32,7 +32,7 @@ class Origin(Enum):
 
 
 def check_is_dict(state_dict: object) -> None:
-    """Raise ValueError unless this is a dict; what is in it, hooks of the user's may bring into shape."""
+    """Raise ValueError unless this is a dict. What it holds is checked later, as the user's hooks may change it."""
     if not isinstance(state_dict, dict):
         raise _refusal(f"it is {described(state_dict)}, not a dict as state_dict() gives it")
 
@@ -48,7 +48,10 @@ def check_repeats(numbers: Sequence[Hashable], params: Sequence[nn.Parameter]) -
     here: dict[nn.Parameter, int] = {}
     for place, (number, param) in enumerate(zip(numbers, params, strict=True)):
         if places.setdefault(number, place) != here.setdefault(param, place):
-            raise _refusal(f"'params' has {number!r} twice, and not where the param groups here repeat a parameter")
+            raise _refusal(
+                f"'params' and the param groups here do not repeat the same parameters: number {number!r}, at place "
+                f"{place}, is listed twice in one of them and not in the other"
+            )
 
 
 def check_shape(state_dict: object) -> None:

@@ -109,7 +109,7 @@ def _incoming(
             [*blocks, *leaving],
             [of_blocks.get(block.params[0]) for block in (*blocks, *leaving)],
             [checkpoint.layer_name(state) for state in strays],
-            any_prefix=not binding.given,
+            of_found=binding.found,
             several=several,
         )
     if not several:

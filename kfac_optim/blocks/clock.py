@@ -48,7 +48,7 @@ class Clock:
     gradient_scale: float = 1.0
     """What the loop itself multiplied gradients by, as the last step without clipping has shown (`ScaleProbe`)."""
     missed: bool = False
-    """Whether the loss used the layer at a step in which statistics were overdue, and none came."""
+    """Whether the loss used the layer, or may have, at a step in which statistics were overdue and none came."""
 
     def advance(self, steps: int = 1) -> None:
         """Let steps pass."""

@@ -138,6 +138,11 @@ class ModelBinding:
         for block in self.coverage.blocks:
             block.groups = tuple(groups[param] for param in block.params)
 
+    @property
+    def found(self) -> int:
+        """Return how many models were found so far; 0 where the user has given the model."""
+        return 0 if self.given else max(1, len(self._roots))
+
     def names(self) -> dict[nn.Parameter, str]:
         """Return the fully qualified names of the model's parameters."""
         return {} if self.model is None else ModuleNames(self.model).parameters()
@@ -272,6 +277,7 @@ class ModelBinding:
             What `restore` is given next: the state of each block, None if there is none; and the states of the rest.
         """
         changed = self.pending.would_change(self.model, self.coverage.frozen, states, marks)
+        self._left.clear()
         self.pending.marks = dict(marks)
         self.pending.wait({})
         if changed:
@@ -291,7 +297,7 @@ class ModelBinding:
     def _restore_waiting(self, block: KFACBlock) -> None:
         """Give a new block what a checkpoint that was loaded before held for it."""
         if (state := self.pending.waiting.get(block.params[0])) is not None:
-            check_layers([block], [state], [], any_prefix=not self.given, several=self._several)
+            check_layers([block], [state], [], of_found=self.found, several=self._several)
             self.pending.restore(block, self.coverage.blocks, several=self._several)
             self._follow_as(block, state)
 
@@ -381,7 +387,8 @@ class ModelBinding:
     def _begin(self, block: KFACBlock) -> None:
         """Bring the clock of a new block to the time, and give it what a checkpoint holds for it."""
         if block.clock.step == 0:  # else the periods of a layer that comes late would begin at other steps
-            block.clock.advance(self._window.step)
+            block.began = max([self._window.step, *(other.clock.step for other in self.coverage.blocks)])
+            block.clock.advance(block.began)
         self._restore_waiting(block)
 
     # -- a forward ---------------------------------------------------------------------------------------------

@@ -20,7 +20,16 @@ from kfac_optim.step.scalars import (
     total,
     vector,
 )
-from kfac_optim.step.scaling import covered_here, lengths, momenta, scale_all, scale_momentum, slopes, summed_terms
+from kfac_optim.step.scaling import (
+    covered_here,
+    lengths,
+    momenta,
+    scale_all,
+    scale_momentum,
+    slope_of_decay,
+    slopes,
+    summed_terms,
+)
 from kfac_optim.step.step_size import Direction, Group, Proposal, Sized, StepSize
 from kfac_optim.step.trust_region import follow, shortened, slope_ratio, trust_region_scale
 
@@ -57,7 +66,7 @@ class AdaptiveTrustRegion(StepSize):
         return any(group["kl_clip"] is not None for group in groups)
 
     def scalars(self, groups: Sequence[Group]) -> tuple[int, ...]:
-        return () if all(group["kl_clip"] is None for group in groups) else (2,)
+        return () if all(group["kl_clip"] is None for group in groups) else (3,)
 
     def loss_unit(self, memory: Tensor) -> float:
         return max(1.0, math.exp(float(memory[0])))
@@ -72,9 +81,10 @@ class AdaptiveTrustRegion(StepSize):
         if proposal.kl_clip is None:
             return Sized(proposal.direction(), {"trust_region_scale": 1.0, "momentum_scale": 1.0})
         buffers = momenta(proposal)
-        promises = proposal.executor.gradients.sum_over_updaters(slopes(proposal, buffers))
+        along = torch.cat([slopes(proposal, buffers), slope_of_decay(proposal)])
+        promises = proposal.executor.gradients.sum_over_updaters(along)
         own = [*lengths(proposal.products), _added(proposal.products)]
-        decrease, quadratic, added, slope, promised = proposal.executor.stages.sums(own, promises)
+        decrease, quadratic, added, slope, promised, decayed = proposal.executor.stages.sums(own, promises)
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
         multiplier = follow(multiplier, slope_ratio(slope, slope_before), held > 0)
         size = exponential(multiplier)
@@ -87,7 +97,7 @@ class AdaptiveTrustRegion(StepSize):
         direction = proposal.direction()
         _keep_directions(proposal, direction)
         holds = scale < longest
-        slope_after = kept * promised + scale * added
+        slope_after = kept * promised + scale * added + decayed
         after = [multiplier, slope_after, holds, shortened(share, scale < _IDLE * bounded(size, most=1.0))]
         return Sized(
             direction,

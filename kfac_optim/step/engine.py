@@ -173,8 +173,10 @@ class Engine:
             if block not in agreement.sampled:
                 if not block.is_ready:
                     block.silent += block.wants_statistics()
-                elif block in agreement.graded and block.is_overdue():
-                    block.clock.missed = _may_be_used(block, agreement)
+                elif block.clock.missed:
+                    block.wait_on()
+                elif block in agreement.graded and block.is_overdue() and _may_be_used(block, agreement):
+                    block.note_missed()
             block.clock.advance()
         remembered = _remembered(memory, sized.memory, finite)
         return StepRecord({**measures, **sized.measures}, remembered, count, directions.unpreconditioned)
@@ -310,12 +312,18 @@ def _covered(graded: Blocks, agreement: Agreement) -> tuple[list[KFACBlock], lis
             if block.silent < SILENT_STEPS:
                 unpreconditioned.append(block.name)
             block.silent = 0  # the loss uses it after all
-            block.clock.missed |= block.is_overdue()
+            if not refused and block.is_overdue():
+                block.note_missed()
     return covered, unpreconditioned
 
 
 def _may_be_used(block: KFACBlock, agreement: Agreement) -> bool:
-    """Return whether a block that has an inverse has a gradient that is not zero, as far as the host can tell."""
+    """Return whether the loss may have used a block whose calls can be captured.
+
+    Gradients are looked at where one process has all of them on the host; elsewhere each counts as not zero.
+    """
+    if block in agreement.unaccounted or any(use.is_refused() for use in block.uses):
+        return False
     return agreement.used is not None or not on_host(block.params[0]) or is_used(block)
 
 

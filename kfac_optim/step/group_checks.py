@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.step.step_size import Group, StepSize
@@ -40,8 +41,15 @@ def check_groups(groups: Sequence[Group], step_size: StepSize) -> float | None:
 
 
 def check_names(groups: Sequence[Group]) -> None:
-    """Refuse param groups whose list of parameters was edited and whose list of names was not."""
+    """Refuse param groups that were edited so that a parameter is in two, or names are not those of the parameters."""
+    of_param: dict[nn.Parameter, int] = {}
     for i, group in enumerate(groups):
+        for param in group["params"]:
+            if of_param.setdefault(param, i) != i:
+                raise ValueError(
+                    f"kfac_optim: a parameter {list(param.shape)} is in param groups {of_param[param]} and {i}. "
+                    "Take it out of one of them."
+                )
         names = group.get("param_names")
         if names is not None and len(names) != len(group["params"]):
             raise ValueError(

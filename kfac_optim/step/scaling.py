@@ -94,6 +94,29 @@ def slopes(proposal: Proposal, buffers: Iterable[Momentum]) -> Tensor:
     return sum(found[1:], start=found[0]) if found else torch.zeros(2, device=device)
 
 
+def slope_of_decay(proposal: Proposal) -> Tensor:
+    """Return `Σ lr (1 - d) η θᵀ∇`, `[1]`: what decoupled weight decay adds to `slopes` as momentum takes it up."""
+    device = (proposal.covered[0].params[0] if proposal.covered else proposal.memory).device
+    counts = proposal.executor.gradients.counts
+    pairs = [
+        (group, local(param.detach()), local(param.grad))
+        for param, group in (covered_here(proposal) if any(map(_has_decay, proposal.groups)) else ())
+        if _has_decay(group) and param.grad is not None and counts(param)
+    ]
+    total = torch.zeros((), device=device)
+    for group, lefts, rights in by_group(pairs):
+        product = inner_product(joined(lefts), proposal.joins.of(rights), device)
+        rate = (-1 if group["maximize"] else 1) * (1 - group["dampening"]) * scalar_beside(group["lr"], product)
+        total = total + product * rate * scalar_beside(group["weight_decay"], product)
+    return total.view(1)
+
+
+def _has_decay(group: Group) -> bool:
+    """Return whether momentum takes up weight decay beside the direction; a tensor is not looked at."""
+    decay = group["weight_decay"]
+    return group["momentum"] != 0 and not group["l2_in_curvature"] and (isinstance(decay, Tensor) or decay != 0)
+
+
 def by_group(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Iterable[tuple[Group, list[Tensor], list[Tensor]]]:
     """Return each param group, whose numbers multiply all its products, and the two sides of its pairs."""
     found: dict[int, tuple[Group, list[Tensor], list[Tensor]]] = {}

@@ -449,7 +449,7 @@ def test_a_parameter_that_a_group_lists_twice_keeps_its_state() -> None:
     optimizer.load_state_dict(state)
     train(model, optimizer, 1)
     other = KFACOptimizer([*model.parameters(), nn.Parameter(torch.zeros(5, 4))], model=model, lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="'params' has 4 twice, and not where the param groups here"):
+    with pytest.raises(ValueError, match="do not repeat the same parameters: number 4, at place 4"):
         other.load_state_dict(state)
 
 

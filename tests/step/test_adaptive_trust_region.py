@@ -55,6 +55,7 @@ def steps_of(optimizer: KFACOptimizer, model: nn.Module, count: int, scale: floa
             {
                 "slope": float(sum((b * p.grad).sum() for b, p in zip(buffers, params, strict=True))),
                 "moved": [b - p.detach() for b, p in zip(before, params, strict=True)],
+                "weights": before,
                 "buffers": buffers,
                 "grads": [p.grad.clone() for p in params],
                 **optimizer.metrics(),
@@ -65,14 +66,14 @@ def steps_of(optimizer: KFACOptimizer, model: nn.Module, count: int, scale: floa
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e3])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.0, 0.1), (0.9, 0.0), (0.9, 0.1)])
 def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
-    momentum: float, scale: float, maximize: bool
+    momentum: float, decay: float, scale: float, maximize: bool
 ) -> None:
     lr, dampening = 0.3, 0.25 if momentum and maximize else 0.0
     model = mlp()
     options: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "maximize": maximize, **FREQUENT}
-    optimizer = KFACOptimizer(model, lr=lr, kl_clip=1e-4, **options)
+    optimizer = KFACOptimizer(model, lr=lr, kl_clip=1e-4, weight_decay=decay, **options)
     sign = -1 if maximize else 1
     logarithm, before, held = 0.0, 0.0, False
     sizes = set()
@@ -84,10 +85,11 @@ def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
             logarithm = max(math.log(1e-3), logarithm + (change if held else min(change, 0.0)))
         size = math.exp(logarithm)
         assert seen["kl_clip"] == pytest.approx(1e-4 * size**2, rel=1e-9)
-        # What was added to the momentum that was left.
+        # What was added to the momentum that was left, but for the decay; torch does not dampen what comes first.
+        taken = 1 - dampening if step > 0 else 1
         added = [
-            sign * m / lr - momentum * seen["momentum_scale"] * sign * b
-            for m, b in zip(seen["moved"], seen["buffers"], strict=True)
+            sign * (m / lr - momentum * seen["momentum_scale"] * b - taken * decay * w)
+            for m, b, w in zip(seen["moved"], seen["buffers"], seen["weights"], strict=True)
         ]
         decrease = lr * float(sum((a * g).sum() for a, g in zip(added, seen["grads"], strict=True)))
         if step > 0:  # torch begins with the first direction, undampened
@@ -100,10 +102,31 @@ def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
             assert momentum * slope * seen["momentum_scale"] == pytest.approx(-0.25 * promised, rel=1e-6)
         else:
             assert seen["momentum_scale"] == 1
-        before = momentum * seen["momentum_scale"] * slope + promised
+        decayed = (
+            sign * lr * decay * float(sum((w * g).sum() for w, g in zip(seen["weights"], seen["grads"], strict=True)))
+        )
+        # Without momentum the direction alone is kept.
+        before = momentum * seen["momentum_scale"] * slope + promised + (1 - dampening) * decayed * (momentum > 0)
         held = nu < max(size, 1) * (1 - 1e-9)
         sizes.add(size)
-    assert len(sizes) > 6
+    assert len(sizes) > 6 or (decay and maximize)  # where decay pulls back, no slope is positive at the start
+
+
+def test_strong_weight_decay_does_not_shrink_the_region() -> None:
+    """It makes momentum go uphill step by step, as its slope was at the start: no step went too far."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    y = torch.tanh(x @ torch.randn(8, 16)) @ torch.randn(16, 2)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
+    options = {"momentum": 0.9, "weight_decay": 0.05, "loss_terms": LossTerms.ELEMENTS}
+    optimizer = KFACOptimizer(model, lr=0.1, **options)
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert optimizer.metrics()["kl_clip"] > 1e-7
+    assert loss < y.var() / 4
 
 
 def loss_after(scale: float, **options: Any) -> float:

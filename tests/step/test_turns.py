@@ -41,6 +41,29 @@ def test_heads_that_take_turns_are_measured_at_the_second_use_of_each_period(hea
     assert optimizer.metrics()["unpreconditioned_blocks"] == 0
 
 
+def test_a_head_whose_gradients_are_zeroed_in_place_keeps_its_request() -> None:
+    torch.manual_seed(0)
+    model = Tasks(2)
+    optimizer = KFACOptimizer(model, lr=0.01)
+    for step in range(24):
+        optimizer.zero_grad(set_to_none=False)
+        square_loss(model(torch.randn(8, 4), step % 2)).backward()
+        optimizer.step()
+    assert optimizer._binding.coverage.blocks[2].clock.folded_at == 23
+
+
+def test_a_request_is_given_up_after_many_periods() -> None:
+    model = Tasks(2)
+    optimizer = KFACOptimizer(model, lr=0.01, factor_update_period=2)
+    for step in range(40):
+        optimizer.zero_grad()
+        square_loss(model(torch.randn(8, 4), int(step in (0, 3)))).backward()
+        optimizer.step()
+        if step == 20:
+            assert optimizer._binding.coverage.blocks[2].wants_statistics()
+    assert not optimizer._binding.coverage.blocks[2].clock.missed
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_layer_that_is_used_no_more_is_looked_at_by_period(set_to_none: bool) -> None:
     model = Tasks(2)
