@@ -107,7 +107,7 @@ def test_the_draw_depends_on_seed_and_step_alone() -> None:
     assert [drawn(*key) for key in keys] == first
     assert len({tuple(rows) for rows in first}) == len(keys)
     # As numbers, that a change of the recipe, which would break resumed runs, does not pass unseen.
-    assert first[0][:5] == Draw(Subsample(5), 0).rows(100, 100, CPU).examples.tolist()
+    assert first[0][:5] == [10, 13, 14, 39, 69]
 
 
 def test_every_row_is_as_likely_as_any_other() -> None:

@@ -89,6 +89,12 @@ CASES: dict[str, tuple[nn.Module | Likelihood, dict[str, Any], Outputs, Callable
         (normal(2, 3), normal(2, 3).exp()),
         gaussian_fisher,
     ),
+    "variances with a bound": (
+        nn.GaussianNLLLoss(eps=1.0),
+        {},
+        (normal(2, 3), normal(2, 3).exp()),
+        lambda o: gaussian_fisher((o[0], o[1].clamp(min=1.0))),
+    ),
     "means and scales": (
         GaussianWithScale(mean=True),
         {},
@@ -168,8 +174,8 @@ def test_ignored_targets_are_seen_by_their_gradient() -> None:
 
 
 @cases
-def test_outputs_that_are_not_numbers_have_gradients_that_are_none(case: Any) -> None:
-    """And raise nothing: the step is one to be skipped."""
+def test_outputs_that_are_not_numbers_raise_nothing(case: Any) -> None:
+    """The step is one to be skipped."""
     criterion, options, outputs, _ = case
     outputs = tuple(output.clone() for output in outputs)
     for output in outputs:

@@ -280,6 +280,22 @@ def test_a_number_of_terms_that_is_none_is_refused_by_the_step_and_changes_nothi
     assert_same(clones(model.parameters()), before)
 
 
+@pytest.mark.parametrize(
+    ("argument", "error", "message"),
+    [
+        ({"momentum": 1.0}, ValueError, "momentum of SampleSpace"),
+        ({"momentum": -0.1}, ValueError, "momentum of SampleSpace"),
+        ({"centred": 1}, TypeError, "centred of SampleSpace"),
+        ({"dense_limit": 0}, ValueError, "dense_limit of SampleSpace"),
+        ({"dense_limit": 2.5}, TypeError, "dense_limit of SampleSpace"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(argument: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SampleSpace(**argument)
+
+
 def test_what_it_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"SampleSpace.*ExactGGN\(criterion\)"):
         KFACOptimizer(network(), inverse=SampleSpace(), estimate=MonteCarlo(nn.MSELoss()))

@@ -41,7 +41,9 @@ def test_products_of_a_small_matrix_alone_and_of_narrow_ones_keep_float32(
     torch.manual_seed(0)
     matrices = torch.randn(count, width, width + 1, dtype=torch.float64)
     expected = torch.stack([written_out(matrix) for matrix in matrices])
-    torch.testing.assert_close(orthogonalised(matrices.float()).double(), expected, rtol=0, atol=tolerance)
+    found = orthogonalised(matrices.float()).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    assert tolerance < 0.1 or (found - expected).abs().max() > 1e-3, "these were taken in bfloat16"
 
 
 def test_singular_values_come_near_one() -> None:
