@@ -45,7 +45,7 @@ def check_names(groups: Sequence[Group]) -> None:
     of_param: dict[nn.Parameter, int] = {}
     for i, group in enumerate(groups):
         for param in group["params"]:
-            if of_param.setdefault(param, i) != i:
+            if groups[of_param.setdefault(param, i)] is not group:
                 raise ValueError(
                     f"kfac_optim: a parameter {list(param.shape)} is in param groups {of_param[param]} and {i}. "
                     "Take it out of one of them."
