@@ -265,7 +265,7 @@ def test_the_closed_forms_are_what_is_sent(four_ranks: Ranks, strategy: Strategy
     t = layers * sum(dim * (dim + 1) // 2 for dim in dims)
     with_masses = t + 2 * layers
     if isinstance(strategy, Sharded):
-        words, scalars = sharded(4, n, with_masses, PERIOD), 3 + 2
+        words, scalars = sharded(4, n, with_masses, PERIOD), 3 + 3
     else:
         words, scalars = replicated(4, strategy.workers(4), n, with_masses, t, PERIOD), 0
     agreeing = control(4, layers, len(plan.buckets_of(Payload.SUMS)), 0, scalars, PERIOD)
