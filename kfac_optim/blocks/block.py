@@ -30,7 +30,8 @@ SILENT_STEPS = 3
 """The steps after which a layer without statistics is waited for no longer, but by period."""
 
 
-_PATIENCE = 10  # periods
+# Periods through which a layer that missed its turn is looked at in each step.
+_PATIENCE = 10
 
 
 class Missing(NamedTuple):

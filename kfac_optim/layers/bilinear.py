@@ -60,8 +60,9 @@ class BilinearStatistics(RowStatistics):
         # The squares of products are the products of squares, so that no row of them is made.
         both = self._both(self.call.input)
         first, second = both if self._sample is None else (self._sample.of(each) for each in both)
-        counts = active.unsqueeze(-1)
-        squares = (first.square() * counts).flatten(0, 2).mT @ second.square().flatten(0, 2)
+        # Rows that do not count may hold anything.
+        first, second = (torch.where(active.unsqueeze(-1), each, 0).square().flatten(0, 2) for each in (first, second))
+        squares = first.mT @ second
         moment = squares.flatten().to(self.dtype)
         if self._constant is not None:
             moment = torch.cat([moment, (active.sum() * self._constant**2).to(moment).view(1)])

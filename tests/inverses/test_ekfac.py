@@ -710,16 +710,37 @@ def test_rows_that_only_a_later_backward_reaches_are_counted() -> None:
     assert_same(state.second_moments, in_basis(dense_fisher(gradients), state), rtol=1e-8)
 
 
-@pytest.mark.parametrize("sharing", WeightSharing)
-def test_two_backwards_whose_rows_differ_give_what_one_of_the_sum_gives(sharing: WeightSharing) -> None:
-    module, first, x = nn.Linear(3, 2), torch.randn(4, 5, 3), torch.randn(4, 5, 3)
+class Positions(nn.Module):
+    """A matrix for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("nti,tio->nto", x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (lambda: nn.Linear(3, 2), {"weight_sharing": WeightSharing.EXPAND}),
+        (lambda: nn.Linear(3, 2), {"weight_sharing": WeightSharing.REDUCE}),
+        (Positions, {"subsample": Subsample(examples=3)}),
+    ],
+    ids=["expand", "reduce", "drawn rows of groups"],
+)
+def test_two_backwards_whose_rows_differ_give_what_one_of_the_sum_gives(
+    build: Callable[[], nn.Module], options: dict[str, object]
+) -> None:
+    module, first, x = build(), torch.randn(4, 5, 3), torch.randn(4, 5, 3)
     mask = torch.ones(4, 5, 2)
     mask[:, 3:], mask[2] = 0, 0
     one, two = Loss(mask.shape, 4, mask), Loss(mask.shape, 4)
     found = []
     for apart in (False, True):
         torch.manual_seed(5)
-        optimizer, state = watched(module, first, weight_sharing=sharing)
+        optimizer, state = watched(module, first, **options)
         output = module(x)
         if apart:
             one(output).backward(retain_graph=True)
@@ -727,35 +748,6 @@ def test_two_backwards_whose_rows_differ_give_what_one_of_the_sum_gives(sharing:
         else:
             (one(output) + two(output)).backward()
         fold(optimizer, 4)
-        assert int(state.substituted) == 0
-        found.append(state.second_moments.clone())
-    assert_same(found[1], found[0])
-
-
-def test_what_a_second_backward_takes_back_is_of_the_rows_that_the_first_drew() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 3, 2))  # a group for each position
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("nti,tio->nto", x, self.weight)
-
-    module, first, x = Positions(), torch.randn(8, 4, 3), torch.randn(8, 4, 3)
-    mask = torch.ones(8, 4, 2)
-    mask[:, 3] = 0  # so that the input is kept for a second backward
-    one, two = Loss(mask.shape, 8, mask), Loss(mask.shape, 8)
-    found = []
-    for apart in (False, True):
-        torch.manual_seed(5)
-        optimizer, state = watched(module, first, subsample=Subsample(examples=3))
-        output = module(x)
-        if apart:
-            one(output).backward(retain_graph=True)
-            two(output).backward()
-        else:
-            (one(output) + two(output)).backward()
-        fold(optimizer, 8)
         assert int(state.substituted) == 0
         found.append(state.second_moments.clone())
     assert_same(found[1], found[0])

@@ -117,6 +117,22 @@ def test_a_weight_in_a_convolution_of_other_dimensions_takes_the_step_of_sgd() -
     assert optimizer.factors() == {}
 
 
+def test_rows_of_a_bilinear_layer_without_a_gradient_may_hold_anything() -> None:
+    found = []
+    for unused in (0.0, torch.nan):
+        torch.manual_seed(0)
+        layer = nn.Bilinear(3, 4, 2)
+        optimizer = KFACOptimizer(layer, lr=0.0, max_factor_dim=4)
+        x = torch.randn(8, 7)
+        x[5:] = unused
+        layer(x[:, :3], x[:, 3:])[:5].square().sum().backward()
+        layer.zero_grad()  # in which the NaN are
+        optimizer.step()
+        found.append(optimizer.factors()[""][0])
+    assert found[1].isfinite().all()
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("subsample", [Subsample(), Subsample(examples=3)], ids=["all", "some"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_diagonal_of_a_bilinear_layer_is_that_of_the_dense_factor(bias: bool, subsample: Subsample) -> None:
