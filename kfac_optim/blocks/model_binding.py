@@ -121,7 +121,7 @@ class ModelBinding:
                     block.groups = tuple(groups[param] for param in block.params)
         if self._finder is not None:
             refuse_flat(groups, {})
-            self._finder.params = set(groups)
+            self._finder.look_for(groups)
         self._prepare()
 
     def knows(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -187,8 +187,19 @@ class ModelBinding:
             self._options.check_patterns(self.model)
         self.settled, self._window.outside = True, None
         awaited = self._finder is not None or bool(self.coverage.candidates)
-        self._stop_finding()
+        if uncalled := self._uncalled():
+            assert self._finder is not None
+            self._finder.look_for(uncalled)
+        else:
+            self._stop_finding()
         return awaited
+
+    def _uncalled(self) -> list[nn.Parameter]:
+        """Return what no gradient has come to and no known model holds: a module may hold it that is called later."""
+        if self._finder is None or self.model is None:
+            return []
+        held = self.names()
+        return [param for param in self._groups if param.requires_grad and param.grad is None and param not in held]
 
     def does_nothing(self) -> bool:
         """Return whether nothing is preconditioned against the user's wish, nor can be later."""
@@ -331,6 +342,7 @@ class ModelBinding:
         for known in before.keys() - self._roots.keys():
             before[known].remove()
         self._roots[root] = watch_root(self._window, root, args_under_way if root is model else None)
+        self.settled = False  # its matrices that functions use are still to be shown
         self._prepare()
 
     def _meet_part(self) -> None:

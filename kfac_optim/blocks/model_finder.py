@@ -1,8 +1,10 @@
 """Finding the model when the optimizer was given parameters alone: it is what is called and holds them."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -27,14 +29,23 @@ class ModelFinder:
         found: Callable[[nn.Module, tuple[Any, ...]], None],
         under_way: Callable[[], bool],
     ) -> None:
-        self.params = set(params)
+        self.look_for(params)
         self._found = weakly(found)
         self._under_way = under_way
         self._handle = register_module_forward_pre_hook(self._look)
 
+    def look_for(self, params: Iterable[nn.Parameter]) -> None:
+        """Look for these parameters instead."""
+        self._params = set(params)
+        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that hold none of them
+
     def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._under_way() and any(param in self.params for param in module.parameters()):
+        if torch.compiler.is_compiling() or self._under_way() or module in self._others:
+            return
+        if any(param in self._params for param in module.parameters()):
             self._found(module, args)
+        else:
+            self._others.add(module)
 
     def remove(self) -> None:
         self._handle.remove()

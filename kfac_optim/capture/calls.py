@@ -118,14 +118,15 @@ class Ledger:
         self.count(root)
 
     def count(self, root: RootCall) -> None:
-        """Count the terms of a forward that a backward comes to, and forget those of gradients that were thrown away.
+        """Count the terms of a forward that a backward comes to, and forget those of gradients that are gone."""
+        self.go_on(root)
+        self.tally.count(root)
 
-        These are not forgotten where the backward goes on through the same forward.
-        """
-        if self._stale and not self.tally.has_counted(root):
+    def go_on(self, root: RootCall | None) -> None:
+        """Forget what belongs to gradients that were thrown away, unless a backward goes on through that forward."""
+        if self._stale and not (root is not None and self.tally.has_counted(root)):
             self.discard()
         self._stale = False
-        self.tally.count(root)
 
     def is_reached(self, *, in_graph: bool = False) -> bool:
         """Return whether the backward that is running accumulates into a weight; `in_graph` as of `pass_through`."""
@@ -153,7 +154,11 @@ class Ledger:
 
         So it is after `model.zero_grad()`, as where a `GradScaler` has left a step out.
         """
-        if self._open and not in_backward() and all(call.has_lost_gradient() for call in self._open):
+        if in_backward() or not (self._open or self.tally.has_counted()):
+            return
+        # On a step without statistics the terms of a summed loss are counted, and no layer says that it had a gradient.
+        watches = [call._watch() for call in self._open] if self._open else self._watches
+        if all(watch is not None and watch.has_lost_gradient() for watch in watches):
             self.mark_stale()
 
     def is_stale(self) -> bool:
@@ -234,8 +239,8 @@ class ForwardCall:
             ledger.dropped_calls += self in ledger._open
             watch.verify(None)
             return
-        if ledger._stale and not self._committed:
-            ledger.discard()
+        if not self._committed:
+            ledger.go_on(self._root)
         if not traced:
             layer_input, self._input = self._input, None
             if layer_input is not None and version(layer_input) != self._version:
@@ -298,11 +303,6 @@ class ForwardCall:
         if watch.awaits_gradient(ledger.shards):
             layer_input, gradient = without_ragged(layer_input), without_ragged(gradient.detach())
             self._verify(watch, layer_input, gradient, in_operator=in_operator)
-
-    def has_lost_gradient(self) -> bool:
-        """Return whether the weight has no gradient; of a sharded weight it may be on its way to other ranks."""
-        watch = self._watch()
-        return watch is not None and watch.sharded is None and watch.weight.grad is None
 
     def note_criterion(self) -> None:
         """Note that a criterion has read what was computed from the call's forward of the model."""

@@ -40,6 +40,10 @@ class LayerWatch:
     number: int = field(default_factory=itertools.count().__next__)
     node: Node | None = None
 
+    def has_lost_gradient(self) -> bool:
+        """Return whether the weight has no gradient; of a sharded weight it may be on its way to other ranks."""
+        return self.sharded is None and self.weight.grad is None
+
     @property
     def used(self) -> nn.Parameter:
         """Return what forwards use and backwards accumulate into: the weight, or what stands for it in shards."""

@@ -94,6 +94,7 @@ class ExtraBackward:
         in_graphs = self.in_graphs and window.is_reached()
         if reached or in_graphs:
             self._arrived.add(place)
+            window.keep(call for call, _ in reached)
             if window.is_stale():
                 window.discard()
             if self.term is None:

@@ -227,6 +227,30 @@ def test_two_models_called_one_after_the_other_are_one_for_the_loss_terms() -> N
     assert ours.metrics()["unpreconditioned_blocks"] == 0
 
 
+def test_a_module_that_is_first_called_after_the_first_step_is_preconditioned() -> None:
+    encoder, decoder, unused = mlp(1, sizes=(4, 5, 4)), mlp(2, sizes=(4, 5, 4)), nn.Parameter(torch.ones(3))
+    optimizer = KFACOptimizer([*encoder.parameters(), *decoder.parameters(), unused], **OPTIONS)
+    for i in range(4):
+        optimizer.zero_grad()
+        hidden = encoder(batch(i))
+        square_loss(hidden if i < 2 else decoder(hidden)).backward()
+        optimizer.step()
+    folds = [(block.name, block.clock.folds) for block in optimizer._binding.coverage.blocks]
+    assert folds == [("0.0", 2), ("0.2", 2), ("1.0", 1), ("1.2", 1)]
+    assert len(_global_forward_pre_hooks) == 1, "nobody has called what holds the last parameter"
+
+
+def test_modules_of_others_are_looked_through_once_where_a_module_is_still_to_be_called() -> None:
+    model, teacher, looks = mlp(), mlp(5), []
+    optimizer = KFACOptimizer([*model.parameters(), nn.Parameter(torch.ones(3))], **OPTIONS)
+    train(model, optimizer, 1)
+    parameters = teacher.parameters
+    teacher.parameters = lambda: looks.append(0) or parameters()  # type: ignore[method-assign,assign]
+    for i in range(3):
+        teacher(batch(i))
+    assert len(looks) == 1
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Conv1d(4, 4, 1)], ids=["linear", "convolution"])
 def test_two_models_may_share_a_weight(make: Net) -> None:
     """The second one's use of it is measured, too."""

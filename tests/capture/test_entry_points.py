@@ -87,6 +87,12 @@ def accumulated(model: nn.Module, call: Call, x: Tensor) -> None:
         (cost(call(model, part)) / 2).backward()  # type: ignore[arg-type]
 
 
+def after_a_false_start(model: nn.Module, call: Call, x: Tensor) -> None:
+    (100 * cost(call(model, x))).backward()  # type: ignore[arg-type]
+    model.zero_grad()
+    whole(model, call, x)
+
+
 def two_losses(model: nn.Module, call: Call, x: Tensor) -> None:
     """Two backwards through one graph, of which the second comes to other layers first."""
     output = call(model, x)  # type: ignore[arg-type]
@@ -117,7 +123,7 @@ def assert_trains_alike(call: Call, run: Callable[[nn.Module, Call, Tensor], Non
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("run", [whole, accumulated, two_losses])
+@pytest.mark.parametrize("run", [whole, accumulated, two_losses, after_a_false_start])
 @pytest.mark.parametrize("call", OUTSIDE.values(), ids=OUTSIDE)
 def test_layers_outside_the_models_forward_show_the_number_of_terms(
     call: Call, run: Callable[[nn.Module, Call, Tensor], None]

@@ -61,7 +61,16 @@ def after_a_false_start(model: nn.Module, optimizer: KFACOptimizer, x: Tensor) -
     once(model, optimizer, x)
 
 
-@pytest.mark.parametrize("backward", [once, in_two, twice_through, beside_others, after_a_false_start])
+def after_one_that_the_model_forgot(model: nn.Module, optimizer: KFACOptimizer, x: Tensor) -> None:
+    once(model, optimizer, torch.randn(99, 4))
+    model.zero_grad()
+    once(model, optimizer, x)
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [once, in_two, twice_through, beside_others, after_a_false_start, after_one_that_the_model_forgot],
+)
 def test_the_terms_are_those_of_the_step(backward: Callable[[nn.Module, KFACOptimizer, Tensor], None]) -> None:
     model, optimizer = build()
     found = []

@@ -105,6 +105,43 @@ def test_a_copy_goes_on_like_the_original_by_whichever_criterion_the_loop_calls(
         assert torch.equal(one, two)
 
 
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = mlp(), nn.ModuleList(mlp(seed, sizes=(3, 2)) for seed in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.trunk(x).tanh()
+        return [head(hidden) for head in self.heads]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_all_heads_count_where_the_gradients_of_tasks_are_taken_apart(is_named: bool) -> None:
+    """Gradient surgery: a backward and `zero_grad()` for each task, whose gradients are put together by hand."""
+    factors = []
+    for apart in (True, False):
+        model = Tasks()
+        criterion = nn.MSELoss()
+        given: dict[str, Any] = {"estimate": ExactGGN(criterion)} if is_named else {}
+        optimizer = KFACOptimizer(model, lr=0.0, **given)
+        losses = [criterion(output, torch.ones_like(output)) for output in model(batch())]
+        if apart:
+            sums = [torch.zeros_like(param) for param in model.parameters()]
+            for loss in losses:
+                optimizer.zero_grad()
+                loss.backward(retain_graph=True)
+                for total, param in zip(sums, model.parameters(), strict=True):
+                    total += 0 if param.grad is None else param.grad
+            for total, param in zip(sums, model.parameters(), strict=True):
+                param.grad = total
+        else:
+            sum(losses).backward()
+        optimizer.step()
+        factors.append(optimizer.factors())
+    assert len(factors[0]) == 5
+    torch.testing.assert_close(factors[0], factors[1], rtol=1e-9, atol=1e-12)
+
+
 def test_a_second_backward_through_one_call_of_the_criterion_is_warned_of() -> None:
     model = mlp()
     optimizer = KFACOptimizer(model, estimate=ExactGGN(CRITERION), **OPTIONS)
