@@ -1,6 +1,7 @@
 """What the optimizer says of itself: `summary()`, `metrics()` and `factors()`, as functions over its blocks."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,7 @@ class Metrics(dict[str, float]):
     """Holds numbers by name: a dict that waits for the device when a number is first read, and not before.
 
     The numbers are those of the moment when it was made, however late they are read. Its names are there at once.
-    Copies of it (`dict(...)`, `copy`, pickles) are ordinary dicts.
+    Copies of it (`dict(...)`, `copy`, pickles) are dicts without that.
     """
 
     _fetch: Callable[[], dict[str, float]] | None = None
@@ -130,7 +131,8 @@ class Metrics(dict[str, float]):
         self._fetch = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        # A dict as such is no global that `torch.load(weights_only=True)` knows.
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 _UNREAD: Any = object()

@@ -131,7 +131,8 @@ class KFACOptimizer(Optimizer):
             sketches those from 256 wide on. `Cholesky()`, that of `QuadraticModel`, keeps all whole.
         estimate: which output gradients make `G`: those of the training loss, or of a loss that the estimate names
             (`MonteCarlo(nn.CrossEntropyLoss())`), which then sets the number of loss terms.
-        loss_terms: what the mean in the loss runs over; see `set_loss_terms`.
+        loss_terms: what the mean in the loss runs over; see `set_loss_terms`. None is what a named loss says itself,
+            and EXAMPLES where none is named.
         weight_sharing: whether shared positions are expanded or reduced; one choice, or a mapping as for `inverse`.
         structure: the structure that is kept of `(A, G)`, each a `Structure` or a `BlockDiagonal`; one pair, or a
             mapping as for `inverse`; None is dense.
@@ -145,7 +146,8 @@ class KFACOptimizer(Optimizer):
             a product of several).
         factor_dtype: the dtype of the factors; None is the parameter's, but at least float32.
         nonfinite_limit: how many times in a row a step may be skipped because a gradient is not finite, a layer's
-            statistics be refused, or its refresh fail, before `step()` raises; None is no limit.
+            statistics be refused, or its refresh fail, before `step()` raises (for a layer, at its next refresh); None
+            is no limit.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss. It is needed only if steps are taken by
             `optimizer.step()`: a scaler that steps, `scaler.step(optimizer)`, is found, whatever was unscaled or
             clipped before and whichever was made first.
@@ -207,7 +209,7 @@ class KFACOptimizer(Optimizer):
         average: IterateAverage | None = None,
         inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None = None,
         estimate: Estimate = Empirical(),  # noqa: B008 (immutable)
-        loss_terms: LossTerms = LossTerms.EXAMPLES,
+        loss_terms: LossTerms | None = None,
         weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing] = WeightSharing.EXPAND,
         structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None = None,
         subsample: Subsample | Mapping[Pattern, Subsample] | None = None,
@@ -264,6 +266,7 @@ class KFACOptimizer(Optimizer):
             include_factors=include_factors,
         )
         self._choices, self._distributed = choices, distributed
+        estimate = choices.estimate
         if grad_scaler is not None:
             check_kind("grad_scaler", grad_scaler, GradScaler)
         self._scaler = ScalerSource(grad_scaler)
@@ -271,7 +274,7 @@ class KFACOptimizer(Optimizer):
         self._phases = Phases(choices.schedule)
         if given is not None:
             choices.options.check_patterns(given)
-        self._window = CaptureWindow(loss_terms)
+        self._window = CaptureWindow(choices.loss_rule)
         if not isinstance(params, nn.Module | Tensor):
             params = list(params)  # type: ignore[assignment]
         config = choice.chosen_config(distributed, sharded=any_sharded(params))
@@ -515,6 +518,8 @@ class KFACOptimizer(Optimizer):
         tensor, and of a distribution's for `torch.distributions` (`Categorical`, `Bernoulli`, `Normal`), such as a
         policy, whose Fisher matrix does not depend on what multiplies the log-probabilities. Several calls are several
         terms, as are calls of the criterion that `estimate` names. What the criterion itself reads need not be stated.
+        Compute the loss from the very tensor that is observed, as backward is to come to it: `r = output - target`,
+        then `observe(r)` and `r.square().mean()`. Of a distribution that is its logits, or its mean and scale.
 
         Args:
             residual: a tensor, the examples along its first dimension; or a distribution that the loss is computed of.
@@ -652,13 +657,13 @@ class KFACOptimizer(Optimizer):
 
         They are a dict of floats. The host does not wait for the device until a number is read, which gives what it was
         when this was called, also after more steps: to log every step at no cost, keep what is returned, and read it
-        later. Copies of it are ordinary dicts.
+        later. Copies of it are dicts without that.
 
         The guide has a table of all names, with units and healthy values: `kfac_optim/README.md`, "Watching a run".
         `kfac_optim.watching` has `diagnose`, which says in words what is wrong in them, and `plot`. What is not known
-        yet is absent. Counts run from the beginning of training. On several processes conditions, cutoffs and counts of
-        statistics and refreshes are those of the last refresh, the same on all; a count is that of the process that has
-        counted most, layer by layer.
+        yet is absent. Counts run since the optimizer was built; those of layers go on from a checkpoint. On several
+        processes conditions, cutoffs and counts of statistics and refreshes are those of the last refresh, the same on
+        all; a count is that of the process that has counted most, layer by layer.
         """
         blocks = self._binding.coverage.blocks
         return diagnostics.metrics(
@@ -861,6 +866,7 @@ class KFACOptimizer(Optimizer):
         self._warnings.assumed_terms(record.count, self._window.rule)
         self._warnings.mixed_terms(record.count)
         self._warnings.repeated_terms(record.count)
+        self._warnings.missed_terms(record.count)
         return admission
 
     def _is_asked_for_state(self) -> bool:

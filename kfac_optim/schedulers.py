@@ -1,5 +1,6 @@
 """Schedules for any number of a param group. For lr, use `torch.optim.lr_scheduler`: it works unchanged."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -7,6 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from kfac_optim.utils.text import listed
 from kfac_optim.utils.validation import check_integer, check_number, plain_number
 
 _PERIODS = ("factor_update_period", "inverse_update_period")
@@ -104,16 +106,20 @@ class HyperparameterScheduler:
 
     def step(self) -> None:
         """Move on by one epoch (or batch) and set the values."""
-        self.last_epoch += 1
-        self._set_values()
+        self._set_values(self.last_epoch + 1, self.base_values)
 
-    def _set_values(self) -> None:
-        # Groups added since keep their own values.
-        found = [factor(self.last_epoch) for factor in self.factors]
+    def _set_values(self, epoch: int, base_values: list[float]) -> None:
+        """Set the values of an epoch, or raise before anything is changed."""
+        found = [factor(epoch) for factor in self.factors]
         for each in found:
-            if not isinstance(each, Real):
-                raise TypeError(f"kfac_optim: a factor of {self.key!r} must return a number, and returned {each!r}.")
-        for group, base, by in zip(self.optimizer.param_groups, self.base_values, found, strict=False):
+            if not isinstance(each, Real) or not math.isfinite(each):
+                raise TypeError(
+                    f"kfac_optim: a factor of {self.key!r} must return a finite number, and returned {each!r} at "
+                    f"{epoch}."
+                )
+        self.last_epoch, self.base_values = epoch, base_values
+        # Groups added since keep their own values.
+        for group, base, by in zip(self.optimizer.param_groups, base_values, found, strict=False):
             value = plain_number(base * by)
             group[self.key] = max(1, round(value)) if self.key in _PERIODS else value
 
@@ -129,18 +135,27 @@ class HyperparameterScheduler:
         """Resume from `state_dict()` and set the values, whether the optimizer was loaded before or comes after.
 
         Raises:
-            ValueError: the state is that of another number, or of another number of groups.
+            TypeError: what the state holds are no numbers.
+            ValueError: the state is that of another number, or of another number of groups, or no state at all.
         """
-        if state_dict["key"] != self.key:
+        if missing := [name for name in ("key", "last_epoch", "base_values") if name not in state_dict]:
             raise ValueError(
-                f"kfac_optim: this scheduler drives {self.key!r}, the checkpoint {state_dict['key']!r}; "
-                "load each scheduler's own state."
+                f"kfac_optim: the state of a HyperparameterScheduler has no {listed(missing)}. Load what its own "
+                "state_dict() gave."
             )
-        if len(state_dict["base_values"]) != len(self.base_values):
+        key, epoch, base_values = state_dict["key"], state_dict["last_epoch"], list(state_dict["base_values"])
+        if key != self.key:
+            raise ValueError(
+                f"kfac_optim: this scheduler drives {self.key!r}, the checkpoint {key!r}; load each scheduler's own "
+                "state."
+            )
+        if len(base_values) != len(self.base_values):
             raise ValueError(
                 f"kfac_optim: this scheduler drives {len(self.base_values)} param groups, the checkpoint "
-                f"{len(state_dict['base_values'])}; build the optimizer with the groups it had."
+                f"{len(base_values)}. Build it at the same place of the script: groups that are added after it are "
+                "not among those that it drives."
             )
-        self.last_epoch = state_dict["last_epoch"]
-        self.base_values = list(state_dict["base_values"])
-        self._set_values()
+        check_integer("last_epoch of the state", epoch, at_least=0)
+        for value in base_values:
+            check_number(f"a base value of {self.key!r}", value)
+        self._set_values(epoch, base_values)

@@ -37,8 +37,8 @@ _PANELS = (
 def diagnose(history: History) -> list[str]:
     """Say what is wrong in a run, with what was seen and the remedy; an empty list if nothing is.
 
-    It reads the last 100 records, and takes no step. One record, `diagnose([optimizer.metrics()])`, tells counts and
-    shares of parameters; what holds for most steps wants 10 records and more.
+    It reads the last 100 records, and takes no step. One record, `diagnose([optimizer.metrics()])`, tells counts (but
+    for skipped steps) and shares of parameters; what holds for most steps wants 10 records and more.
 
     Args:
         history: what `optimizer.metrics()` gave in the course of the run, from its beginning, or pairs `(step,
@@ -203,8 +203,9 @@ def _hardly_turned(run: _Window) -> str | None:
         return None
     return (
         f"Hardly anything is preconditioned: the median cosine of {run.where} is {median(cosines):.3f}, with damping "
-        f"{run.last.get('damping', math.nan):.1g}. Lower damping tenfold; where it came near 1 as the loss fell, name "
-        "the loss, estimate=MonteCarlo(criterion)."
+        f"{run.last.get('damping', math.nan):.1g}. Lower damping tenfold (preconditioner_damping, where that is set); "
+        "where the cosine came near 1 as the loss fell, name the loss, estimate=MonteCarlo(criterion). If neither "
+        "changes it, the curvature is about the same in all directions, and K-FAC has nothing to gain."
     )
 
 
@@ -212,6 +213,8 @@ def _flat(run: _Window) -> str | None:
     flat, blocks = run.of("flat_blocks"), run.last.get("blocks", 0.0)
     if not flat or median(flat) <= _HALF * blocks or "reduction_ratio" in run.last or _hardly_turned(run) is not None:
         return None
+    if run.selects:
+        return None  # whose damping is relative to the curvature
     if run.loss_over_first() < _LITTLE:
         return None  # it has come down, and the empirical Fisher with it
     return (
@@ -227,6 +230,8 @@ def _higher_loss(run: _Window) -> str | None:
         return None
     if run.is_bounded:
         remedy = "Lower kl_clip tenfold, or leave step_size at its default"
+    elif "learning_rate" in run.last:  # `QuadraticModel` finds its own
+        remedy = "Raise damping tenfold, or take larger batches"
     else:
         remedy = f"Divide lr by ten{'' if run.selects else ', or raise damping tenfold'}"
     return (
@@ -279,7 +284,7 @@ def _refused(run: _Window) -> str | None:
     return (
         f"Statistics were refused {count} times, as they were not finite. Look for inputs or output gradients that "
         "overflow when they are squared: lower the loss scale, normalise the input, pass factor_dtype=torch.float64, "
-        "or list the layer in skip_layers."
+        "or leave the layer to SGD by skip_layers. If you state set_loss_terms(n), n must be above 0 in each step."
     )
 
 
@@ -325,7 +330,7 @@ def _left_out(run: _Window) -> str | None:
 
 def _cut_off(run: _Window) -> str | None:
     worst = max(run.last.get("cutoff_A", 0.0), run.last.get("cutoff_G", 0.0))
-    if worst < _LOST:
+    if worst < _LOST or run.selects:  # whose damping is relative to the mean of each factor
         return None
     return (
         f"Sketches of wide factors give up eigenvalues of up to {worst:.0f} times the damping: keep factors whole by "

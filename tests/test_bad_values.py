@@ -393,6 +393,11 @@ OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
             TypeError,
             r"terms must be a real number, got a tensor on the meta device",
         ),
+        (
+            lambda: KFACOptimizer(mlp()).set_loss_terms(torch.tensor(True)),
+            TypeError,
+            r"terms must be a real number, got a tensor of torch\.bool",
+        ),
     ],
     "KFACOptimizer.add_param_group(param_group)": [
         (lambda: KFACOptimizer(mlp()).add_param_group([]), TypeError, r"param_group must be a dict"),
@@ -417,7 +422,11 @@ OTHERS: dict[str, list[tuple[Call, type[Exception], str]]] = {
         (scheduler(factor=0.5), TypeError, r"factor must be .*(callable|function).*got 0\.5"),
         (scheduler(factor=None), TypeError, r"factor must be .*(callable|function).*got None"),
         (scheduler(factor=[0.5]), TypeError, r"factor must be .*(callable|function).*got 0\.5"),
-        (scheduler(factor=lambda _: None), TypeError, r"a factor of 'damping' must return a number, and returned None"),
+        (
+            scheduler(factor=lambda _: None),
+            TypeError,
+            r"a factor of 'damping' must return a finite number, and returned None",
+        ),
         (scheduler(factor=[]), ValueError, r"1 param groups need one factor or 1, got 0"),
     ],
     "HyperparameterScheduler(last_epoch)": [
@@ -533,7 +542,7 @@ def test_a_number_of_sgd_edited_to_nonsense_is_refused_before_anything_is_change
     ("rate", "message"),
     [
         (10**30, "lr in param group 0 must be a float where it is"),
-        (torch.tensor(1j), "lr in param group 0 must be real"),
+        (torch.tensor(1j), "lr in param group 0 must be a real number"),
     ],
 )
 def test_a_rate_that_no_step_can_multiply_by_is_refused(rate: Any, message: str) -> None:

@@ -37,7 +37,7 @@ from helpers.plain import (
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kfac_optim import Cholesky, DoublyFactored, ExactGGN, KFACOptimizer, Structure, TrustRegion
+from kfac_optim import EKFAC, Cholesky, DoublyFactored, Eigen, ExactGGN, KFACOptimizer, Structure, TrustRegion
 from kfac_optim.distributed import DistributedConfig
 
 MakeParams = Callable[[nn.Module], Any]
@@ -579,7 +579,10 @@ def test_a_sparse_gradient_of_a_covered_parameter_is_refused_before_anything_cha
     train(model, optimizer, 2)
     model[2].weight.grad = model[2].weight.grad.to_sparse()
     before = clones(model.parameters())
-    with pytest.raises(RuntimeError, match=r"'2\.weight' has a torch\.sparse_coo gradient.*list '2' in skip_layers"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"'2\.weight' has a torch\.sparse_coo gradient.*list the module that holds it in skip_layers",
+    ):
         optimizer.step()
     assert_identical(clones(model.parameters()), before)
 
@@ -871,6 +874,32 @@ def test_a_scaled_step_of_layers_outside_the_models_forward(overflow: bool) -> N
 
 def by_pickle(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "edit"),
+    [
+        ("skip_layers", ["2"], list.clear),
+        ("inverse", {"0": Eigen()}, lambda given: given.update({"*": EKFAC()})),
+    ],
+)
+def test_a_copy_has_the_choices_of_the_day_on_which_the_optimizer_was_built(
+    argument: str, given: Any, edit: Callable[[Any], object]
+) -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, **{argument: given})
+    edit(given)
+    copied = copy.deepcopy((model, optimizer))[1]
+    assert copied.summary().blocks == optimizer.summary().blocks
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert copied.summary().blocks == optimizer.summary().blocks
+
+
+def test_layers_to_skip_may_be_given_by_a_generator() -> None:
+    model = mlp()
+    optimizer = KFACOptimizer(model, skip_layers=(name for name in ["2"]))  # type: ignore[arg-type]
+    copied = copy.deepcopy((model, optimizer))[1]
+    assert [block.name for block in copied.summary().blocks] == ["0"]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])

@@ -1,5 +1,6 @@
 """Schedules of group numbers: always from the base value, whatever happens between."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -204,10 +205,38 @@ def test_the_state_of_another_number_is_refused() -> None:
 
 def test_the_state_of_another_number_of_groups_is_refused() -> None:
     state = HyperparameterScheduler(two_groups(), "damping", warm_up).state_dict()
-    with pytest.raises(
-        ValueError, match=r"drives 1 param groups, the checkpoint 2; build the optimizer with the groups"
-    ):
+    with pytest.raises(ValueError, match=r"drives 1 param groups, the checkpoint 2\. Build it at the same place of"):
         HyperparameterScheduler(optimizer(), "damping", warm_up).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"key": None}, r"has no 'key'\. Load what its own state_dict\(\) gave"),
+        ({"last_epoch": "3"}, "last_epoch of the state must be an integer, got '3'"),
+        ({"base_values": [math.nan]}, "a base value of 'damping' must be finite, got nan"),
+    ],
+)
+def test_a_damaged_state_is_refused_before_anything_is_changed(damage: dict[str, Any], message: str) -> None:
+    owner = optimizer()
+    scheduler = HyperparameterScheduler(owner, "damping", warm_up)
+    scheduler.step()
+    before = scheduler.state_dict(), owner.param_groups[0]["damping"]
+    state = scheduler.state_dict() | {"last_epoch": 7} | damage
+    with pytest.raises((TypeError, ValueError), match=message):
+        scheduler.load_state_dict({name: value for name, value in state.items() if value is not None})
+    assert before == (scheduler.state_dict(), owner.param_groups[0]["damping"])
+
+
+def test_an_epoch_whose_factor_raises_is_taken_again() -> None:
+    fails = [False, True, False]
+    owner = optimizer()
+    scheduler = HyperparameterScheduler(owner, "damping", lambda epoch: math.nan if fails.pop(0) else 0.5**epoch)
+    base = owner.param_groups[0]["damping"]
+    with pytest.raises(TypeError, match="must return a finite number, and returned nan at 1"):
+        scheduler.step()
+    scheduler.step()
+    assert owner.param_groups[0]["damping"] == base / 2
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------

@@ -99,7 +99,13 @@ def test_metrics_are_a_dict_of_floats_to_whoever_reads_them() -> None:
     for name, read in READS.items():
         found = read(optimizer.metrics())
         assert found == read(dict(plain)), name
-        assert type(found) is type(read(dict(plain))), name
+        assert isinstance(found, type(read(dict(plain)))), name
+
+
+def test_metrics_are_read_from_a_file_of_torch(tmp_path: Path) -> None:
+    _, optimizer = measured()
+    torch.save({"metrics": optimizer.metrics()}, tmp_path / "run.pt")
+    assert dict(torch.load(tmp_path / "run.pt")["metrics"]) == dict(optimizer.metrics())
 
 
 # -- their table -------------------------------------------------------------------------------------------------
@@ -294,7 +300,7 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
     ),
     "far too much damping": (
         lambda: watched(network(), inputs(), damping=1e4),
-        r"median cosine of the last 40 steps is (0\.99\d|1\.000), with damping 1e\+04\. Lower damping tenfold;",
+        r"median cosine of the last 40 steps is (0\.99\d|1\.000), with damping 1e\+04\. Lower damping tenfold \(prec",
     ),
     "signals that vanish": (
         lambda: watched(vanishing(), inputs()),
@@ -307,6 +313,10 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
     "selected updates at too high a rate": (
         lambda: watched(network(), inputs(), lr=3.0, step_size=SelectedUpdates()),
         r"The loss is higher than where it began: \S+ in the median .* \S+ at first\. Divide lr by ten\.$",
+    ),
+    "a quadratic model that is not trusted": (
+        lambda: [{"loss": loss, "learning_rate": 0.1} for loss in (1.0, *[9.0] * 30)],
+        r"The loss is higher than where it began: .* Raise damping tenfold, or take larger batches\.$",
     ),
     "a loss that stays": (
         lambda: watched(network(), inputs(), steps=120, lr=1e-9),
@@ -368,6 +378,9 @@ HEALTHY: dict[str, Callable[[], list[Mapping[str, float]]]] = {
     "held by a region that noise has shrunk": lambda: watched(network(), inputs(), steps=150, lr=10.0),
     "wide": lambda: watched(network(256), of_rank(8, 256), steps=60),
     "selected": lambda: watched(network(), inputs(), steps=60, step_size=SelectedUpdates(), lr=0.01),
+    "selected and wide": lambda: watched(
+        network(256), inputs(256), steps=60, step_size=SelectedUpdates(), lr=0.01, momentum=0.9
+    ),
     "sample space": lambda: watched(
         network(),
         itertools.repeat(next(inputs())),

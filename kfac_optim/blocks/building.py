@@ -258,18 +258,18 @@ def _check(spec: LayerSpec, adapters: Sequence[LayerAdapter[Any]], inverse: Inve
         if len(blocked) > 1:
             raise ValueError(
                 f"{at} cuts both factors into blocks, {spec.structure!r}; only one can be. Make the other "
-                "Structure.DENSE or Structure.DIAGONAL for this layer."
+                "Structure.DENSE or Structure.DIAGONAL for the module."
             )
         if spec.groups > 1:
             raise ValueError(
                 f"{at} is {kept!r} for {'AG'[blocked[0]]}, but the layer has {spec.groups} groups, each of which has "
-                "factors of its own. Make it Structure.DENSE or Structure.DIAGONAL for this layer."
+                "factors of its own. Make it Structure.DENSE or Structure.DIAGONAL for the module."
             )
         if foreign is not None:
             raise ValueError(
                 f"{at} is {kept!r} for {'AG'[blocked[0]]}, but {type(foreign).__name__} does not say that its "
                 "statistics can be cut into blocks. Set in_rows = True on it if they are RowStatistics, or make the "
-                "factor Structure.DENSE or Structure.DIAGONAL for this layer."
+                "factor Structure.DENSE or Structure.DIAGONAL for the module."
             )
     if subsample.takes_all:
         return
@@ -288,7 +288,7 @@ def _check(spec: LayerSpec, adapters: Sequence[LayerAdapter[Any]], inverse: Inve
             return
         raise ValueError(
             f"{at}: {reason}, which squares sums over all positions of an example, so that some of them would give "
-            f"another mean. Use Subsample(examples=...), or {remedy}, for this layer."
+            f"another mean. Use Subsample(examples=...), or {remedy}, for the module."
         )
 
 

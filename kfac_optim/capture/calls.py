@@ -304,10 +304,10 @@ class ForwardCall:
             layer_input, gradient = without_ragged(layer_input), without_ragged(gradient.detach())
             self._verify(watch, layer_input, gradient, in_operator=in_operator)
 
-    def note_criterion(self) -> None:
-        """Note that a criterion has read what was computed from the call's forward of the model."""
-        if self._root is not None:
-            self._root.by_criterion = True
+    @property
+    def root(self) -> RootCall | None:
+        """Return the forward of the model that the call is part of; None outside of any."""
+        return self._root
 
     def is_of(self, ledger: Ledger) -> bool:
         """Return whether the call would stand in this ledger."""

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ class LossCount(NamedTuple):
     """Whether there are such gradients, and others of a forward whose output no criterion read."""
     repeated: bool = False
     """Whether a call of the criterion is weighed as its first backward had it, and another came, of other weight."""
+    missed: bool = False
+    """Whether something was observed that no backward came to, though one came to the forward behind it."""
 
 
 class RootCall:
@@ -99,6 +101,19 @@ def _terms_of_output(rule: LossTerms, shape: Sequence[int]) -> int:
     return math.prod(shape[:-1] if rule is LossTerms.POSITIONS else shape)
 
 
+@dataclass(eq=False)
+class Observation:
+    """Stands for a tensor that the training loop has said to be a term of the loss.
+
+    Attributes:
+        forwards: of the model, from which it was computed.
+        arrived: whether a backward has come to it.
+    """
+
+    forwards: Collection[RootCall]
+    arrived: bool = False
+
+
 class LossTally:
     """Counts the loss terms between two steps.
 
@@ -111,6 +126,7 @@ class LossTally:
         repeated: whether one has come through a call of the criterion that had one before.
         calls: of criteria since the last step, in order, where a choice asks for them: terms of the loss, or None for
             what none was made of.
+        observed: what the training loop has observed since the last step.
     """
 
     def __init__(self, rule: LossTerms) -> None:
@@ -126,6 +142,7 @@ class LossTally:
         self.by_criterion = self.by_output = self.repeated = False
         self._criteria, self._awaited = 0, False
         self.calls: list[object | None] = []
+        self.observed: list[Observation] = []
         self._draws = 0
 
     def name_loss(self, *, mean: bool) -> None:
@@ -268,15 +285,16 @@ class LossTally:
 
     def result(self) -> LossCount:
         """Return the terms so far."""
-        mixed = self.by_criterion and self.by_output
+        missed = any(not each.arrived and any(map(self.has_counted, each.forwards)) for each in self.observed)
+        seen = self.by_criterion, self.by_criterion and self.by_output, self.repeated, missed
         if self.is_sum:
-            return LossCount(1, self.summed(), False, self.by_criterion, mixed, self.repeated)
+            return LossCount(1, self.summed(), False, *seen)
         if self._stated is not None:
-            return LossCount(self._stated, 1, False, self.by_criterion, mixed, self.repeated)
+            return LossCount(self._stated, 1, False, *seen)
         averaged, assumed = self._most()
         if self.by_criterion:
             averaged, assumed = max(averaged, 1), False
-        return LossCount(averaged, 1, assumed, self.by_criterion, mixed, self.repeated)
+        return LossCount(averaged, 1, assumed, *seen)
 
     def counted(self) -> int | None:
         """Return the terms that the loss is taken to be the mean of; None if that was stated, or no backward came."""
@@ -304,6 +322,7 @@ class LossTally:
         self._is_superseded = False
         self._stated = None
         self._draws = 0
+        self.observed.clear()
         self._counted.clear()
         self._unread.clear()
         self._outside.clear()

@@ -18,7 +18,7 @@ The folder is laid out in rooms like the package, and by the same rule:
     serving                             the same where there are statistics workers: orders to them, and answers
 """
 
-from kfac_optim.distributed.communication.launches import Cause, Launch
+from kfac_optim.distributed.communication.launches import Cause, CollectiveError, Launch
 from kfac_optim.distributed.communication.message import Collective
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.experts import Experts
@@ -46,6 +46,7 @@ __all__ = [
     "Auto",
     "Cause",
     "Collective",
+    "CollectiveError",
     "CostModel",
     "Covered",
     "DistributedConfig",

@@ -15,7 +15,7 @@ from torch import Tensor, distributions, nn
 
 from kfac_optim.capture.calls import ForwardCall
 from kfac_optim.capture.graph_walk import Behind, look_behind
-from kfac_optim.capture.loss_terms import RootCall
+from kfac_optim.capture.loss_terms import Observation, RootCall
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.second_moments import on_host
 from kfac_optim.fisher.criterion_term import CriterionTerm
@@ -29,7 +29,7 @@ from kfac_optim.fisher.likelihoods import (
     Outputs,
     Vectors,
 )
-from kfac_optim.utils.autograd import in_function_transform, on_gradient
+from kfac_optim.utils.autograd import in_function_transform, on_gradient, on_gradient_first
 from kfac_optim.utils.hooks import PicklableHook
 from kfac_optim.utils.warning import warn
 
@@ -185,7 +185,9 @@ class CriterionTerms:
             on_gradient(loss, _Weighed(window, term, behind))
         else:
             term.factor = torch.tensor(float(loss), device=outputs[0].device, dtype=torch.float64)
-            _note_criterion(behind)
+            observed = _Observed(window, behind)
+            for output in outputs:  # before the hook of the forward that has returned it, if one has
+                on_gradient_first(output, observed)
         if window.recorder is not None:
             window.recorder.note_term(term, outputs)
         if measures:
@@ -265,12 +267,35 @@ class _Weighed:
             window.tally.repeated = True
 
 
+class _Observed:
+    """Is called as a hook on what was observed. Where no backward comes to it, the model's own output counts."""
+
+    def __init__(self, window: CaptureWindow, behind: Behind) -> None:
+        self._window = weakref.ref(window)
+        self._calls = [call for call, _ in behind.calls]
+        self._in_graphs = behind.in_graphs
+        self._observation = Observation(_forwards(behind))
+        window.tally.observed.append(self._observation)
+
+    def __call__(self, _gradient: Tensor) -> None:
+        window = self._window()
+        if window is None or not window.listening:
+            return
+        if any(call.is_reached() for call in self._calls) or (self._in_graphs and window.is_reached()):
+            self._observation.arrived = True
+            for root in self._observation.forwards:
+                root.by_criterion = True
+
+
 def _note_criterion(behind: Behind) -> None:
     """Have the forwards behind what a criterion reads know it."""
-    for call, _ in behind.calls:
-        call.note_criterion()
-    for root in behind.forwards:
+    for root in _forwards(behind):
         root.by_criterion = True
+
+
+def _forwards(behind: Behind) -> set[RootCall]:
+    """Return the forwards of the model behind something."""
+    return {root for call, _ in behind.calls if (root := call.root) is not None}.union(behind.forwards)
 
 
 def _read(criterion: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Outputs, Any] | None:

@@ -110,6 +110,13 @@ class NamedLoss(Estimate):
         seed: int = 0,
     ) -> None:
         check_integer(f"seed of {type(self).__name__}", seed, at_least=0)
+        if class_dim is not None and (isinstance(class_dim, bool) or not isinstance(class_dim, int)):
+            raise TypeError(f"kfac_optim: class_dim of {type(self).__name__} must be an integer, got {class_dim!r}.")
+        if outputs is not None and not callable(outputs):
+            raise TypeError(
+                f"kfac_optim: outputs of {type(self).__name__} must be a function of what the model returns, got "
+                f"{outputs!r}."
+            )
         if loss_terms is not None:
             check_kind(f"loss_terms of {type(self).__name__}", loss_terms, LossTerms)
         self.criterion = criterion
@@ -121,6 +128,14 @@ class NamedLoss(Estimate):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.criterion!r})"
+
+    def with_terms(self, loss_terms: LossTerms) -> Self:
+        """Return the estimate with these loss terms, unless it was given others."""
+        if self.loss_terms is not None:
+            return self
+        made = copy.copy(self)
+        made.loss_terms = loss_terms
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that knows the criterion that the training loop has as well as the copy of it.
@@ -180,7 +195,14 @@ class NamedLoss(Estimate):
         """Return what the loss reads of what the model returned; empty if it is not there."""
         if self._outputs is not None:
             chosen = self._outputs(output)
-            return (chosen,) if isinstance(chosen, Tensor) else tuple(chosen)
+            if isinstance(chosen, Tensor):
+                return (chosen,)
+            if isinstance(chosen, tuple | list) and all(isinstance(each, Tensor) for each in chosen):
+                return tuple(chosen)
+            raise TypeError(
+                f"kfac_optim: outputs of {type(self).__name__} must return a tensor, or a tuple of them, and returned "
+                f"{chosen!r}."
+            )
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         chosen = tuple(leaf for leaf in leaves if leaf.dim() > 0 and leaf.is_floating_point())
         return chosen[: self.likelihood.outputs]

@@ -129,6 +129,11 @@ class Categorical(Likelihood):
 
     def _dim(self, logits: Tensor) -> int:
         if self.class_dim is not None:
+            if not -logits.dim() <= self.class_dim < logits.dim():
+                raise ValueError(
+                    f"kfac_optim: the loss has class_dim={self.class_dim}, and the output that it reads is "
+                    f"{list(logits.shape)}. Pass the dimension of that output which the classes are in."
+                )
             return self.class_dim
         if logits.dim() > 2:
             raise ValueError(

@@ -38,7 +38,7 @@ class Choices:
     average: IterateAverage | None
     estimate: Estimate
     refresh: Refresh
-    loss_terms: LossTerms
+    loss_terms: LossTerms | None
     inverse: Inverse[Any] | InverseRule | Mapping[Pattern, Inverse[Any] | InverseRule] | None
     weight_sharing: WeightSharing | Mapping[Pattern, WeightSharing]
     structure: tuple[Kept, Kept] | Mapping[Pattern, tuple[Kept, Kept]] | None
@@ -52,6 +52,9 @@ class Choices:
     options: BlockOptions = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for each in fields(self):  # what the user goes on to do with a mapping changes no choice
+            if each.init and isinstance(given := getattr(self, each.name), Mapping):
+                object.__setattr__(self, each.name, dict(given))
         check_kind("step_size", self.step_size, StepSize)
         if self.adapt_damping is not None:
             check_kind("adapt_damping", self.adapt_damping, LevenbergMarquardt)
@@ -75,7 +78,10 @@ class Choices:
                 "not name it. Pass an estimate that does: estimate=MonteCarlo(criterion)."
             )
         check_refresh(self.refresh)
-        check_kind("loss_terms", self.loss_terms, LossTerms)
+        if self.loss_terms is not None:
+            check_kind("loss_terms", self.loss_terms, LossTerms)
+            if isinstance(self.estimate, NamedLoss):
+                object.__setattr__(self, "estimate", self.estimate.with_terms(self.loss_terms))
         check_flag("include_factors", self.include_factors, optional=False)
         if self.nonfinite_limit is not None:
             check_integer("nonfinite_limit (None is no limit)", self.nonfinite_limit)
@@ -94,6 +100,12 @@ class Choices:
         self.step_size.check_layers(options)
         _check_rows(self.inverse, self.estimate, self.structure)
         object.__setattr__(self, "options", options)
+        object.__setattr__(self, "skip_layers", options.skip_layers)
+
+    @property
+    def loss_rule(self) -> LossTerms:
+        """Tell what the mean in the loss runs over, where no loss is named that says it."""
+        return LossTerms.EXAMPLES if self.loss_terms is None else self.loss_terms
 
     @cached_property
     def judges(self) -> list[StepSize | LevenbergMarquardt]:

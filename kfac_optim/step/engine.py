@@ -288,13 +288,14 @@ def _check_setbacks(blocks: Blocks, executor: Executor, limit: int) -> None:
                 f"kfac_optim: the statistics of layer {block.name!r} were not finite {refused} times in a row "
                 f"(nonfinite_limit={limit}). Look for inputs or output gradients that overflow {block.dtype} when they "
                 f"are squared: lower the loss scale or normalise the input, pass factor_dtype=torch.float64, or list "
-                f"the layer in skip_layers."
+                f"the module that holds {block.param_names[0]!r} in skip_layers. Where you call set_loss_terms(n), see "
+                "that n is above 0."
             )
         if failed >= limit:
             raise RuntimeError(
                 f"kfac_optim: the inverse of layer {block.name!r} could not be computed {failed} times in a row "
-                f"(nonfinite_limit={limit}). Raise damping, pass factor_dtype=torch.float64, or list the layer in "
-                f"skip_layers."
+                f"(nonfinite_limit={limit}). Raise damping, pass factor_dtype=torch.float64, or list the module that "
+                f"holds {block.param_names[0]!r} in skip_layers."
             )
 
 

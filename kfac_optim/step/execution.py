@@ -284,8 +284,8 @@ class Executor:
             raise RuntimeError(
                 f"kfac_optim: the parameters of {sharded[0]!r} are sharded, and no process alone can precondition "
                 "their gradient. Where fully_shard keeps them, leave distributed at None, or pass a "
-                "DistributedConfig(...) with the group that they are sharded over; otherwise leave the layers to SGD: "
-                f"skip_layers={sharded}."
+                "DistributedConfig(...) with the group that they are sharded over; otherwise list the modules that "
+                f"hold them in skip_layers: {sharded}."
             )
 
     def _is_stepped_in_parts(self, param: nn.Parameter) -> bool:

@@ -19,7 +19,7 @@ def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepS
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"kfac_optim: {name!r} has a {param.grad.layout} gradient; preconditioning needs "
-                    f"a dense one. Make it dense, or list '{block.name}' in skip_layers."
+                    f"a dense one. Make it dense, or list the module that holds it in skip_layers."
                 )
     return kl_clip
 

@@ -95,7 +95,7 @@ class SelectedUpdates(StepSize):
                 raise ValueError(
                     "kfac_optim: SelectedUpdates makes its updates of a mean of gradients, which needs momentum "
                     f"above 0 and below 1 and dampening 0, got momentum={group['momentum']!r} and "
-                    f"dampening={group['dampening']!r} in param group {i}. Pass momentum=0.9."
+                    f"dampening={group['dampening']!r} in param group {i}. Pass momentum=0.9, dampening=0."
                 )
             refuse_sparse(group, i, "SelectedUpdates")
             for param in group["params"]:

@@ -149,6 +149,16 @@ class UserWarnings:
                 "backward once, or call the criterion for each backward."
             )
 
+    def missed_terms(self, count: LossCount) -> None:
+        """Say once that something was observed that is no part of the loss."""
+        if count.missed and self._is_first("missed"):
+            warn(
+                "kfac_optim: optimizer.observe() was given a tensor that backward did not come to, and its term is "
+                "left out of the curvature. Compute the loss from the very tensor that is observed: r = output - "
+                "target; optimizer.observe(r); loss = r.square().mean(). Of a distribution that is its logits, or "
+                "its mean."
+            )
+
     def unaccounted_layers(self, names: Sequence[str]) -> None:
         """Say which layers are left to SGD since their captured calls do not add up to their gradient."""
         if names:

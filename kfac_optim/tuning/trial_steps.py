@@ -135,6 +135,11 @@ def check(optimizer: KFACOptimizer) -> nn.Module:
             "in a script of its own without a process group, with the batches of all ranks joined, and pass its result "
             "to all."
         )
+    if any(group["maximize"] for group in optimizer.param_groups):
+        raise ValueError(
+            "kfac_optim: range_test looks for the setting that lowers the loss, and this optimizer has maximize=True. "
+            "Have loss_of return the negative, and build the optimizer without maximize."
+        )
     if model is None:
         raise RuntimeError(
             "kfac_optim: range_test must know the model that it is to restore, and this optimizer has not met it yet. "
@@ -151,7 +156,10 @@ def check(optimizer: KFACOptimizer) -> nn.Module:
             "optimizer.train() before."
         )
     if optimizer._binding.released:
-        raise RuntimeError("kfac_optim: range_test needs statistics, and remove_hooks() has ended them.")
+        raise RuntimeError(
+            "kfac_optim: range_test needs statistics, and remove_hooks() has ended them. Build another optimizer for "
+            "it."
+        )
     pending = any(block.has_pending() for block in optimizer._binding.coverage.blocks)
     if pending and not optimizer._window.is_stale():
         raise RuntimeError(

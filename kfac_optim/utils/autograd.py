@@ -38,10 +38,10 @@ def _if_brought(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
     return None if gradient is None else hook(gradient)
 
 
-def on_gradient_first(leaf: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-    """Call `hook` with each gradient that backward brings to `leaf`, before the hooks that others have set on it."""
-    handle: RemovableHandle = leaf.register_hook(partial(_if_brought, hook))  # type: ignore[no-untyped-call]
-    hooks = leaf._backward_hooks
+def on_gradient_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Call `hook` with each gradient that backward brings to `tensor`, before the hooks that others have set on it."""
+    handle: RemovableHandle = tensor.register_hook(partial(_if_brought, hook))  # type: ignore[no-untyped-call]
+    hooks = tensor._backward_hooks
     assert hooks is not None
     # The engine calls them in the order in which the dict was filled.
     for key in [key for key in hooks if key != handle.id]:

@@ -44,8 +44,8 @@ def check_kfac_numbers(group: Mapping[str, Any], where: str) -> None:
                 raise ValueError(f"kfac_optim: a tensor {name}{where} must have 1 element, got {value.numel()}.")
             if value.is_meta:
                 raise ValueError(f"kfac_optim: a tensor {name}{where} must have a value, got one on the meta device.")
-            if value.is_complex():
-                raise TypeError(f"kfac_optim: a tensor {name}{where} must be real, got {value.dtype}.")
+            if value.is_complex() or value.dtype is torch.bool:
+                raise TypeError(f"kfac_optim: a tensor {name}{where} must be a real number, got {value.dtype}.")
             if value.device.type == "cpu":  # for any other the host would have to wait
                 check_number(f"{name}{where}", float(value))
         elif type(value) not in (float, int) or not -_LARGEST <= value <= _LARGEST:
@@ -132,7 +132,7 @@ def check_terms(terms: object) -> None:
         check_number("terms", terms, above=0)
     elif terms.numel() != 1:
         raise ValueError(f"kfac_optim: terms must be a number or a 1-element tensor, got {list(terms.shape)}.")
-    elif terms.is_complex() or terms.is_meta:
+    elif terms.is_complex() or terms.is_meta or terms.dtype is torch.bool:
         what = "on the meta device" if terms.is_meta else f"of {terms.dtype}"
         raise TypeError(f"kfac_optim: terms must be a real number, got a tensor {what}.")
 

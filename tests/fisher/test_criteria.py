@@ -221,6 +221,33 @@ def test_what_is_observed_is_a_term_like_any_other() -> None:
         KFACOptimizer(mlp()).observe(model(x))
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_what_is_observed_and_no_part_of_the_loss_is_told_and_the_output_counts(is_named: bool) -> None:
+    """The criterion reads three outputs; a square of the fourth is computed again, not from what is observed."""
+    criterion, model = nn.MSELoss(), mlp(sizes=(4, 5, 4))
+    other = criterion if is_named else nn.MSELoss()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(criterion))
+    output = model(EXAMPLE)
+    optimizer.observe(output[:, 3] - 1)
+    (other(output[:, :3], torch.zeros(1, 3)) + (output[:, 3] - 1).square().mean()).backward()
+    with pytest.warns(UserWarning, match="a tensor that backward did not come to"):
+        optimizer.step()
+    g = optimizer.factors()["2"][1]
+    expected = [2 / 3, 2 / 3, 2 / 3, 0.0] if is_named else [0.5] * 4
+    assert_same(g, torch.tensor(expected, dtype=torch.float64).diag()[None])
+
+
+def test_the_output_itself_is_observed_once() -> None:
+    """Also by the hook on the output of the model, which was there before."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(nn.MSELoss()))
+    output = model(EXAMPLE)
+    optimizer.observe(output, weight=3.0)
+    (3 * output.square().mean()).backward()
+    optimizer.step()
+    assert_same(optimizer.factors()["2"][1], 2 * torch.eye(3, dtype=torch.float64)[None])
+
+
 def observed(of: Callable[[Tensor], distributions.Distribution]) -> tuple[Tensor, Tensor]:
     """`G` of the last layer where a distribution of one example is observed, and what the model returned."""
     model = mlp()

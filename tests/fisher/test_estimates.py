@@ -207,6 +207,13 @@ def test_a_loss_that_is_put_together_otherwise_says_what_its_mean_runs_over() ->
     assert summed.factors()[""][1] is not None
     assert whole.factors()[""][1] is not None
     torch.testing.assert_close(summed.factors()[""][1], whole.factors()[""][1] / 6)
+    told = linear()
+    optimizer = KFACOptimizer(
+        told, lr=0.0, estimate=ExactGGN(nn.MSELoss(reduction="sum")), loss_terms=LossTerms.EXAMPLES
+    )
+    LOSSES["squares"][2](told(x)).backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.factors()[""], summed.factors()[""])
     mean = measured(linear(), x, LOSSES["squares"], ExactGGN(nn.MSELoss()))
     same = measured(linear(), x, LOSSES["squares"], ExactGGN(nn.MSELoss(), loss_terms=LossTerms.ELEMENTS))
     torch.testing.assert_close(mean.factors()[""], same.factors()[""])

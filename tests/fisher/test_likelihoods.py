@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_optim import ExactGGN
 from kfac_optim.fisher.likelihoods import GaussianWithScale, Likelihood
 from kfac_optim.fisher.named_losses import likelihood_of
 
@@ -219,6 +220,26 @@ def test_gradients_have_the_dtype_of_the_outputs(case: Any, dtype: torch.dtype) 
             lambda: likelihood_of(nn.CrossEntropyLoss()).terms((normal(2, 3, 4),)),
             ValueError,
             r"output is \[2, 3, 4\].*class_dim=-1",
+        ),
+        (
+            lambda: likelihood_of(nn.CrossEntropyLoss(), class_dim=2).terms((normal(2, 3),)),
+            ValueError,
+            r"has class_dim=2, and the output that it reads is \[2, 3\]",
+        ),
+        (
+            lambda: ExactGGN(nn.CrossEntropyLoss(), class_dim="last"),  # type: ignore[arg-type]
+            TypeError,
+            r"class_dim of ExactGGN must be an integer, got 'last'",
+        ),
+        (
+            lambda: ExactGGN(nn.CrossEntropyLoss(), outputs=3),  # type: ignore[arg-type]
+            TypeError,
+            r"outputs of ExactGGN must be a function of what the model returns, got 3",
+        ),
+        (
+            lambda: ExactGGN(nn.CrossEntropyLoss(), outputs=lambda out: {"a": out}).outputs_of(1),  # type: ignore[arg-type,return-value]
+            TypeError,
+            r"outputs of ExactGGN must return a tensor, or a tuple of them, and returned \{'a'",
         ),
         (
             lambda: likelihood_of(nn.GaussianNLLLoss()).sample((normal(2, 3), normal(2, 1).exp()), seeded()),
