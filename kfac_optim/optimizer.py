@@ -447,6 +447,7 @@ class KFACOptimizer(Optimizer):
         """
         super().zero_grad(set_to_none)
         self._take_on_groups()  # before the forward to come, so that a layer that is new in them is measured in it
+        self._binding.begin_forwards()
         self._window.mark_stale()
         self._executor.gradients_dropped()
 

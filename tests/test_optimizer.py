@@ -1161,6 +1161,23 @@ def test_a_copy_where_the_model_was_found_finds_its_own() -> None:
 # -- freezing, moving ------------------------------------------------------------------------------------------
 
 
+def test_a_module_that_takes_over_the_parameters_of_another_is_measured_in_its_place() -> None:
+    """Or left to SGD by name, as SyncBatchNorm is."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    train(model, optimizer, 2)
+    other = nn.BatchNorm1d(5).double()
+    other.weight, other.bias = model[1].weight, model[1].bias
+    model[1] = other
+    train(model, optimizer, 3, start=2)
+    (block,) = [block for block in optimizer._binding.coverage.blocks if block.name == "1"]
+    assert block.uses[0].module is other
+    assert optimizer.metrics()["factor_age"] == 0
+    model[1] = nn.SyncBatchNorm.convert_sync_batchnorm(model[1])
+    optimizer._binding.end_step()
+    assert [record.name for record in optimizer.summary().blocks] == ["0", "2"]
+
+
 def test_a_layer_unfrozen_in_mid_training_is_preconditioned_from_its_first_step_on() -> None:
     model, twin = mlp(sizes=(4, 5, 5, 3)), mlp(sizes=(4, 5, 5, 3))
     model[2].requires_grad_(False)

@@ -293,6 +293,8 @@ class KFACBlock:
         if self.home != (self.dtype, self.params[0].device):
             tensors = self.state.tensors()
             self.check.reset()
+            if self.under_way is not None:  # on the old device, or of the old dtype
+                self.clock.call_for_refresh()
             self.state = self._new_state()
             self.state.load(tensors)
 

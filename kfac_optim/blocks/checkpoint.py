@@ -65,13 +65,21 @@ def dump(
     if remembered is not None:
         state[STEP_SIZE] = remembered
     if tensors is not None:
-        state["inverse"] = tensors
+        # Others are those of the run, as with torch's optimizers. But a loop goes back to the state of before the first
+        # step, in which torch's have no tensors, and the clock of that state would not fit the averages of a later one.
+        state["inverse"] = _copied(tensors) if block.clock.folds == 0 else tensors
         # One that fails says so when it is to be taken over.
         if under_way and block.under_way is not None and block.under_way.done.exception() is None:
             shadow = block.under_way.shadow
             state["refreshing"] = True
             state["under_way"] = {"clock": dict(vars(shadow.clock)), "inverse": shadow.state.tensors()}
     return state
+
+
+def _copied(held: Any) -> Any:
+    if isinstance(held, Tensor):
+        return held.clone()
+    return {name: _copied(inside) for name, inside in held.items()} if isinstance(held, Mapping) else held
 
 
 def dump_all(blocks: Sequence[KFACBlock]) -> States:

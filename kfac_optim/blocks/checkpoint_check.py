@@ -156,7 +156,10 @@ def tensor_problem(value: object, like: Tensor, rule: value_checks.Rule, *, virt
         return described(value)
     same_kind = value.dtype == torch.bool, value.is_floating_point(), value.is_complex()
     if same_kind != (like.dtype == torch.bool, like.is_floating_point(), like.is_complex()):
-        return f"of {value.dtype}, here {like.dtype}"
+        # `torch.optim.SGD` makes all tensors of a parameter like the parameter, counts as well.
+        counts = value.is_floating_point() and like.dtype == torch.int64 and not value.is_meta
+        if not counts or not torch.equal(value, value.round()):
+            return f"of {value.dtype}, here {like.dtype}"
     if value.layout != like.layout or value.is_quantized:
         return f"{value.layout}, here {like.layout}"
     if value.is_meta:

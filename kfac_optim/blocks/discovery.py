@@ -75,7 +75,7 @@ def build_blocks(
             reason = f"the weight it belongs to is {'left out' if out else 'not trained by this optimizer'}"
         coverage.lazy.update(param for param in owned.values() if is_lazy(param))
         if reason.endswith(_UNLESS_A_FUNCTION):
-            coverage.candidates.update(param for param in owned.values() if param.requires_grad)
+            coverage.candidates.update(owned[local] for local in trained)
         for param in owned.values():
             why = "requires_grad is False" if param in coverage.frozen else reason
             coverage.uncovered.setdefault(param, why)

@@ -251,8 +251,14 @@ class ModelBinding:
         self.pending.let_step_pass()
         self._functional.end_step()
         self._left.clear()
-        self._grow()
+        if not self._grow() and any(block.clock.folded_at == block.clock.step - 1 for block in self.coverage.blocks):
+            self._follow_modules()
         self._prepare()
+
+    def begin_forwards(self) -> None:
+        """Build blocks of what was unfrozen before the forwards to come: compiled ones do not ask."""
+        if self._grow():
+            self._prepare()
 
     def _exclude(self, reasons: Mapping[KFACBlock, str]) -> None:
         """Leave blocks to SGD from now on, each for a reason that `summary()` and checkpoints tell."""
@@ -424,6 +430,15 @@ class ModelBinding:
         if grows:
             self._build()
         return grows
+
+    def _follow_modules(self) -> None:
+        """Build anew where a module has given its parameters to another, as where BatchNorm becomes SyncBatchNorm."""
+        if self.model is None or self.released:
+            return
+        modules = set(self.model.modules())
+        moved = [block for block in self.coverage.blocks if any(use.module not in modules for use in block.uses)]
+        if moved and (held := self.names()) and all(param in held for block in moved for param in block.params):
+            self._build()
 
     def _holds_its_parameters(self) -> bool:
         """Return whether no others stand in the place of those that have grown, as in `torch.func.functional_call`."""

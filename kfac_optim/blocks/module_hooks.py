@@ -1,5 +1,6 @@
 """The hooks on the modules of a model, which measure layers or wait for the shapes of a lazy module."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from kfac_optim.blocks.attachment import Attachment, attach, by_module
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.utils.hooks import Handle, PicklableHook, call_if_there
+
+_NUMBERS = itertools.count(1)
 
 
 class ModuleHooks:
@@ -38,13 +41,15 @@ class ModuleHooks:
     def follow(self, model: nn.Module, blocks: Iterable[KFACBlock]) -> None:
         """Hook the modules of these blocks and no others; modules that are hooked already keep their hooks."""
         wanted = by_module(blocks)
-        for module, (attached, handle) in list(self._attached.items()):
-            if wanted.get(module) != attached:
-                handle.remove()
-                del self._attached[module]
-        for module, attachments in wanted.items():
-            if module not in self._attached:
-                self._attached[module] = attachments, attach(module, attachments, self._window, self._emitted)
+        gone = [module for module, (attached, _) in self._attached.items() if wanted.get(module) != attached]
+        for module in gone:
+            _, handle = self._attached.pop(module)
+            handle.remove()
+        new = {module: attachments for module, attachments in wanted.items() if module not in self._attached}
+        for module, attachments in new.items():
+            self._attached[module] = attachments, attach(module, attachments, self._window, self._emitted)
+        if gone or new:
+            self._window.hooked_layers = str(next(_NUMBERS))
         # A lazy module learns its shapes as its first forward begins, which is to count already.
         lazy = {module for module in model.modules() if any(map(is_lazy, module.parameters(recurse=False)))}
         for module in self._lazy.keys() - lazy:

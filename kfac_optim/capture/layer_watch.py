@@ -61,3 +61,4 @@ class WatchHandle:
         if self.watch in self.watches:
             self.watches.remove(self.watch)
             self.removed.append(self.watch)
+            self.watch.node = None  # which would hold its weight to the shape that it has

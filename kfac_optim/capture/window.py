@@ -38,6 +38,7 @@ class CaptureWindow(Ledger):
         roots: the forwards of the model.
         modes: the modes that forwards under way run in.
         capturing: whether graphs are to capture; they are traced once with it and once without.
+        hooked_layers: names the set of layers that have hooks; a graph that was traced with others captures for these.
         idle: whether a forward of the model is running of which nobody wants to hear anything from its layers.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
         probe: keeps two gradients, to find what they were multiplied by before the step.
@@ -63,6 +64,7 @@ class CaptureWindow(Ledger):
         self.roots = Roots()
         self.modes = ModeStack()
         self.capturing = self.idle = self.aside = self.ascends = False
+        self.hooked_layers = "0"  # a text, as graphs take a number that has changed for one that may be any
         self.scaled = False
         self.probe = ScaleProbe()
         self.left_out = 0
@@ -230,7 +232,8 @@ class CaptureWindow(Ledger):
 
     def captures(self) -> bool:  # pragma: traced
         """Return whether the graph that is being traced is one that captures."""
-        return self.capturing and torch.is_grad_enabled()
+        # To read the name is what has a graph that captures be traced anew where other layers have hooks.
+        return self.capturing and self.hooked_layers != "" and torch.is_grad_enabled()
 
     def close(self) -> LossCount:
         count = super().close()

@@ -208,6 +208,8 @@ class _Hook:
         wanted = is_on(window.listener.mode) or watch.wanted()
         if not wanted or not isinstance(output, Tensor) or layer_input is None:
             return None
+        if reparametrization_of(module) != self._way:
+            return None  # which the next step leaves to SGD
         examples = examples_of(layer_input, self._unbatched_ndim)
         context, training = self._way.stamp(module), module.training
         return window.note_output(watch, layer_input, output, examples=examples, training=training, context=context)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers.plain import assert_identical, block, clones, mlp, train
 from test_checkpoint import through_a_file
 from torch import Tensor, nn
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import EKFAC, KFACOptimizer, LowRank
 
 Run = tuple[nn.Module, KFACOptimizer]
 
@@ -71,6 +72,42 @@ def test_a_frozen_layer_stays_in_step(way: str, names: tuple[str, ...]) -> None:
         block(other[1], "2").clock,
     ]
     assert_goes_on_alike(run, other, names)
+
+
+class Product(nn.Module):
+    """A matrix that a function multiplies by."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_frozen_matrix_of_a_function_stays_in_step(way: str) -> None:
+    model = mlp()
+    model[0] = Product(model[0])
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    train(model, optimizer, 5)
+    model[0].requires_grad_(False)
+    assert_goes_on_alike((model, optimizer), WAYS[way]((model, optimizer)), ("0.weight",))
+
+
+@pytest.mark.parametrize("options", [{}, {"inverse": EKFAC()}, {"inverse": LowRank(rank=1, sketch=2)}], ids=str)
+def test_a_state_of_before_the_first_step_brings_it_back(options: dict[str, Any]) -> None:
+    """Without a copy of it, as of torch's optimizers: one for each fold of a cross-validation."""
+    model = mlp()
+    optimizer = KFACOptimizer(model, **OPTIONS, **options)
+    weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    runs = []
+    for _ in range(2):
+        train(model, optimizer, 6)
+        runs.append(clones(model.parameters()))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    assert_identical(runs[0], runs[1])
 
 
 def test_what_was_copied_twice_and_reloaded_while_frozen_is_still_in_step() -> None:

@@ -50,6 +50,22 @@ def test_a_checkpoint_of_sgd_without_momentum_is_one_too() -> None:
     assert optimizer.param_groups[0]["damping"] == 1e-3
 
 
+def test_a_checkpoint_that_sgd_has_read_and_saved_is_read_again() -> None:
+    """It makes all tensors of a parameter floating-point ones, counts of layers as well."""
+    model, twin = mlp(), mlp()
+    optimizer = KFACOptimizer(model, momentum=0.9, factor_update_period=1)
+    train(model, optimizer, 3)
+    other = sgd(list(model.parameters()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again = KFACOptimizer(twin, momentum=0.9, factor_update_period=1)
+    again.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert_identical(again.factors(), optimizer.factors())
+    damaged = copy.deepcopy(other.state_dict())
+    damaged["state"][0]["kfac"]["inverse"]["factors"]["refused"] += 0.5
+    with pytest.raises(ValueError, match=r"'factors\.refused' of '0' is of torch\.float"):
+        again.load_state_dict(damaged)
+
+
 REFUSED: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], int, str]] = {
     "Adam": (torch.optim.Adam, 2, r"is of Adam or AdamW: its state holds 'step', 'exp_avg', 'exp_avg_sq'"),
     "AdamW": (torch.optim.AdamW, 2, r"is of Adam or AdamW"),

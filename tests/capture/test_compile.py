@@ -318,6 +318,32 @@ def discard_by_the_model(loop: Loop) -> None:
     loop.call(random(0, 8, 4)).square().mean().backward()
 
 
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_layers_that_come_after_the_graph_are_measured_in_it(is_exchanged: bool) -> None:
+    """One of the same shape in the place of another; or one that was frozen from the beginning."""
+    model, twin = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizers = []
+    for each in (model, twin):
+        each[2].requires_grad_(is_exchanged)
+        optimizers.append(KFACOptimizer(each, lr=0.1, momentum=0.9, factor_update_period=1))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(6):
+        for each, call, optimizer in zip((model, twin), (compiled, twin), optimizers, strict=True):
+            if step == 3 and is_exchanged:
+                torch.manual_seed(3)
+                each[2] = nn.Linear(4, 4).double()
+                optimizer.param_groups[0]["params"][-2:] = list(each[2].parameters())
+            elif step == 3:
+                each[2].requires_grad_(True)
+            optimizer.zero_grad()
+            mean_square(call(random(step, 8, 4))).backward()
+            optimizer.step()
+    assert_identical(all_factors(optimizers[0]), all_factors(optimizers[1]))
+    assert_identical(clones(model.parameters()), clones(twin.parameters()))
+    assert optimizers[0].metrics()["measured_parameters"] == 1.0
+
+
 HABITS = [accumulate, two_backwards, attack_first, evaluate_between, discard_a_backward, discard_by_the_model]
 
 

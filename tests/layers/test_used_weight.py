@@ -1,5 +1,6 @@
 """Layers with `weight_norm` and `spectral_norm`: against twins that have the weight in use for their parameter."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +209,24 @@ def test_a_normed_weight_that_is_none_any_more_takes_the_step_of_sgd() -> None:
     optimizer = KFACOptimizer(nn.Sequential(model, nn.Linear(3, 2)), lr=0.1)
     nn.utils.parametrize.remove_parametrizations(model, "weight")
     assert optimizer._binding.coverage.blocks[0].uses[0].is_refused()
+
+
+@pytest.mark.parametrize("way", ["spectral_norm", "old spectral_norm"])
+def test_what_was_spectrally_normed_trains_on_without(way: str) -> None:
+    layer = WAYS[way](nn.Linear(4, 3))
+    model = nn.Sequential(layer, nn.Linear(3, 2))
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    for removed in (False, True):
+        if removed and way == "spectral_norm":
+            nn.utils.parametrize.remove_parametrizations(layer, "weight")
+        elif removed:
+            nn.utils.remove_spectral_norm(layer)
+        any_loss(model(torch.randn(8, 4))).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [str(each.message)[:30] for each in caught] == ["kfac_optim: 1 layer has gradie"] * removed
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("way", ["spectral_norm", "old spectral_norm"])

@@ -287,6 +287,21 @@ def test_an_inverse_from_the_background_has_the_damping_it_was_begun_with() -> N
         assert [each.clock.damping for each in blocks(optimizer)] == pytest.approx([known * 1e-3] * 2)
 
 
+def test_what_a_move_of_the_model_has_interrupted_is_begun_again() -> None:
+    model = mlp(sizes=SIZES)
+    optimizer = rarely(model, refresh=Background(max_staleness=3, deterministic=True))
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["damping"] = 2.1e-3
+    train(model, optimizer, 1)
+    assert all(each.under_way is not None for each in blocks(optimizer))
+    model.float()
+    for number in range(6):
+        optimizer.zero_grad()
+        square_loss(model(batch(number).float())).backward()
+        optimizer.step()
+    assert [each.clock.damping for each in blocks(optimizer)] == pytest.approx([2.1e-3] * 2)
+
+
 # -- without staleness all are the same ----------------------------------------------------------------------------
 
 STRUCTURED = {"structure": {"0": (Structure.DIAGONAL, Structure.DENSE), "2": (Structure.DENSE, Structure.IDENTITY)}}
