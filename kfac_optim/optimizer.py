@@ -759,7 +759,8 @@ class KFACOptimizer(Optimizer):
         On one process there is nothing to do.
 
         Args:
-            to: the rank whose `state_dict()` then holds everything, as on one process, until the next step. None leaves
+            to: the rank whose `state_dict()` then holds everything, as on one process, until the next step; the same on
+                all ranks. None leaves
                 each layer's part whole on the one rank that owns it.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kfac_optim.blocks.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match
+from kfac_optim.blocks.selection import Choice, ModuleNames, Pattern, check_pattern, check_patterns_match, in_order
 from kfac_optim.factors.subsampling import Subsample
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.layers.base import Adapters, LayerAdapter
@@ -71,7 +71,7 @@ def block_options(
     check_dtype("factor_dtype", factor_dtype)
     options = BlockOptions(
         adapters=adapters,
-        skip_layers=tuple(skip_layers),
+        skip_layers=in_order(skip_layers),
         inverse=Choice("inverse", usual_inverse if inverse is None else inverse, (Inverse, InverseRule), usual_inverse),
         weight_sharing=Choice("weight_sharing", weight_sharing, (WeightSharing,), WeightSharing.EXPAND),
         structure=Choice("structure", _DENSE if structure is None else structure, (tuple,), _DENSE),

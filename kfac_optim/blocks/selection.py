@@ -1,6 +1,6 @@
 """Names of modules without wrapper prefixes, and choosing layers by name glob or module class."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from typing import Generic, TypeVar
 
@@ -121,6 +121,16 @@ class Choice(Generic[V]):
             if any(matches(pattern, ancestor, module) for ancestor, module in ancestry):
                 return value
         return self.default
+
+
+def holders(params: Iterable[str]) -> list[str]:
+    """Return the names of the modules that hold these parameters, as `skip_layers` takes them."""
+    return list(dict.fromkeys(name.rpartition(".")[0] or name for name in params))
+
+
+def in_order(patterns: Iterable[Pattern]) -> tuple[Pattern, ...]:
+    """Return patterns in an order that is the same in all processes, which that of a set is not."""
+    return tuple(sorted(patterns, key=str) if isinstance(patterns, Set) else patterns)
 
 
 def check_pattern(argument: str, pattern: object) -> None:

@@ -226,7 +226,7 @@ class DistributedExecutor(Executor):
     def grad_norm(self, trained: Trained, norm_type: float) -> Tensor:
         """Return the norm of all gradients together, `[]`, once they are the mean; a collective."""
         self._describe(trained)
-        self._vote()
+        self._vote(call="clip_grad_norm_()")
         self.gradients.reduce()
         owned = self.gradients.owned(trained.params)
         return self.gradients.norm([param.grad for param in owned if param.grad is not None], norm_type)
@@ -254,7 +254,7 @@ class DistributedExecutor(Executor):
         if self.plan is None and not self.states.waits_for_loaded:
             return  # nothing was learned
         self._describe(trained)
-        self._vote()
+        self._vote(call=f"consolidate_state_dict(to={to})")
         self.states.consolidate(to)
 
     def mean_over_examples(self, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kfac_optim.blocks.selection import ModuleNames, Pattern, check_pattern, matches
+from kfac_optim.blocks.selection import ModuleNames, Pattern, check_pattern, in_order, matches
 from kfac_optim.utils.text import listed
 from kfac_optim.utils.validation import check_kind
 
@@ -48,7 +48,7 @@ class Experts:
                 f"kfac_optim: layers of Experts must be a sequence of name globs or module classes, got "
                 f"{self.layers!r}; wrap a single one in a list."
             )
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", in_order(self.layers))
         if not self.layers:
             raise ValueError(
                 "kfac_optim: layers of Experts is empty. Name the layers that each rank has of its own, as "

@@ -111,7 +111,7 @@ def find_place(environ: Mapping[str, str]) -> ProcessPlace:
         ValueError: a variable is missing, or holds what it cannot; says which, and who should have set it.
     """
     for variables in _LAUNCHERS:
-        if any(mark in environ for mark in variables.marks):
+        if _is_at_work(variables, environ):
             return _place(variables, environ)
     return ProcessPlace(Launcher.NONE, 0, 0, 1, "127.0.0.1", _PORT)
 
@@ -194,6 +194,10 @@ def _fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) ->
     )
 
 
+def _is_at_work(variables: _Variables, environ: Mapping[str, str]) -> bool:
+    return any(mark in environ for mark in variables.marks)
+
+
 def _place(variables: _Variables, environ: Mapping[str, str]) -> ProcessPlace:
     launcher = variables.launcher
     needed = [variables.rank, variables.local_rank, variables.world_size]
@@ -202,10 +206,11 @@ def _place(variables: _Variables, environ: Mapping[str, str]) -> ProcessPlace:
     missing = [name for name in needed if name not in environ]
     if missing:
         found = ", ".join(name for name in dict.fromkeys((*variables.marks, *needed)) if name in environ)
+        outer = [each for each in _LAUNCHERS[_LAUNCHERS.index(variables) + 1 :] if _is_at_work(each, environ)]
         raise ValueError(
             f"kfac_optim: {found} in the environment say that {launcher.value} started this process, but there is no "
             f"{', no '.join(missing)}. Start the program by {launcher.value}, or set all of {', '.join(needed)}; unset "
-            f"them to run alone."
+            f"{found} to {f'go by {outer[0].launcher.value}' if outer else 'run alone'}."
         )
     world_size = _integer(variables.world_size, environ, at_least=1)
     rank = _integer(variables.rank, environ, at_most=world_size - 1)

@@ -9,7 +9,7 @@ them plan again at this very place. All branches that lead to a collective depen
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
@@ -32,6 +32,9 @@ from kfac_optim.distributed.training_group import TrainingGroup
 from kfac_optim.step.execution import Trained
 from kfac_optim.utils.sharded_params import is_sharded
 from kfac_optim.utils.text import without_addresses
+
+# What may differ while plans are equal; the others are this rank's own.
+_TOLD = [each for each in fields(DistributedConfig) if each.repr and each.name not in ("group", "pipeline")]
 
 
 class PlanAgreement:
@@ -67,6 +70,7 @@ class PlanAgreement:
         self._seen: tuple[Any, ...] = ()
         # Numbers that stand for what was described, and for what the plan was made of.
         self._number = self._agreed = 0
+        self._call = ""
 
     def has_changed(self, trained: Trained, loaded: str) -> bool:
         """Return whether `describe` would tell of another model than the last time."""
@@ -96,6 +100,7 @@ class PlanAgreement:
         counted: int | None = None,
         edited: bool = False,
         progress: int = 0,
+        call: str = "step()",
     ) -> Ballot:
         """Hold a vote; a collective.
 
@@ -107,12 +112,14 @@ class PlanAgreement:
             counted: terms of the loss that this rank has counted.
             edited: whether gradients were changed in place here.
             progress: how far statistics workers are, as this rank sees it (`serving.rounds.Progress`).
+            call: what the vote is for, as the user has called it.
 
         Returns:
             What comes of it; the last of the marks is `progress`.
         """
         # To look at tensors synchronises with the device, as taking statistics does: so it is done at such steps alone.
         looks = any(block.has_pending() or (block.echoes and block.wants_statistics()) for block in self.blocks)
+        self._call = call
         own = marks() if self._number == self._agreed else ()
         plan = self.plan
         size = vote_marks(0, 0) if plan is None else vote_marks(len(plan.layers), len(plan.buckets_of(Payload.SUMS)))
@@ -120,7 +127,7 @@ class PlanAgreement:
             finite,
             summed,
             model=self._number,
-            numbers=_hash_of(self._optimizer.arguments()),
+            numbers=_hash_of(self._arguments()),
             norm=norm,
             edited=edited,
             terms=None if counted is None else (counted, counted),
@@ -138,17 +145,19 @@ class PlanAgreement:
         """
         settled = verdict.model == self._agreed
         if verdict.numbers < 0 or (settled and verdict.tensors == -1):
-            self._ranks.main.check_agreement(
-                {**self._optimizer.arguments(), **self._optimizer.tensors()}, differences, remedy
-            )
+            self._ranks.main.check_agreement({**self._arguments(), **self._optimizer.tensors()}, differences, remedy)
         if not settled and verdict.model < 0:
-            told = self._new_plan().agreement() | {"checkpoints loaded": self._loaded}
+            config = {f"{each.name} of DistributedConfig": repr(getattr(self._config, each.name)) for each in _TOLD}
+            told = self._new_plan().agreement() | {"checkpoints loaded": self._loaded} | config
             self._ranks.main.check_agreement(told, differences, remedy)
             raise RuntimeError(
                 "kfac_optim: the ranks disagree about what they train, although their plans are equal. Build the same "
                 "model, with the same arguments of KFACOptimizer, on every rank."
             )
         return settled
+
+    def _arguments(self) -> dict[str, str]:
+        return {"call": self._call, **self._optimizer.arguments()}
 
     def make_plan(self) -> Plan:
         """Plan what was described, and compare the plans of all ranks; a collective.

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import is_precise
+from kfac_optim.blocks.selection import holders
 from kfac_optim.distributed.config import DistributedConfig
 from kfac_optim.distributed.planning.strategies import Auto, Exchange, FullySharded, Replicated, Sharded
 from kfac_optim.fisher.estimates import NamedLoss
@@ -124,7 +125,7 @@ def refuse_expert_layout(
             f"kfac_optim: the experts {listed(parts)} are DTensors, or pieces of them. Experts are to be parameters "
             "that hold what lies on this rank: replace each by nn.Parameter(param.to_local()) before the optimizer is "
             "built, and use it as it is where the forward calls to_local(). Or leave them to SGD: leave experts out of "
-            f"DistributedConfig, with strategy=Replicated(), and pass skip_layers={_modules_of(parts)}."
+            f"DistributedConfig, with strategy=Replicated(), and pass skip_layers={holders(parts)}."
         )
     for block in blocks:
         if len({param in experts for param in block.params}) > 1:
@@ -151,8 +152,3 @@ def refuse_expert_layout(
             "model.named_parameters() if ...]), and keep them in a module of their own, for it does not ignore "
             "parameters of the model itself."
         )
-
-
-def _modules_of(params: Sequence[str]) -> str:
-    """Return the modules that hold these parameters, as `skip_layers` takes them."""
-    return repr(list(dict.fromkeys(name.rpartition(".")[0] or name for name in params)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from kfac_optim.blocks.block import SILENT_STEPS, KFACBlock
 from kfac_optim.blocks.folding import fold_all
 from kfac_optim.blocks.preconditioning import is_used
+from kfac_optim.blocks.selection import holders
 from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.capture.window import CaptureWindow
@@ -287,15 +288,15 @@ def _check_setbacks(blocks: Blocks, executor: Executor, limit: int) -> None:
             raise RuntimeError(
                 f"kfac_optim: the statistics of layer {block.name!r} were not finite {refused} times in a row "
                 f"(nonfinite_limit={limit}). Look for inputs or output gradients that overflow {block.dtype} when they "
-                f"are squared: lower the loss scale or normalise the input, pass factor_dtype=torch.float64, or list "
-                f"the module that holds {block.param_names[0]!r} in skip_layers. Where you call set_loss_terms(n), see "
+                f"are squared: lower the loss scale or normalise the input, pass factor_dtype=torch.float64, or pass "
+                f"skip_layers={holders(block.param_names)}. Where you call set_loss_terms(n), see "
                 "that n is above 0."
             )
         if failed >= limit:
             raise RuntimeError(
                 f"kfac_optim: the inverse of layer {block.name!r} could not be computed {failed} times in a row "
-                f"(nonfinite_limit={limit}). Raise damping, pass factor_dtype=torch.float64, or list the module that "
-                f"holds {block.param_names[0]!r} in skip_layers."
+                f"(nonfinite_limit={limit}). Raise damping, pass factor_dtype=torch.float64, or pass "
+                f"skip_layers={holders(block.param_names)}."
             )
 
 

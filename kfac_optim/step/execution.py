@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks.block import KFACBlock, Missing
 from kfac_optim.blocks.preconditioning import Stacks, gradients, has_gradient, laid_out, precondition_jointly
+from kfac_optim.blocks.selection import holders
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.inverses.base import Inverse
 from kfac_optim.step.stages import Stages
@@ -280,12 +281,13 @@ class Executor:
             NotImplementedError: no executor can.
             RuntimeError: another could.
         """
-        if sharded := [block.name for block in blocks if any(map(self._is_stepped_in_parts, block.params))]:
+        if sharded := [block for block in blocks if any(map(self._is_stepped_in_parts, block.params))]:
+            modules = holders(name for block in sharded for name in block.param_names)
             raise RuntimeError(
-                f"kfac_optim: the parameters of {sharded[0]!r} are sharded, and no process alone can precondition "
+                f"kfac_optim: the parameters of {sharded[0].name!r} are sharded, and no process alone can precondition "
                 "their gradient. Where fully_shard keeps them, leave distributed at None, or pass a "
-                "DistributedConfig(...) with the group that they are sharded over; otherwise list the modules that "
-                f"hold them in skip_layers: {sharded}."
+                "DistributedConfig(...) with the group that they are sharded over; otherwise leave the layers to SGD: "
+                f"skip_layers={modules}."
             )
 
     def _is_stepped_in_parts(self, param: nn.Parameter) -> bool:

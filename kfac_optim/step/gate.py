@@ -117,6 +117,7 @@ class Gate:
         is_finite = finite is not None or (not scale.overflowed and all_finite(parts, joins))
         kl_clip = next((group["kl_clip"] for group in groups), None)
         device = next((param.device for param in params), torch.device("cpu"))
+        here = not is_finite
         is_finite, summed = self.executor.stages.agree(
             finite=is_finite, summed=self.window.tally.summed(), kl_clip=kl_clip, device=device
         )
@@ -133,7 +134,7 @@ class Gate:
                 spread_overflow(scaler, optimizer)
             self.window.abandon()
             self.skipped.skip()
-            self.skipped.check_limit(self.choices.nonfinite_limit, gradients, names)
+            self.skipped.check_limit(self.choices.nonfinite_limit, gradients, names, here=here)
             return None
         if finite is None:
             self.skipped.take()

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.selection import holders
 from kfac_optim.step.step_size import Group, StepSize
 from kfac_optim.utils.sharded_params import is_sharded
 from kfac_optim.utils.validation import check_kfac_numbers
@@ -19,7 +20,7 @@ def check(groups: Sequence[Group], blocks: Sequence[KFACBlock], step_size: StepS
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise RuntimeError(
                     f"kfac_optim: {name!r} has a {param.grad.layout} gradient; preconditioning needs "
-                    f"a dense one. Make it dense, or list the module that holds it in skip_layers."
+                    f"a dense one. Make it dense, or pass skip_layers={holders([name])}."
                 )
     return kl_clip
 

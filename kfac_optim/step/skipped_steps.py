@@ -70,13 +70,23 @@ class SkippedSteps:
         limit: int | None,
         gradients: Mapping[nn.Parameter, Tensor],
         names: Callable[[], Mapping[nn.Parameter, str]],
+        *,
+        here: bool,
     ) -> None:
-        """Raise RuntimeError where `limit` steps in a row were skipped, with the names of the guilty parameters."""
+        """Raise RuntimeError where `limit` steps in a row were skipped, with the names of the guilty parameters.
+
+        Args:
+            limit: None is no limit.
+            gradients: of this process.
+            names: of the parameters.
+            here: whether this process has found gradients that are not finite; else another one has.
+        """
         if limit is None or self.in_a_row < limit:
             return
         known = names()
         guilty = [known.get(param, "(unnamed)") for param, grad in gradients.items() if not all_finite([local(grad)])]
-        whose = listed(guilty, 4) or "parameters whose gradients were changed since the check"
+        unknown = "parameters whose gradients were changed since the check" if here else "another process"
+        whose = listed(guilty, 4) or unknown
         raise RuntimeError(
             f"kfac_optim: {self.in_a_row} steps in a row were skipped because gradients are not finite "
             f"(nonfinite_limit={limit}), now those of {whose}. Look at the loss and the data; lower lr, raise damping, "

@@ -43,12 +43,13 @@ class AveragingCheck:
         self._left = dict.fromkeys(_Unseen, _STEPS_LOOKED_AT)
 
     def norm(self, params: Sequence[nn.Parameter]) -> float | None:
-        """Return the norm of those gradients here; None if there are none, or they were compared often enough."""
+        """Return the norm of those gradients here; None if there can be none, or they were compared often enough."""
         unseen, chosen = self._unseen(params)
         if not chosen or self._left[unseen] == 0:
             return None
-        self._left[unseen] -= 1
-        return float(nn.utils.get_total_norm([grad.double() for param in chosen if (grad := param.grad) is not None]))
+        gradients = [grad.double() for param in chosen if (grad := param.grad) is not None]
+        self._left[unseen] -= bool(gradients)  # where others have some, this rank is to say that it has none
+        return float(nn.utils.get_total_norm(gradients))
 
     def check(self, difference: float, params: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
         """Raise on all ranks alike where their norms differ.
@@ -79,7 +80,7 @@ class AveragingCheck:
 
     def _unseen(self, params: Sequence[nn.Parameter]) -> tuple[_Unseen, list[nn.Parameter]]:
         """Find the gradients that nobody is known to average."""
-        whole = [param for param in params if param.grad is not None and not _is_elsewhere(param.grad)]
+        whole = [p for p in params if p.requires_grad and not _is_elsewhere(p if p.grad is None else p.grad)]
         if self._wrapper is None:
             return _Unseen.ALL, whole
         if not self._wrapper.require_forward_param_sync:
@@ -87,6 +88,6 @@ class AveragingCheck:
         return _Unseen.OUTSIDE, [param for param in whole if id(param) not in self._averaged]
 
 
-def _is_elsewhere(grad: Tensor) -> bool:
-    """Return whether this rank has only a part of the parameter, or a list of its entries."""
-    return isinstance(grad, DTensor) or grad.is_sparse
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """Return whether this rank has only a part of the parameter, or of its gradient a list of entries."""
+    return isinstance(tensor, DTensor) or tensor.is_sparse

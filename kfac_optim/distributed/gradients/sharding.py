@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.selection import holders
 from kfac_optim.distributed.communication.process_groups import world
 from kfac_optim.distributed.gradients.grid import Grid, grid_of
 from kfac_optim.utils.sharded_params import Shards, is_part, is_sharded
@@ -160,5 +161,5 @@ def _names(blocks: Sequence[KFACBlock]) -> str:
     return listed([block.name for block in blocks])
 
 
-def _patterns(blocks: Sequence[KFACBlock]) -> str:
-    return repr([block.name for block in blocks])
+def _patterns(blocks: Sequence[KFACBlock]) -> list[str]:
+    return holders(name for block in blocks for name in block.param_names)

@@ -206,6 +206,13 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str
 def remedy(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Say what a user may do about `differences`, in whole sentences."""
     differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if "call" in differing:
+        return (
+            "Each of these is a collective: call it on every rank, at the same place of the program, and "
+            "consolidate_state_dict with the same `to`, which is the rank that writes, or None for each what it owns."
+        )
+    if differing == ["checkpoints loaded"]:
+        return "Call load_state_dict on every rank, with the same checkpoint or with each rank's own part of it."
     if differing and all("of param group" in name for name in differing):
         return (
             "Set the numbers of param groups alike on every rank: a scheduler that looks at the loss needs its mean "

@@ -177,7 +177,7 @@ class TrainingExecutor(DistributedExecutor):
         if self.plan is None and not self.states.waits_for_loaded:
             return  # nothing was learned
         self._describe(trained)
-        self._vote()
+        self._vote(call=f"consolidate_state_dict(to={to})")
         assert self.shared is not None, "the vote makes a plan"
         assert isinstance(self.states, ServedStates)
         if self.rounds.under_way_since is not None:
