@@ -581,7 +581,7 @@ def test_a_sparse_gradient_of_a_covered_parameter_is_refused_before_anything_cha
     before = clones(model.parameters())
     with pytest.raises(
         RuntimeError,
-        match=r"'2\.weight' has a torch\.sparse_coo gradient.*pass skip_layers=\['2'\] in skip_layers",
+        match=r"'2\.weight' has a torch\.sparse_coo gradient.*pass skip_layers=\['2'\]",
     ):
         optimizer.step()
     assert_identical(clones(model.parameters()), before)
