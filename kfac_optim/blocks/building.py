@@ -41,10 +41,6 @@ class Coverage:
         modules = names.model.modules()
         return [module for module in modules if any(param in shown for _, param in names.held_by(module))]
 
-    def has_grown(self) -> bool:
-        """Return whether a parameter got its shape, or was unfrozen, since the blocks were built."""
-        return any(not is_lazy(param) for param in self.lazy) or any(param.requires_grad for param in self.frozen)
-
     def grown(self) -> list[nn.Parameter]:
         """Return the parameters that got their shape, or were unfrozen, since the blocks were built."""
         shaped = [param for param in self.lazy if not is_lazy(param)]

@@ -42,7 +42,7 @@ def dump(
 
     Args:
         block: whose.
-        tensors: its statistics and inverse, as `Inverse.tensors` gives them; None leaves them out.
+        tensors: its statistics and inverse, as `InverseState.tensors` gives them; None leaves them out.
         factors: whether they are wanted, if not of this process then of another.
         under_way: whether a refresh that is under way is waited for, and held beside them.
         spread: whether, where they are left out, another process has them.

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from kfac_optim.blocks import checkpoint, checkpoint_check, checkpoint_groups
 from kfac_optim.blocks.checkpoint_groups import Origin
-from kfac_optim.blocks.model_binding import ModelBinding, says_something
+from kfac_optim.blocks.model_binding import ModelBinding
+from kfac_optim.blocks.preconditioning import says_something
 from kfac_optim.blocks.state_keys import AVERAGE, AVERAGED_STEPS, ITERATE, MOMENTUM
 
 _AVERAGED = (AVERAGE, AVERAGED_STEPS, ITERATE)

@@ -1,10 +1,10 @@
 """The model as the optimizer knows it: found or given, its layers made into blocks, and hooks that listen to them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.block import KFACBlock
@@ -13,18 +13,17 @@ from kfac_optim.blocks.checkpoint_check import check_layers
 from kfac_optim.blocks.discovery import build_blocks, claim
 from kfac_optim.blocks.folding import WaitingRows, sum_rows
 from kfac_optim.blocks.functional import FunctionalUses
-from kfac_optim.blocks.model_finder import ModelFinder
+from kfac_optim.blocks.models import Models
 from kfac_optim.blocks.module_hooks import ModuleHooks
 from kfac_optim.blocks.options import BlockOptions
 from kfac_optim.blocks.pending_states import PendingStates, members
+from kfac_optim.blocks.preconditioning import says_something
 from kfac_optim.blocks.replaced_params import refuse_stand_ins
 from kfac_optim.blocks.selection import ModuleNames
 from kfac_optim.capture.contractions import TensorProduct
 from kfac_optim.capture.function_modes import Product
-from kfac_optim.capture.model_hooks import watch_called_part, watch_root
 from kfac_optim.capture.window import CaptureWindow
-from kfac_optim.utils.hooks import Handle, Handles, weakly
-from kfac_optim.utils.sharded_params import local, refuse_flat
+from kfac_optim.utils.sharded_params import refuse_flat
 
 UNACCOUNTED = "only a part of its gradient comes by calls that are captured"
 """Why a block is left to SGD whose captured calls do not add up to its gradient."""
@@ -45,8 +44,6 @@ class ModelBinding:
         several: whether there are other processes, which may have what checkpoints lack here.
 
     Attributes:
-        model: the model; a list of models if several were found, None before one is found.
-        given: whether the user named the model.
         coverage: the blocks, and why parameters have none.
         pending: what checkpoints hold of parameters without a block.
         settled: whether a step had gradients that are not zero.
@@ -63,13 +60,11 @@ class ModelBinding:
         *,
         several: bool = False,
     ) -> None:
-        self.model: nn.Module | None = None
-        self.given = model is not None
         self.coverage = Coverage()
         self.pending = PendingStates()
         self.settled = False
         self.released = False
-        self._to_adopt = model
+        self._models = Models(model, window, self._build, self._adopted)
         self._options = options
         self._window = window
         self._begin_forward = begin_forward
@@ -77,9 +72,7 @@ class ModelBinding:
         self._groups: Groups = {}
         self._listed: list[tuple[int, ...]] = []
         self._left: list[KFACBlock] = []
-        self._finder: ModelFinder | None = None
         self._steps = 0  # of this object; clocks of blocks, which are in checkpoints, count all
-        self._roots: dict[nn.Module, Handle] = {}
         self._waiting = waiting = WaitingRows()
 
         def took(block: KFACBlock) -> None:
@@ -92,36 +85,39 @@ class ModelBinding:
 
     # -- the model ---------------------------------------------------------------------------------------------
 
+    @property
+    def model(self) -> nn.Module | None:
+        """Return the model; a list of models if several were found, None before one is found."""
+        return self._models.model
+
+    @property
+    def given(self) -> bool:
+        """Return whether the user named the model."""
+        return self._models.given
+
     def start(self, groups: Groups) -> None:
         """Hook the model, or begin to look for it."""
         self._list(groups)
-        if self._to_adopt is not None:
-            self._adopt(self._to_adopt)
-            self._window.outside = weakly(self._meet_part)
-        else:
+        if not self.given:
             refuse_flat(groups, {})
-            self._finder = ModelFinder(groups, self._adopt, self._window.roots.is_under_way)
+        self._models.start(groups)
         self._prepare()
 
     def bind(self, groups: Groups) -> None:
         """Take on other param groups; layers they complete are hooked, blocks that exist are kept."""
         self._list(groups)
-        if self._roots:
+        if self._models.are_hooked:
             before = self.coverage.blocks
             self._build()
             # Where groups are built anew, one after the other, the next may bring a block back before the step.
             self._left += [block for block in before if block not in self.coverage.blocks]
-            held = self.names()
-            if not self.given and self._finder is None and any(param not in held for param in groups):
-                self.settled = False  # a module that holds them is still to be called
-                self._finder = ModelFinder(groups, self._adopt, self._window.roots.is_under_way)
         else:
             for block in self.coverage.blocks:  # whose hooks were taken off, and which are stepped all the same
                 if all(param in groups for param in block.params):
                     block.groups = tuple(groups[param] for param in block.params)
-        if self._finder is not None:
+        if not self.released and self._models.take_on(groups):
             refuse_flat(groups, {})
-            self._finder.look_for(groups)
+            self.settled = False
         self._prepare()
 
     def knows(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -141,22 +137,19 @@ class ModelBinding:
     @property
     def found(self) -> int:
         """Return how many models were found so far; 0 where the user has given the model."""
-        return 0 if self.given else max(1, len(self._roots))
+        return self._models.found
 
     def names(self) -> dict[nn.Parameter, str]:
         """Return the fully qualified names of the model's parameters."""
-        return {} if self.model is None else ModuleNames(self.model).parameters()
+        return self._models.names()
 
     def release(self) -> None:
         """Take all hooks off."""
         self.released = True
         self._window.modes.leave()
-        for handle in self._roots.values():
-            handle.remove()
-        self._roots.clear()
+        self._models.release()
         self._hooks.remove()
         self._functional.forget()
-        self._stop_finding()
         self._prepare()
 
     def close(self) -> None:
@@ -183,23 +176,12 @@ class ModelBinding:
         # synchronises, at the first steps alone.
         if self.settled or not any(says_something(param.grad) for param in self._groups):
             return False
-        if self._finder is not None and self.model is not None:
+        if self._models.are_awaited and self.model is not None:
             self._options.check_patterns(self.model)
-        self.settled, self._window.outside = True, None
-        awaited = self._finder is not None or bool(self.coverage.candidates)
-        if uncalled := self._uncalled():
-            assert self._finder is not None
-            self._finder.look_for(uncalled)
-        else:
-            self._stop_finding()
+        awaited = self._models.are_awaited or bool(self.coverage.candidates)
+        self.settled = True
+        self._models.settle()
         return awaited
-
-    def _uncalled(self) -> list[nn.Parameter]:
-        """Return what no gradient has come to and no known model holds: a module may hold it that is called later."""
-        if self._finder is None or self.model is None:
-            return []
-        held = self.names()
-        return [param for param in self._groups if param.requires_grad and param.grad is None and param not in held]
 
     def does_nothing(self) -> bool:
         """Return whether nothing is preconditioned against the user's wish, nor can be later."""
@@ -325,41 +307,10 @@ class ModelBinding:
 
     # -- finding and building ----------------------------------------------------------------------------------
 
-    def _adopt(self, model: nn.Module, args_under_way: tuple[Any, ...] | None = None) -> None:
-        """Take `model` as (one of) the optimizer's; models that it contains are no longer separate ones.
-
-        Args:
-            model: the model.
-            args_under_way: the arguments of its forward that is running; None if there is none.
-        """
-        root = _in_wrapper(model)
-        if any(root in known.modules() for known in self._roots):
-            return  # a part of a model that is known is no other model
-        inside = set(root.modules())
-        before, self._roots = self._roots, {known: hooks for known, hooks in self._roots.items() if known not in inside}
-        # Its layers are hooked first: a forward that is under way then reaches their hooks.
-        self._roots[root] = Handles()
-        model_before, self.model = self.model, model if len(self._roots) == 1 else nn.ModuleList(self._roots)
-        try:
-            self._build()
-        except Exception:  # choices that do not go with a layer: it is told of again at the next forward
-            self._roots, self.model = before, model_before
-            raise
-        for known in before.keys() - self._roots.keys():
-            before[known].remove()
-        self._roots[root] = watch_root(self._window, root, args_under_way if root is model else None)
-        self.settled = False  # its matrices that functions use are still to be shown
+    def _adopted(self) -> None:
+        """Note that there is another model, whose matrices that functions use are still to be shown."""
+        self.settled = False
         self._prepare()
-
-    def _meet_part(self) -> None:
-        """Have a part of the given model count as the model does, if it is called in its place."""
-        (root,) = self._roots
-        self._roots |= watch_called_part(self._window, root, {param for param in self._groups if param.requires_grad})
-
-    def _stop_finding(self) -> None:
-        if self._finder is not None:
-            self._finder.remove()
-            self._finder = None
 
     def _build(self, trained: Collection[nn.Parameter] = ()) -> None:
         """Do what `_find_blocks` says, whatever mode the forward runs in that shows them: it may be an evaluation."""
@@ -419,17 +370,21 @@ class ModelBinding:
 
     def _prepare(self) -> None:
         """Tell compiled graphs, which cannot ask, whether the next forward is to capture."""
-        self._window.capturing = bool(self._roots) and self._functional.is_wanted()
+        self._window.capturing = self._models.are_hooked and self._functional.is_wanted()
         # A model that is to be found, or a matrix that a forward is to show, has no block before its first forward.
         before = max(self._steps, self.pending.step())
         self._window.step = max((block.clock.step for block in self.coverage.blocks), default=before)
 
     def _grow(self) -> bool:
         """Build blocks of parameters that got their shape or were unfrozen; return whether there are any."""
-        grows = bool(self._roots) and self.coverage.has_grown() and self._holds_its_parameters()
-        if grows:
-            self._build()
-        return grows
+        grown = self.coverage.grown() if self._models.are_hooked else []
+        if not grown:
+            return False
+        held = self.names()
+        if not all(param in held for param in grown):  # others stand in their place, as in `torch.func.functional_call`
+            return False
+        self._build()
+        return True
 
     def _follow_modules(self) -> None:
         """Build anew where a module has given its parameters to another, as where BatchNorm becomes SyncBatchNorm."""
@@ -439,11 +394,6 @@ class ModelBinding:
         moved = [block for block in self.coverage.blocks if any(use.module not in modules for use in block.uses)]
         if moved and (held := self.names()) and all(param in held for block in moved for param in block.params):
             self._build()
-
-    def _holds_its_parameters(self) -> bool:
-        """Return whether no others stand in the place of those that have grown, as in `torch.func.functional_call`."""
-        held = self.names()
-        return all(param in held for param in self.coverage.grown())
 
     def _grow_within(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Build blocks as the first forward of a lazy module begins, within which it has got its shapes."""
@@ -455,13 +405,3 @@ class ModelBinding:
 def _ids_of(groups: Iterable[Mapping[str, Any]]) -> list[tuple[int, ...]]:
     """Return the identities of param groups and of their parameters, which are compared at every step."""
     return [(id(group), *map(id, group["params"])) for group in groups if group["params"]]
-
-
-def _in_wrapper(model: nn.Module) -> nn.Module:
-    """Return the module whose forwards count: DDP may be put around it again, as after parameters were unfrozen."""
-    return cast(nn.Module, model.module) if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def says_something(gradient: Tensor | None) -> bool:
-    """Return whether there is a gradient that is not zero throughout. Looking synchronises."""
-    return gradient is not None and (gradient.is_meta or bool(local(gradient).any()))

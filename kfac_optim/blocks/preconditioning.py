@@ -52,9 +52,12 @@ def has_gradient(block: KFACBlock) -> bool:
 
 def is_used(block: KFACBlock) -> bool:
     """Return whether any parameter of the block has a gradient that is not zero here; looking synchronises."""
-    return any(
-        param.grad is not None and (param.grad.is_meta or bool(local(param.grad).any())) for param in block.params
-    )
+    return any(says_something(param.grad) for param in block.params)
+
+
+def says_something(gradient: Tensor | None) -> bool:
+    """Return whether there is a gradient that is not zero throughout. Looking synchronises."""
+    return gradient is not None and (gradient.is_meta or bool(local(gradient).any()))
 
 
 def gradients(block: KFACBlock) -> list[Tensor]:

@@ -72,7 +72,7 @@ class Holdings:
         return states, self.buffers_at(moves)
 
     def gathered(self, targets: Mapping[KFACBlock, Collection[int]]) -> dict[KFACBlock, Any]:
-        """Return whole states of blocks, as `Inverse.tensors` gives them, on the ranks that are their targets.
+        """Return whole states of blocks, as `InverseState.tensors` gives them, on the ranks that are their targets.
 
         What ranks have measured since must have been merged.
         """

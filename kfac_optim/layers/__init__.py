@@ -7,7 +7,7 @@ from torch import nn
 from kfac_optim.factors.layer_statistics import LayerStatistics
 from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.layers.attention import MultiheadAttentionAdapter
-from kfac_optim.layers.base import Adapters, LayerAdapter, WeightBiasAdapter, find_adapter
+from kfac_optim.layers.base import Adapters, LayerAdapter, WeightBiasAdapter
 from kfac_optim.layers.bilinear import BilinearAdapter
 from kfac_optim.layers.convolution import ConvAdapter, ConvTransposeAdapter
 from kfac_optim.layers.embedding import EmbeddingAdapter
@@ -56,5 +56,4 @@ __all__ = [
     "LayerStatistics",
     "RowStatistics",
     "WeightBiasAdapter",
-    "find_adapter",
 ]

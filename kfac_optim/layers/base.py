@@ -155,7 +155,7 @@ class WeightBiasAdapter(LayerAdapter[M]):
     """Handles a module with one `weight` `[out, in/groups, *kernel]`, an optional `bias` `[out]`, and one output."""
 
     is_product = False
-    """Whether the forward is a product with the weight, such as `functional.py` sees."""
+    """Whether the forward is a product with the weight, such as `blocks/functional.py` sees."""
 
     @abstractmethod
     def unbatched_ndim(self, module: M) -> int:

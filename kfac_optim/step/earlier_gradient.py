@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kfac_optim.blocks.model_binding import says_something
+from kfac_optim.blocks.preconditioning import says_something
 from kfac_optim.utils.autograd import Node, accumulator, before_node
 
 

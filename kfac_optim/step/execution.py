@@ -122,7 +122,7 @@ class Statistics:
         return block.state.has_statistics()
 
     def counters(self, block: KFACBlock) -> Mapping[str, float | Tensor]:
-        """Return `Inverse.counters`; on several ranks they are the same on all, as of the last refresh."""
+        """Return `InverseState.counters`; on several ranks they are the same on all, as of the last refresh."""
         return block.state.counters()
 
     def setbacks(self, blocks: Sequence[KFACBlock]) -> list[tuple[int, int]]:
@@ -221,7 +221,7 @@ class WholeStates:
         """Take notice that a checkpoint is about to be loaded, which has no statistics for some blocks here."""
 
     def tensors(self, block: KFACBlock) -> Any | None:
-        """Return the whole state of `block` as `Inverse.tensors` gives it; None where this rank does not hold it."""
+        """Return the whole state of `block`, as `InverseState.tensors`; None where this rank does not hold it."""
         return block.state.tensors()
 
     def lacks(self, *, factors: bool) -> str | None:

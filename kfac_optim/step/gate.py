@@ -1,6 +1,6 @@
 """The gate before a step: refuse bad input, unscale gradients, let all workers agree, and decide if a step is taken."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfac_optim.blocks import checkpoint
+from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.model_binding import ModelBinding
 from kfac_optim.blocks.replaced_params import refuse_replaced
+from kfac_optim.blocks.state_keys import UPDATED
 from kfac_optim.capture import gradient_check
 from kfac_optim.capture.scale_probe import ScaleChange
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.objective import Objective
-from kfac_optim.step import engine, group_checks
+from kfac_optim.step import group_checks
 from kfac_optim.step.choices import Choices
 from kfac_optim.step.execution import Admission, Agreement, Executor, Trained
 from kfac_optim.step.loss_scale import LossScale, ScalerSource, read_loss_scale, spread_overflow, unscale
@@ -99,7 +101,7 @@ class Gate:
         if self.objective is not None and gradients and (judged or self.choices.step_size.needs_objective):
             self.objective.check(gradients, before_step=self.choices.step_size.needs_objective)
         self.window.drop_stale()
-        engine.follow_model(optimizer.state, self.binding.coverage.blocks)
+        _follow_model(optimizer.state, self.binding.coverage.blocks)
         self.binding.sum_rows()
         gradient_check.conclude(block.check for block in self.binding.coverage.blocks)
         handed, scale = "found_inf" in optimizer.__dict__, self._loss_scale(optimizer.__dict__)
@@ -195,3 +197,18 @@ class Gate:
             and fused_kernels_look(groups, gradients, state)
             and not any(block.has_pending() for block in self.binding.coverage.blocks)
         )
+
+
+def _follow_model(state: MutableMapping[Tensor, Any], blocks: Sequence[KFACBlock]) -> None:
+    """Take momentum and statistics to where the model was moved since the last step.
+
+    The sums of a step that were captured before the move are dropped.
+    """
+    for param, held in state.items():
+        if isinstance(param, Tensor) and isinstance(held, dict):  # users keep notes of their own there
+            device = param.device
+            for name in UPDATED:
+                if name in held and isinstance(tensor := held[name], Tensor) and tensor.device != device:
+                    held[name] = tensor.to(device)
+    for block in blocks:
+        block.follow()

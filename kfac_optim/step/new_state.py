@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kfac_optim.blocks.block import KFACBlock
-from kfac_optim.blocks.model_binding import says_something
+from kfac_optim.blocks.preconditioning import says_something
 from kfac_optim.blocks.state_keys import AVERAGED_STEPS, MOMENTUM, UPDATED
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.step import averaging

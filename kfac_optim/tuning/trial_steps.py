@@ -53,7 +53,7 @@ class TrialSteps:
     ) -> None:
         self.steps = self.forwards = 0
         self._optimizer, self._loss_of, self._undo = optimizer, loss_of, undo
-        self._length, self._advance = length, advance
+        self._advance = advance
         self._params = tuple({id(param): param for param in _params(optimizer)}.values())
         self._batches = _read(loader, length)
         self._before = self._losses_now(self._batches[-held:])

@@ -1012,8 +1012,10 @@ def test_set_loss_terms_is_refused_for_a_summed_loss(options: dict[str, Any]) ->
         optimizer.set_loss_terms(3)
 
 
-def test_the_loss_that_is_named_says_whether_it_has_terms_and_not_the_rule() -> None:
-    KFACOptimizer(mlp(), loss_terms=LossTerms.SUM, estimate=MEAN).set_loss_terms(3)
+def test_the_loss_that_is_named_says_whether_it_has_terms_unless_the_user_does() -> None:
+    KFACOptimizer(mlp(), estimate=MEAN).set_loss_terms(3)
+    with pytest.raises(ValueError, match="the loss is a sum"):
+        KFACOptimizer(mlp(), loss_terms=LossTerms.SUM, estimate=MEAN).set_loss_terms(3)
 
 
 def call_layers(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ VOTE_WORDS = 13
 # about different models meet: of one size they tell what differs, while gloo ends the process over two sizes.
 _MARKS = 128
 
-# Of `Inverse.counters` the ones that ranks share at refreshes, for metrics: the ones with a side are known to the
+# Of `InverseState.counters` the ones that ranks share at refreshes, for metrics: the ones with a side are known to the
 # owner of that part alone.
 TOLD_COUNTERS = (
     "condition_A",

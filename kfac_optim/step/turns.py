@@ -1,0 +1,31 @@
+"""How layers take part in the statistics of a step: those that it does not use wait for their turn."""
+
+from collections.abc import Sequence
+
+from kfac_optim.blocks.block import KFACBlock
+from kfac_optim.blocks.preconditioning import is_used
+from kfac_optim.factors.second_moments import on_host
+from kfac_optim.step.execution import Agreement
+
+
+def pass_step(blocks: Sequence[KFACBlock], agreement: Agreement) -> None:
+    """Advance all clocks by a step, and note which layers have missed statistics that were due."""
+    for block in blocks:
+        if block not in agreement.sampled:
+            if not block.is_ready:
+                block.silent += block.wants_statistics()
+            elif block.clock.missed:
+                block.wait_on()
+            elif block in agreement.graded and block.is_overdue() and _may_be_used(block, agreement):
+                block.note_missed()
+        block.clock.advance()
+
+
+def _may_be_used(block: KFACBlock, agreement: Agreement) -> bool:
+    """Return whether the loss may have used a block whose calls can be captured.
+
+    Gradients are looked at where one process has all of them on the host; elsewhere each counts as not zero.
+    """
+    if block in agreement.unaccounted or any(use.is_refused() for use in block.uses):
+        return False
+    return agreement.used is not None or not on_host(block.params[0]) or is_used(block)
