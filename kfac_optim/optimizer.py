@@ -717,6 +717,8 @@ class KFACOptimizer(Optimizer):
 
         def fill_up(_: Optimizer, whole: dict[str, Any]) -> None:
             published_state.fill_up(whole["state"], self._params())
+            for group in whole["param_groups"]:  # a schedule may have left a number of numpy there
+                group.update({name: plain_number(value) for name, value in group.items()})
 
         # The user's own hooks come before and after: they may change the state, and what becomes of the checkpoint.
         handles = self.register_state_dict_pre_hook(publish), self.register_state_dict_post_hook(fill_up, prepend=True)

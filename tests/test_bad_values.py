@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -343,6 +344,13 @@ def test_numbers_of_numpy_are_numbers(argument: str, number: Any) -> None:
     kept = optimizer.param_groups[0][argument]
     assert kept == number
     assert type(kept) in (int, float), "torch.load(weights_only=True) refuses any other"
+
+
+def test_a_rate_that_a_schedule_takes_from_numpy_is_a_number_in_checkpoints(tmp_path: Path) -> None:
+    optimizer = KFACOptimizer(mlp(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.cos(epoch / 10))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert torch.load(tmp_path / "optimizer.pt")["param_groups"][0]["lr"] == 0.1
 
 
 def test_a_period_of_numpy_is_an_integer() -> None:

@@ -337,27 +337,20 @@ def steps_of(called: nn.Module, optimizer: KFACOptimizer) -> dict[str, tuple[Any
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
 @pytest.mark.usefixtures("_fresh_graphs")
-def test_a_compiled_model_keeps_what_it_writes_into_its_config() -> None:
-    model, twin = classifier(), classifier()
-    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
-    ours = steps_of(torch.compile(model, backend="aot_eager"), optimizer)
-    theirs = steps_of(twin, KFACOptimizer(twin, lr=0.1, factor_update_period=1))
+def test_a_compiled_model_keeps_what_it_writes_into_its_config_and_may_be_left_out() -> None:
+    trained, factors = [], []
+    for given, is_compiled in ((True, True), (False, True), (True, False)):
+        model = classifier()
+        optimizer = KFACOptimizer(model if given else model.parameters(), lr=0.1, factor_update_period=1)
+        called = torch.compile(model, backend="aot_eager") if is_compiled else model
+        factors.append(steps_of(called, optimizer))
+        assert optimizer.metrics()["unpreconditioned_blocks"] == 0
+        trained.append(clones(model.parameters()))
+    assert all(map(torch.equal, *trained[:2]))
+    ours, _, theirs = factors
     assert ours.keys() == theirs.keys()
     for name, pair in ours.items():
         for left, right in zip(pair, theirs[name], strict=True):
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
-@pytest.mark.usefixtures("_fresh_graphs")
-def test_parameters_of_a_compiled_model_train_as_the_model_does() -> None:
-    trained = []
-    for given in (True, False):
-        model = classifier()
-        optimizer = KFACOptimizer(model if given else model.parameters(), lr=0.1)
-        steps_of(torch.compile(model, backend="aot_eager"), optimizer)
-        assert optimizer.metrics()["unpreconditioned_blocks"] == 0
-        trained.append(clones(model.parameters()))
-    assert all(map(torch.equal, *trained))

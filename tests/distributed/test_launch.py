@@ -244,14 +244,6 @@ def start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
     )
 
 
-@pytest.mark.slow
-def test_two_processes_that_torchrun_started_form_a_group(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = start([*torchrun, str(tmp_path / "program.py"), str(tmp_path)], environment())
-    check(finish([run], tmp_path), Launcher.TORCHRUN)
-
-
 DIES = """
 import os, signal, sys
 from pathlib import Path
@@ -294,9 +286,17 @@ def hydra(rank: int) -> dict[str, str]:
     return {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
 
 
+def torchrun(rank: int) -> dict[str, str]:
+    """Itself it is at work where ranks are killed."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "variables"), [(Launcher.OPEN_MPI, open_mpi), (Launcher.HYDRA, hydra)])
-def test_two_processes_with_the_variables_of_an_mpirun_form_a_group(
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [(Launcher.TORCHRUN, torchrun), (Launcher.OPEN_MPI, open_mpi), (Launcher.HYDRA, hydra)],
+)
+def test_two_processes_with_the_variables_of_a_launcher_form_a_group(
     launcher: Launcher, variables: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:
     port = free_port()
