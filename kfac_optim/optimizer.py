@@ -762,10 +762,10 @@ class KFACOptimizer(Optimizer):
 
         Args:
             to: the rank whose `state_dict()` then holds everything, as on one process, until the next step; the same on
-                all ranks. None leaves
-                each layer's part whole on the one rank that owns it.
+                all ranks. None leaves each layer's part whole on the one rank that owns it.
 
         Raises:
+            RuntimeError: some rank has another `to`, or calls something else.
             ValueError: there is no such rank.
             CollectiveError: some rank never came.
         """

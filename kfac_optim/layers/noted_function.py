@@ -28,6 +28,7 @@ class Noted(NamedTuple):
         examples: as `CaptureWindow.note` has it.
         bias: what it was handed for the bias.
         is_lookup: whether rows of the weight are looked up by an input of integers.
+        context: as `LayerCall.context`; None where the call is not the matrix of the layer.
     """
 
     weight: Tensor
@@ -35,6 +36,7 @@ class Noted(NamedTuple):
     examples: int | None
     bias: Tensor | None = None
     is_lookup: bool = False
+    context: tuple[int, ...] | None = ()
 
 
 Read = Callable[..., Noted | None]
@@ -94,11 +96,13 @@ class _NotedCalls:
         noted = self._read(*args, **kwargs)
         if window is None or watch is None or noted is None or not is_cast_of(noted.weight, watch.used):
             return output
-        if noted.weight is watch.used and is_on(window.listener.mode) and output.requires_grad:
-            window.listener.layer_ran(watch.weight)
+        looked_at = noted.weight is watch.used and is_on(window.listener.mode) and output.requires_grad  # not at casts
+        if looked_at and window.listener.layer_ran(watch.weight):
+            return output
         own_bias = noted.bias is not None and is_cast_of(noted.bias, module._parameters.get("bias"))
-        if self._has_bias != own_bias:
+        if self._has_bias != own_bias or noted.context is None:
             return output
         if noted.is_lookup and not torch.compiler.is_compiling() and in_function_transform():
             return note_lookup(window, watch, noted.input, output, training=module.training)
-        return window.note_output(watch, noted.input, output, examples=noted.examples, training=module.training)
+        examples, context, training = noted.examples, noted.context, module.training
+        return window.note_output(watch, noted.input, output, examples=examples, training=training, context=context)

@@ -72,6 +72,11 @@ def range_test(
     length = steps // TRIALS
     if length < _LEAST:
         raise ValueError(f"kfac_optim: range_test needs at least {TRIALS * _LEAST} steps, got {steps}.")
+    for name, function in (("loss_of", loss_of), ("advance", advance)):
+        if not callable(function):
+            raise TypeError(f"kfac_optim: {name} of range_test must be a function, got {function!r}.")
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"kfac_optim: loader of range_test must yield batches, got {type(loader).__name__}.")
     if isinstance(loader, Iterator) and not has_position(loader):
         raise TypeError(
             f"kfac_optim: range_test would use up the batches of a {type(loader).__name__}, which cannot be iterated "

@@ -577,6 +577,8 @@ def averaged(model: nn.Module, optimizer: KFACOptimizer) -> None:
     [
         ({}, {"loader": iter(batches())}, None, "use up the batches of a list_iterator"),
         ({}, {"loader": []}, None, "yields no batch"),
+        ({}, {"loader": None}, None, "loader of range_test must yield batches, got NoneType"),
+        ({}, {"advance": 3}, None, "advance of range_test must be a function, got 3"),
         ({}, {"steps": 20}, None, "at least 56 steps, got 20"),
         ({}, {"steps": 60.5}, None, "steps of range_test must be an integer, got 60.5"),
         ({}, {"loss_of": lambda _: 3.0}, None, "got float"),
@@ -592,6 +594,8 @@ def averaged(model: nn.Module, optimizer: KFACOptimizer) -> None:
     ids=[
         "iterator",
         "empty",
+        "no loader",
+        "bar",
         "steps",
         "part",
         "number",

@@ -1,17 +1,16 @@
 """What convolutions share, transposed or not: at each position a linear layer over a patch of the input."""
 
 import math
-import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from kfac_optim.capture.function_modes import Function, substitute, traceable
-from kfac_optim.capture.layer_watch import LayerWatch
+from kfac_optim.capture.function_modes import Function
 from kfac_optim.capture.loss_terms import examples_of
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import LayerCall
@@ -21,10 +20,10 @@ from kfac_optim.factors.row_statistics import RowStatistics
 from kfac_optim.factors.second_moments import bordered, channel_rows, gram, on_host, sketch_of
 from kfac_optim.factors.subsampling import RowSample
 from kfac_optim.layers.base import M, StatisticsSink, WeightBiasAdapter
+from kfac_optim.layers.noted_function import Noted, note_function
 from kfac_optim.linalg.sketches import sketch_directions
 from kfac_optim.specs import LayerSpec, Sketched, Structure, WeightSharing
-from kfac_optim.utils.autograd import is_cast_of
-from kfac_optim.utils.hooks import Handle, Handles, is_on
+from kfac_optim.utils.hooks import Handle
 
 
 class PatchStatistics(RowStatistics):
@@ -173,61 +172,23 @@ class PatchAdapter(WeightBiasAdapter[M]):
         family = next((cls for cls in type(module).__mro__ if cls in self.functions), None)
         if family is None or not _overrides(module, family, ("forward", "_conv_forward")):
             return super().capture(module, specs, window, sink)
-        watch, function = self._watch(module, specs, sink), self.functions[family]
-        noted = _NotedFunction(window, self, module, watch, function, has_bias=specs[0].has_bias)
-        return Handles(window.watch_calls(watch), substitute(window, module, {function: noted}, noted.wanted))
+        watch, has_bias = self._watch(module, specs, sink), specs[0].has_bias
+        read = partial(_read, self, module, has_bias)
+        return note_function(window, module, watch, self.functions[family], read, has_bias=has_bias)
 
 
-class _NotedFunction:
-    """Runs torch's own function, and notes its calls with the weight of one module.
-
-    Hooks hold it, so it holds the window and the watch weakly.
-    """
-
-    def __init__(
-        self,
-        window: CaptureWindow,
-        adapter: PatchAdapter[M],
-        module: M,
-        watch: LayerWatch,
-        function: Function,
-        *,
-        has_bias: bool,
-    ) -> None:
-        self._window = weakref.ref(window)
-        self._adapter = adapter
-        self._module = module
-        self._watch = weakref.ref(watch)
-        self._function = function
-        self._has_bias = has_bias
-
-    def wanted(self) -> bool:
-        # Where the window's mode is on it takes the call for a use by somebody else, until `layer_ran` says otherwise.
-        window, watch = self._window(), self._watch()
-        return window is not None and watch is not None and (is_on(window.listener.mode) or watch.wanted())
-
-    def __call__(
-        self,
-        input: Tensor,  # noqa: A002 (torch's name)
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        output: Tensor = traceable(self._function)(input, weight, bias, *args, **kwargs)
-        window, watch, module = self._window(), self._watch(), self._module
-        if window is None or watch is None or not is_cast_of(weight, watch.used):
-            return output
-        looked_at = weight is watch.used and is_on(window.listener.mode) and output.requires_grad  # it knows no casts
-        if looked_at and window.listener.layer_ran(watch.weight):
-            return output
-        if self._has_bias if bias is None else not is_cast_of(bias, module._parameters.get("bias")):
-            return output
-        context = self._adapter.context(module, *args, **kwargs)
-        if context is None:
-            return output
-        examples = examples_of(input, self._adapter.unbatched_ndim(module))
-        return window.note_output(watch, input, output, examples=examples, training=module.training, context=context)
+def _read(
+    adapter: PatchAdapter[M],
+    module: M,
+    has_bias: bool,
+    input: Tensor,  # noqa: A002 (torch's name)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Noted:
+    context, examples = adapter.context(module, *args, **kwargs), examples_of(input, adapter.unbatched_ndim(module))
+    return Noted(weight, input, examples, bias if has_bias else None, context=context)  # a frozen bias is no part of it
 
 
 def _overrides(module: nn.Module, family: type[nn.Module], methods: Collection[str]) -> bool:
