@@ -717,6 +717,8 @@ class KFACOptimizer(Optimizer):
 
         def fill_up(_: Optimizer, whole: dict[str, Any]) -> None:
             published_state.fill_up(whole["state"], self._params())
+            if not self._shows_state:
+                checkpoint.set_apart(whole["state"])
             for group in whole["param_groups"]:  # a schedule may have left a number of numpy there
                 group.update({name: plain_number(value) for name, value in group.items()})
 
@@ -823,7 +825,6 @@ class KFACOptimizer(Optimizer):
         """Take the model along into copies and pickles, as hooks bind the two. Copy or pickle both at once."""
         choices = {
             **self._choices.arguments(),
-            "adapters": dict(self._choices.adapters),  # the default is a read-only view
             "distributed": self._distributed,
             "grad_scaler": self._scaler.named,
         }

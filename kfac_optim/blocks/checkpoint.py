@@ -1,6 +1,6 @@
 """Block state in and out of `Optimizer.state_dict()`: tensors and numbers only, and refused when it does not fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -65,15 +65,25 @@ def dump(
     if remembered is not None:
         state[STEP_SIZE] = remembered
     if tensors is not None:
-        # Others are those of the run, as with torch's optimizers. But a loop goes back to the state of before the first
-        # step, in which torch's have no tensors, and the clock of that state would not fit the averages of a later one.
-        state["inverse"] = _copied(tensors) if block.clock.folds == 0 else tensors
+        state["inverse"] = tensors
         # One that fails says so when it is to be taken over.
         if under_way and block.under_way is not None and block.under_way.done.exception() is None:
             shadow = block.under_way.shadow
             state["refreshing"] = True
             state["under_way"] = {"clock": dict(vars(shadow.clock)), "inverse": shadow.state.tensors()}
     return state
+
+
+def set_apart(states: MutableMapping[Any, Any]) -> None:
+    """Copy the tensors of layers that were never measured in the state of parameters that a checkpoint holds.
+
+    Others are those of the run, as with torch's optimizers. But a loop goes back to the state of before the first step,
+    in which torch's have no tensors, and the clock of that state would not fit the averages of a later one.
+    """
+    for number, of_param in states.items():
+        state = of_param.get(KEY, {})
+        if "inverse" in state and state["clock"]["folds"] == 0:
+            states[number] = {**of_param, KEY: {**state, "inverse": _copied(state["inverse"])}}
 
 
 def _copied(held: Any) -> Any:

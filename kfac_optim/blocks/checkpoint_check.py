@@ -156,9 +156,9 @@ def tensor_problem(value: object, like: Tensor, rule: value_checks.Rule, *, virt
         return described(value)
     same_kind = value.dtype == torch.bool, value.is_floating_point(), value.is_complex()
     if same_kind != (like.dtype == torch.bool, like.is_floating_point(), like.is_complex()):
-        # `torch.optim.SGD` makes all tensors of a parameter like the parameter, counts as well.
-        counts = value.is_floating_point() and like.dtype == torch.int64 and not value.is_meta
-        if not counts or not torch.equal(value, value.round()):
+        # `torch.optim.SGD` makes all tensors of a parameter like the parameter, counts and flags as well.
+        was_cast = value.is_floating_point() and like.dtype in (torch.int64, torch.bool) and not value.is_meta
+        if not was_cast or not torch.equal(value, value.to(like.dtype).to(value.dtype)):
             return f"of {value.dtype}, here {like.dtype}"
     if value.layout != like.layout or value.is_quantized:
         return f"{value.layout}, here {like.layout}"

@@ -90,7 +90,8 @@ def build_blocks(
             cover(coverage, block)
     for block in existing:
         if isinstance(block.adapter, ProductAdapter) and coverage.candidates.issuperset(block.params):
-            path, _ = _owner(names, block.params[0])
+            path, owner = _owner(names, block.params[0])
+            block.uses = (replace(block.uses[0], module=owner),)
             rename(block, _product_name(names.shown[path], block.spec.params[0]), names.shown[path])
             cover(coverage, block)
     of_model = {param for _, param in names.held_by(model, recurse=True)}

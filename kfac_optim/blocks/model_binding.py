@@ -10,6 +10,7 @@ from kfac_optim.blocks import checkpoint
 from kfac_optim.blocks.block import KFACBlock
 from kfac_optim.blocks.building import Coverage
 from kfac_optim.blocks.checkpoint_check import check_layers
+from kfac_optim.blocks.clock import period_of
 from kfac_optim.blocks.discovery import build_blocks, claim
 from kfac_optim.blocks.folding import WaitingRows, sum_rows
 from kfac_optim.blocks.functional import FunctionalUses
@@ -180,7 +181,7 @@ class ModelBinding:
             self._options.check_patterns(self.model)
         awaited = self._models.are_awaited or bool(self.coverage.candidates)
         self.settled = True
-        self._models.settle()
+        self._models.settle(waits=not self._several)  # ranks may call it in different steps
         return awaited
 
     def does_nothing(self) -> bool:
@@ -233,7 +234,8 @@ class ModelBinding:
         self.pending.let_step_pass()
         self._functional.end_step()
         self._left.clear()
-        if not self._grow() and any(block.clock.folded_at == block.clock.step - 1 for block in self.coverage.blocks):
+        period = min((period_of(block.group, "factor_update_period") for block in self.coverage.blocks), default=1)
+        if not self._grow() and self._steps % period == 0:
             self._follow_modules()
         self._prepare()
 
@@ -392,7 +394,8 @@ class ModelBinding:
             return
         modules = set(self.model.modules())
         moved = [block for block in self.coverage.blocks if any(use.module not in modules for use in block.uses)]
-        if moved and (held := self.names()) and all(param in held for block in moved for param in block.params):
+        held = self.names() if moved else {}
+        if any(param in held for block in moved for param in block.params):
             self._build()
 
     def _grow_within(self, module: nn.Module, args: tuple[Any, ...]) -> None:

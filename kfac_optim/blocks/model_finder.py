@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from kfac_optim.utils.dynamo import inline_only
 from kfac_optim.utils.hooks import weakly
 
 
@@ -29,23 +30,35 @@ class ModelFinder:
         found: Callable[[nn.Module, tuple[Any, ...]], None],
         under_way: Callable[[], bool],
     ) -> None:
-        self.look_for(params)
+        self._params = set(params)
+        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that hold none of them
+        self._stays = False
         self._found = weakly(found)
         self._under_way = under_way
         self._handle = register_module_forward_pre_hook(self._look)
 
-    def look_for(self, params: Iterable[nn.Parameter]) -> None:
-        """Look for these parameters instead."""
-        self._params = set(params)
-        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that hold none of them
+    def look_for(self, params: Iterable[nn.Parameter], *, stays: bool) -> None:
+        """Look for these parameters instead.
 
+        Args:
+            params: to look for.
+            stays: whether to be removed late, if ever: then other modules are to notice little of it, graphs nothing.
+        """
+        self._params = set(params)
+        self._others.clear()
+        self._stays = stays
+
+    @inline_only
     def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._under_way() or module in self._others:
+        if self._stays and (torch.compiler.is_compiling() or module in self._others):
             return
-        if any(param in self._params for param in module.parameters()):
+        if self._under_way():
+            return
+        held = list(module.parameters())
+        if any(param in self._params for param in held):
             self._found(module, args)
-        else:
-            self._others.add(module)
+        elif self._stays and all(isinstance(each, nn.Parameter) for each in held):
+            self._others.add(module)  # with others in the place of its own, as in `functional_call`, it may yet be one
 
     def remove(self) -> None:
         self._handle.remove()

@@ -81,16 +81,18 @@ class Models:
         self._look_for(params)
         return True
 
-    def settle(self) -> None:
-        """Stop looking, as a step has had gradients, but for what no gradient has come to and no known model holds.
+    def settle(self, *, waits: bool) -> None:
+        """Stop looking, as a step has had gradients.
 
-        A module may hold that which is called later.
+        Args:
+            waits: whether to go on for what no gradient has come to and no known model holds: a module that is called
+                later may hold it.
         """
         self._window.outside = None
         held = {} if self._finder is None else self.names()
         uncalled = [each for each in self._params if each.requires_grad and each.grad is None and each not in held]
-        if self._finder is not None and self.model is not None and uncalled:
-            self._look_for(uncalled)
+        if waits and self._finder is not None and self.model is not None and uncalled:
+            self._finder.look_for(uncalled, stays=True)
         else:
             self._stop_looking()
 
@@ -105,7 +107,7 @@ class Models:
         if self._finder is None:
             self._finder = ModelFinder(params, self._adopt, self._window.roots.is_under_way)
         else:
-            self._finder.look_for(params)
+            self._finder.look_for(params, stays=False)
 
     def _stop_looking(self) -> None:
         if self._finder is not None:

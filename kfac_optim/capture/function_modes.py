@@ -250,7 +250,10 @@ class _Around:
             return
         if window is not None and not torch.is_grad_enabled():
             window.roots.layer_without_graph()
-        elif window is not None and not is_on(self._mode) and self._wanted():
+            window = None
+        if window is not None:
+            window.begin_layer()
+        if window is not None and not is_on(self._mode) and self._wanted():
             enters = True
             window.modes.enter(self._mode)
         self._entered.append(enters)

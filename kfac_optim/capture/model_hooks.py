@@ -106,8 +106,6 @@ class _LayerHook:
         if not torch.is_grad_enabled():
             window.roots.layer_without_graph()
             return None
-        if not (torch.compiler.is_compiling() or window.roots.is_under_way() or window.is_stale()):
-            window.notice_what_is_gone()  # as no forward of the model begins, where its parts are called
         in_mode = is_on(window.listener.mode)
         if not (in_mode or torch.compiler.is_compiling() or watch.wanted()):
             return None

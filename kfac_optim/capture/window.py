@@ -140,6 +140,7 @@ class CaptureWindow(Ledger):
             return None
         if not watch.wanted():
             return None
+        self.begin_layer()
         call = ForwardCall(self, watch, self.roots.of_layer(examples), examples, layer_input, training, context)
         self.probe.listen()
         verifies = watch.awaits_gradient(self.shards)
@@ -175,6 +176,7 @@ class CaptureWindow(Ledger):
         """
         if not watch.weight.requires_grad or not watch.wanted():
             return None, None
+        self.begin_layer()
         if root is not None:
             root.batched |= examples is not None
             if root.terms is None and self.rule is LossTerms.EXAMPLES:
@@ -233,7 +235,7 @@ class CaptureWindow(Ledger):
     def captures(self) -> bool:  # pragma: traced
         """Return whether the graph that is being traced is one that captures."""
         # To read the name is what has a graph that captures be traced anew where other layers have hooks.
-        return self.capturing and self.hooked_layers != "" and torch.is_grad_enabled()
+        return self.capturing and torch.is_grad_enabled() and self.hooked_layers != ""
 
     def close(self) -> LossCount:
         count = super().close()
@@ -278,6 +280,11 @@ class CaptureWindow(Ledger):
         if self.recorder is not None:
             self.recorder.drop()
         super().mark_stale()
+
+    def begin_layer(self) -> None:
+        """Note that a layer runs; outside of any forward of the model it is what shows that gradients are gone."""
+        if not (self.roots.is_under_way() or self._stale or self.modes):
+            self.notice_what_is_gone()
 
     def begin_forward(self) -> None:
         """Note that the model's outermost forward begins."""

@@ -147,7 +147,7 @@ class PlanAgreement:
         if verdict.numbers < 0 or (settled and verdict.tensors == -1):
             self._ranks.main.check_agreement({**self._arguments(), **self._optimizer.tensors()}, differences, remedy)
         if not settled and verdict.model < 0:
-            config = {f"{each.name} of DistributedConfig": repr(getattr(self._config, each.name)) for each in _TOLD}
+            config = {f"DistributedConfig.{each.name}": repr(getattr(self._config, each.name)) for each in _TOLD}
             told = self._new_plan().agreement() | {"checkpoints loaded": self._loaded} | config
             self._ranks.main.check_agreement(told, differences, remedy)
             raise RuntimeError(

@@ -153,10 +153,10 @@ class UserWarnings:
         """Say once that something was observed that is no part of the loss."""
         if count.missed and self._is_first("missed"):
             warn(
-                "kfac_optim: optimizer.observe() was given a tensor that backward did not come to, and its term is "
-                "left out of the curvature. Compute the loss from the very tensor that is observed: r = output - "
-                "target; optimizer.observe(r); loss = r.square().mean(). Of a distribution that is its logits, or "
-                "its mean."
+                "kfac_optim: optimizer.observe() was given a tensor that backward did not come to, or did not go on "
+                "from, and its term is left out of the curvature. Compute the loss from the very tensor that is "
+                "observed: r = output - target; optimizer.observe(r); loss = r.square().mean(). Of a distribution that "
+                "is its logits, or its mean and scale."
             )
 
     def unaccounted_layers(self, names: Sequence[str]) -> None:

@@ -151,6 +151,9 @@ class ModeStack:
     def __init__(self) -> None:
         self._modes: list[TorchFunctionMode] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._modes)
+
     def enter(self, mode: TorchFunctionMode) -> None:
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes.append(mode)

@@ -9,7 +9,7 @@ import torch
 from helpers.plain import assert_identical, clones, mlp, snapshot, train
 from torch import nn
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import EKFAC, Cholesky, Inverse, KFACOptimizer
 
 
 def saved_by(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> dict[str, Any]:
@@ -50,14 +50,15 @@ def test_a_checkpoint_of_sgd_without_momentum_is_one_too() -> None:
     assert optimizer.param_groups[0]["damping"] == 1e-3
 
 
-def test_a_checkpoint_that_sgd_has_read_and_saved_is_read_again() -> None:
-    """It makes all tensors of a parameter floating-point ones, counts of layers as well."""
+@pytest.mark.parametrize("inverse", [Cholesky(), EKFAC()], ids=repr)
+def test_a_checkpoint_that_sgd_has_read_and_saved_is_read_again(inverse: Inverse[Any]) -> None:
+    """It makes all tensors of a parameter floating-point ones, counts and flags of layers as well."""
     model, twin = mlp(), mlp()
-    optimizer = KFACOptimizer(model, momentum=0.9, factor_update_period=1)
+    optimizer = KFACOptimizer(model, momentum=0.9, factor_update_period=1, inverse=inverse)
     train(model, optimizer, 3)
     other = sgd(list(model.parameters()))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    again = KFACOptimizer(twin, momentum=0.9, factor_update_period=1)
+    again = KFACOptimizer(twin, momentum=0.9, factor_update_period=1, inverse=inverse)
     again.load_state_dict(copy.deepcopy(other.state_dict()))
     assert_identical(again.factors(), optimizer.factors())
     damaged = copy.deepcopy(other.state_dict())

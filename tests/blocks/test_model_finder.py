@@ -251,6 +251,25 @@ def test_modules_of_others_are_looked_through_once_where_a_module_is_still_to_be
     assert len(looks) == 1
 
 
+@pytest.mark.parametrize("first", ["functional_call", "compiled"])
+def test_a_model_whose_first_forward_hides_it_is_found(first: str) -> None:
+    """In the place of its parameters stand others; or a function that calls it is compiled."""
+    torch._dynamo.reset()
+    model = mlp()
+    optimizer = KFACOptimizer(model.parameters(), **OPTIONS)
+    if first == "compiled":
+        call = torch.compile(lambda x: model(x), backend="eager")
+    else:
+        call = model
+        torch.func.functional_call(model, {name: value.detach() for name, value in model.named_parameters()}, batch())
+    for i in range(2):
+        optimizer.zero_grad()
+        square_loss(call(batch(i))).backward()
+        optimizer.step()
+    torch._dynamo.reset()
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Conv1d(4, 4, 1)], ids=["linear", "convolution"])
 def test_two_models_may_share_a_weight(make: Net) -> None:
     """The second one's use of it is measured, too."""

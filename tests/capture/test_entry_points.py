@@ -154,6 +154,53 @@ def test_summed_losses_and_stated_terms_need_no_word() -> None:
     optimizer.step()
 
 
+class Halves(nn.Module):
+    """A part that owns a matrix which a function multiplies by, beside a layer; and one with a fused LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Mixed(), nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(x).unsqueeze(1))[0].squeeze(1)
+        return output
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mix = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x).tanh() @ self.mix
+        return output
+
+
+def by_parts(model: Halves, x: Tensor) -> Tensor:
+    output: Tensor = model.second(model.first(x).unsqueeze(1))[0].squeeze(1)
+    return output
+
+
+def test_gradients_that_the_model_forgot_count_nowhere_in_layers_that_others_note() -> None:
+    """In the mode that looks for matrices, and in the layer that runs as several calls."""
+    factors = []
+    for call, dropped in ((by_parts, True), (lambda model, x: model(x), False)):
+        model = Halves()
+        optimizer = KFACOptimizer(model, lr=0.1, **FREQUENT)
+        for i in range(4):
+            if dropped and i > 1:
+                (100 * cost(call(model, batch(9)))).backward()
+                model.zero_grad()
+            cost(call(model, batch(i))).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            optimizer.zero_grad()
+        factors.append(optimizer.factors())
+    assert_same_factors(*factors)
+
+
 class Recurrence(nn.Module):
     """A layer that runs several times, and one that is handed all of its rows at once."""
 

@@ -113,7 +113,7 @@ def other_config(rank: int) -> str:
 
 def test_another_config_is_named(two_ranks: Ranks) -> None:
     for message in two_ranks.run(other_config):
-        assert "overlap of DistributedConfig: True here, False there" in message
+        assert "DistributedConfig.overlap: True here, False there" in message
 
 
 def overflow_on_one(model: nn.Module, optimizer: KFACOptimizer, rank: int) -> None:

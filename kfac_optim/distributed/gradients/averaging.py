@@ -45,9 +45,9 @@ class AveragingCheck:
     def norm(self, params: Sequence[nn.Parameter]) -> float | None:
         """Return the norm of those gradients here; None if there can be none, or they were compared often enough."""
         unseen, chosen = self._unseen(params)
-        if not chosen or self._left[unseen] == 0:
-            return None
         gradients = [grad.double() for param in chosen if (grad := param.grad) is not None]
+        if not chosen or self._left[unseen] == 0 or (not gradients and unseen is _Unseen.OUTSIDE):
+            return None
         self._left[unseen] -= bool(gradients)  # where others have some, this rank is to say that it has none
         return float(nn.utils.get_total_norm(gradients))
 
