@@ -868,7 +868,8 @@ class KFACOptimizer(Optimizer):
         self._warnings.edited_gradients(agreement.edited)
         self._warnings.uneven_terms(agreement.terms)
         self._warnings.unseen_layers([name for name in record.unpreconditioned if name not in suspects])
-        self._warnings.assumed_terms(record.count, self._window.rule)
+        if not self._choices.step_size.directs_all:  # whose damping is relative: their number cancels
+            self._warnings.assumed_terms(record.count, self._window.rule)
         self._warnings.mixed_terms(record.count)
         self._warnings.repeated_terms(record.count)
         self._warnings.missed_terms(record.count)

@@ -155,6 +155,8 @@ class DerivativeUses:
         watch = weakref.ref(self._watch(window, block, rows_of))
         held = self._window, watch, weakref.ref(block)
         notes = _Notes(*held, window.roots.current(), opposed, bias is not None, of_function)
+        if layer_input.dim() < weight.dim():
+            notes = replace(notes, is_single=True)
         output = ForwardUse.of(layer_input, weight, bias, weight_map, notes)
         call = getattr(output.grad_fn, "kfac_call", None)  # None within torch.func
         if call is not None and window.estimate is not None:
@@ -186,6 +188,7 @@ class _Notes:
         of_function: what the adapter wants to know of the call.
         is_derived: whether the uses are those that derivatives of the forward make.
         depth: how many dimensions of `torch.vmap` stand before those of the layer.
+        is_single: whether the layer was handed an example without a batch dimension, as in a `torch.vmap` over them.
     """
 
     window: "weakref.ref[CaptureWindow]"
@@ -197,6 +200,7 @@ class _Notes:
     of_function: tuple[int, ...]
     is_derived: bool = False
     depth: int = 0
+    is_single: bool = False
 
     @property
     def batch_dim(self) -> int:
@@ -215,7 +219,7 @@ class _Notes:
     @property
     def _runs_over_examples(self) -> bool:
         """Return whether the outermost `torch.vmap`, if there is one, runs over the examples."""
-        return self.root is None or self.root.is_mapped
+        return self.is_single or self.root is None or self.root.is_mapped
 
     def for_each_example(self, tensor: Tensor) -> Tensor:
         return mapped(tensor) if self._runs_over_examples else tensor

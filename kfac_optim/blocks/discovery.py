@@ -27,7 +27,7 @@ from kfac_optim.specs import LayerSpec
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 # Modules of torch's own that hold parameters for others to use.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
-_UNLESS_A_FUNCTION = "; a matrix is preconditioned once F.linear, @ or an einsum of two multiplies by it"
+_UNLESS_A_FUNCTION = "; a matrix is preconditioned once F.linear, x @ W or an einsum of two multiplies rows by it"
 
 
 def build_blocks(

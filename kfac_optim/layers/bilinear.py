@@ -45,7 +45,7 @@ class BilinearStatistics(RowStatistics):
     def input_rows_along(self, layer_input: Tensor, directions: Tensor) -> Tensor:
         first, second = self._both(layer_input)
         along = first @ directions.view(self.width, -1)  # [..., in₂ · k]
-        return (along.view(*second.shape, -1) * second.unsqueeze(-1)).sum(-2)
+        return (along.view(*second.shape, directions.shape[1]) * second.unsqueeze(-1)).sum(-2)
 
     def _both(self, layer_input: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of both inputs, `[1, batch, shared, in₁]` and `[1, batch, shared, in₂]`."""

@@ -9,12 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torch.overrides import (  # type: ignore[attr-defined]
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _get_function_stack_at,
-    _len_torch_function_stack,
-)
+from torch.overrides import TorchFunctionMode, _get_function_stack_at, _len_torch_function_stack, _pop_mode, _push_mode  # type: ignore[attr-defined]
 from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.utils.dynamo import call_as_it_is, inline_only
@@ -162,8 +157,16 @@ class ModeStack:
         """Leave all modes entered since `mode`, and it as well; all of them where it is None."""
         while self._modes:
             last = self._modes.pop()
-            # Somebody's own mode may lie above one that was left behind; then it stays, and is asked in vain.
-            if _get_current_function_mode() is last:  # type: ignore[no-untyped-call]
-                last.__exit__(None, None, None)
+            if is_on(last):
+                _take_out(last)
             if last is mode:
                 return
+
+
+def _take_out(mode: TorchFunctionMode) -> None:
+    """Leave a mode that is on; others that lie above it, as another optimizer's or the user's own, stay on."""
+    above: list[TorchFunctionMode] = []
+    while (top := _pop_mode()) is not mode:  # type: ignore[no-untyped-call]
+        above.append(top)
+    for each in reversed(above):
+        _push_mode(each)  # type: ignore[no-untyped-call]

@@ -554,3 +554,33 @@ def test_what_was_found_of_derivatives_is_in_copies_and_checkpoints() -> None:
     expected = train(model, optimizer, range(4, 7))
     assert_same(train(*twin, range(4, 7)), expected, rtol=0)
     assert_same(train(again, resumed, range(4, 7)), expected, rtol=0)
+
+
+class Mapped(nn.Module):
+    """A forward that maps its layer over the examples, which are as many as the layer is wide."""
+
+    def __init__(self, layer: nn.Module, is_mapped: bool) -> None:
+        super().__init__()
+        self.layer, self.is_mapped = layer, is_mapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.vmap(self.layer)(x) if self.is_mapped else self.layer(x)
+        return output
+
+
+@pytest.mark.parametrize("size", [5, 6])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_forward_that_maps_over_its_examples_is_that_of_their_batch(kind: str, size: int) -> None:
+    results = []
+    for is_mapped in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 5) if kind == "linear" else nn.Conv1d(5, 5, 3, padding=1)
+        model, x = Mapped(layer, is_mapped), torch.randn(size, 5, *(() if kind == "linear" else (4,)))
+        optimizer = KFACOptimizer(model, lr=0.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            output = model(x)
+            output.square().mean().backward()
+            optimizer.step()
+        results.append((output, [param.grad for param in model.parameters()], optimizer.factors()))
+    torch.testing.assert_close(results[1], results[0])

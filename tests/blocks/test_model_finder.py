@@ -13,8 +13,10 @@ import torch
 from helpers.plain import assert_identical, batch, clones, mlp, square_loss, train
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.overrides import TorchFunctionMode, _len_torch_function_stack
 
 from kfac_optim import BlockDiagonal, Eigen, KFACOptimizer, LevenbergMarquardt, LossTerms, MonteCarlo, Structure
+from kfac_optim.utils.hooks import is_on
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -249,6 +251,27 @@ def test_modules_of_others_are_looked_through_once_where_a_module_is_still_to_be
     for i in range(3):
         teacher(batch(i))
     assert len(looks) == 1
+
+
+def test_optimizers_of_parts_of_one_model_leave_no_mode_behind() -> None:
+    model = mlp()
+    optimizers = [KFACOptimizer(model[part].parameters(), **OPTIONS) for part in (0, 2)]
+    for i in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        square_loss(model(batch(i))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert _len_torch_function_stack() == 0
+    with ModeOfTheUser() as mode:
+        model(batch())
+        assert is_on(mode)
+    assert _len_torch_function_stack() == 0
+
+
+class ModeOfTheUser(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("first", ["functional_call", "compiled"])

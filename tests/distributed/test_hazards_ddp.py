@@ -728,7 +728,7 @@ def other_limit(rank: int) -> Training:
     [
         (other_model, "layer '0'"),
         (other_damping, "damping of param group 0: 0.1 here, 0.2 there"),
-        (other_skipping, "skip_layers: \\[\\] here, \\['first'\\] there"),
+        (other_skipping, "skip_layers: \\(\\) here, \\('first',\\) there"),
         (other_limit, "nonfinite_limit: 20 here, 21 there"),
     ],
 )

@@ -53,6 +53,16 @@ def test_the_examples_of_its_batch_are_the_terms_of_a_mean(batch: tuple[int, ...
     assert_same(optimizer.factors()[""], expected)
 
 
+def test_a_first_batch_without_examples_is_no_error() -> None:
+    model = nn.Bilinear(3, 2, 4)
+    optimizer = KFACOptimizer(model, lr=0.0, factor_update_period=1)
+    for size in (0, 5):
+        optimizer.zero_grad()
+        model(torch.randn(size, 3), torch.randn(size, 2)).square().sum().backward()
+        optimizer.step()
+    assert optimizer.metrics()["measured_parameters"] == 1.0
+
+
 def test_products_of_narrow_numbers_are_taken_in_the_dtype_of_the_factors() -> None:
     first, second = (300 + torch.randn(4, size).half() for size in (2, 3))
     spec = LayerSpec("layer", ("weight",), 6, 2)
