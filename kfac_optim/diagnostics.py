@@ -248,7 +248,7 @@ def _merged(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
         inner, direction, gradient = (merged.pop(name) for name in _DERIVED)
         norms = math.sqrt(direction * gradient)
         merged |= {
-            **({"cosine": inner / norms} if norms > 0 else {}),
+            "cosine": inner / norms if norms > 0 else math.nan,
             "gradient_norm": math.sqrt(gradient),
             "direction_norm": merged.get("trust_region_scale", 1.0) * math.sqrt(direction),
         }

@@ -23,6 +23,7 @@ _HARDLY_TURNED = 0.95  # cosine
 _LOST = 10.0  # cutoff
 _HALF = 0.5
 _LITTLE = 0.1  # of the first loss
+_GROWN = 10.0  # times a step of the rate
 _STANDS, _HIGHER = 0.9, 1.3  # of the first loss, which is of one batch: between them it has stayed, above it is worse
 _LONG = 100  # steps in which a loss that can fall has fallen
 _PANELS = (
@@ -230,6 +231,11 @@ def _higher_loss(run: _Window) -> str | None:
         return None
     if run.is_bounded:
         remedy = "Lower kl_clip tenfold, or leave step_size at its default"
+    elif (scales := run.of("trust_region_scale")) and median(scales) > _GROWN:
+        remedy = (
+            f"The trust region has grown, and makes steps {median(scales):.0f} times as long as lr does. Pass "
+            "step_size=TrustRegion(), whose region does not grow, as where another network moves the loss"
+        )
     elif "learning_rate" in run.last:  # `QuadraticModel` finds its own
         remedy = "Raise damping tenfold, or take larger batches"
     else:

@@ -314,6 +314,10 @@ CASES: dict[str, tuple[Callable[[], list[Mapping[str, float]]], str]] = {
         lambda: watched(network(), inputs(), lr=3.0, step_size=SelectedUpdates()),
         r"The loss is higher than where it began: \S+ in the median .* \S+ at first\. Divide lr by ten\.$",
     ),
+    "a region that has grown while another network moved the loss": (
+        lambda: [{"loss": loss, "trust_region_scale": 300.0} for loss in (1.0, *[9.0] * 30)],
+        r"The loss is higher .* makes steps 300 times as long as lr does\. Pass step_size=TrustRegion\(\), whose",
+    ),
     "a quadratic model that is not trusted": (
         lambda: [{"loss": loss, "learning_rate": 0.1} for loss in (1.0, *[9.0] * 30)],
         r"The loss is higher than where it began: .* Raise damping tenfold, or take larger batches\.$",

@@ -81,7 +81,7 @@ def set_apart(states: MutableMapping[Any, Any]) -> None:
     in which torch's have no tensors, and the clock of that state would not fit the averages of a later one.
     """
     for number, of_param in states.items():
-        state = of_param.get(KEY, {})
+        state = of_param.get(KEY, {}) if isinstance(of_param, dict) else {}  # users keep notes of their own there
         if "inverse" in state and state["clock"]["folds"] == 0:
             states[number] = {**of_param, KEY: {**state, "inverse": _copied(state["inverse"])}}
 

@@ -44,7 +44,8 @@ class UserWarnings:
             warn(
                 f"kfac_optim: nothing is preconditioned and every parameter takes the plain {self._plain.rest} step: "
                 "no call of a module that holds the parameters was seen since the optimizer was built, as when a "
-                "model has already run under torch.compile. Pass the model: KFACOptimizer(model, ...)."
+                "model has already run under torch.compile. Pass the model: KFACOptimizer(model, ...). What no "
+                "module holds, as what torch.func.stack_module_state returns, is not preconditioned."
             )
         elif binding.does_nothing():
             warn(
