@@ -72,7 +72,7 @@ class Models:
             self._window.outside = weakly(self._meet_part)
 
     def take_on(self, params: Collection[nn.Parameter]) -> bool:
-        """Take other parameters for those of the optimizer; whether a module that holds some is still to be called."""
+        """Take on the optimizer's new parameters, and return whether a module that holds some is still to be called."""
         self._params = params
         if self._finder is None:
             held = self.names()

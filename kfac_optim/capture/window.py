@@ -38,7 +38,7 @@ class CaptureWindow(Ledger):
         roots: the forwards of the model.
         modes: the modes that forwards under way run in.
         capturing: whether graphs are to capture; they are traced once with it and once without.
-        hooked_layers: names the set of layers that have hooks; a graph that was traced with others captures for these.
+        hooked_layers: a text that changes as layers get hooks or lose them: a graph that captures is then traced anew.
         idle: whether a forward of the model is running of which nobody wants to hear anything from its layers.
         scaled: whether a GradScaler was seen to scale the loss, by a number that only the step tells.
         probe: keeps two gradients, to find what they were multiplied by before the step.

@@ -69,7 +69,7 @@ def measure(
         device: where sums are made if no block has a direction.
         joins: joins gradients.
         executor: sums over ranks.
-        step_size: whether it preconditions.
+        step_size: says whether gradients are preconditioned before it is asked.
     """
     covered, apart = directions.covered, executor.gradients.apart
     if not (step_size.preconditions and (covered or apart)):
