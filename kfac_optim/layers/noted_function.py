@@ -96,9 +96,8 @@ class _NotedCalls:
         noted = self._read(*args, **kwargs)
         if window is None or watch is None or noted is None or not is_cast_of(noted.weight, watch.used):
             return output
-        looked_at = (
-            noted.weight is watch.used and is_on(window.listener.mode) and output.requires_grad
-        )  # it knows no casts
+        # The mode knows no casts of a weight.
+        looked_at = noted.weight is watch.used and is_on(window.listener.mode) and output.requires_grad
         if looked_at and window.listener.layer_ran(watch.weight):
             return output
         own_bias = noted.bias is not None and is_cast_of(noted.bias, module._parameters.get("bias"))

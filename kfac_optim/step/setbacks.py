@@ -15,8 +15,7 @@ def check_setbacks(blocks: Sequence[KFACBlock], executor: Executor, limit: int) 
                 f"kfac_optim: the statistics of layer {block.name!r} were not finite {refused} times in a row "
                 f"(nonfinite_limit={limit}). Look for inputs or output gradients that overflow {block.dtype} when they "
                 f"are squared: lower the loss scale or normalise the input, pass factor_dtype=torch.float64, or pass "
-                f"skip_layers={holders(block.param_names)}. Where you call set_loss_terms(n), see "
-                "that n is above 0."
+                f"skip_layers={holders(block.param_names)}. Where you call set_loss_terms(n), see that n is above 0."
             )
         if failed >= limit:
             raise RuntimeError(
