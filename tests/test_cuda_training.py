@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import waits
 from torch import Tensor, nn
 
@@ -113,6 +112,34 @@ def test_training_goes_where_it_goes_on_the_cpu(name: str) -> None:
     assert_same(there, model, 1e-7)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["convolutions", "selected", "exact", "damping that adapts", "background", "averages"])
+def test_the_default_device_changes_nothing(name: str, device: str) -> None:
+    model, batch, targets = problem(CASES[name])
+    model, batch, targets = model.to(device), batch.to(device), targets.to(device)
+    beside = copy.deepcopy(model)
+    options = OPTIONS | dict(CASES[name].options)
+    train(beside, KFACOptimizer(beside, **options), batch, targets)
+    with torch.device("cuda"):
+        train(model, KFACOptimizer(model, **options), batch, targets)
+    assert_same(model, beside, 1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"step_size": SelectedUpdates(), "inverse": None}])
+def test_a_model_may_leave_the_device_while_a_refresh_is_under_way(options: dict[str, Any]) -> None:
+    model, batch, targets = problem(waits.CASES["convolutions"])
+    model, batch, targets = model.cuda(), batch.cuda(), targets.cuda()
+    optimizer = KFACOptimizer(model, **OPTIONS, refresh=Background(), average=IterateAverage(), **options)
+    first = CRITERION(model(batch), targets).item()
+    train(model, optimizer, batch, targets, 5)  # the last step begins a refresh
+    train(model.cpu(), optimizer, batch.cpu(), targets.cpu(), 10)
+    train(model.cuda(), optimizer, batch, targets, 5)
+    assert CRITERION(model(batch), targets).item() < first
+    optimizer.eval()
+    assert CRITERION(model(batch), targets).item() < first
+    assert all(param.is_cuda for param in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["convolutions", "selected", "Eigen", "EKFAC"])
 def test_a_run_that_moves_to_the_other_device_by_its_checkpoint_goes_on_as_it_would(name: str) -> None:
     model, batch, targets = problem(CASES[name])
@@ -149,6 +176,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, Mapping[str, Any]]] = {
     "bfloat16": (torch.bfloat16, {}),
     "float16, scaled": (torch.float16, {}),
     "bfloat16, selected": (torch.bfloat16, {"step_size": SelectedUpdates(), "inverse": None}),
+    "float16, exact": (torch.float16, {"estimate": ExactGGN(CRITERION)}),
     "bfloat16, inverses in bfloat16": (torch.bfloat16, {"inverse": NewtonSchulz(dtype=torch.bfloat16)}),
 }
 
@@ -170,7 +198,7 @@ def test_autocast_trains_channels_last(name: str) -> None:
     for _ in range(30):
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype):
-            loss = F.cross_entropy(model(images), targets)
+            loss = CRITERION(model(images), targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -7,7 +7,7 @@ from helpers.ranks import Ranks
 from helpers.training import EMPTY, UNEVEN, Case, check, on_rank
 
 from kfac_optim import EKFAC, Background, Eigen, SelectedUpdates
-from kfac_optim.distributed import Exchange, Placement, Replicated, Sharded
+from kfac_optim.distributed import Exchange, Placement, Replicated, Sharded, measure_costs
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -44,3 +44,14 @@ def test_two_ranks_end_where_one_process_does(two_cuda_ranks: Ranks, name: str) 
 def test_two_ranks_under_fsdp2_end_where_one_process_does(two_cuda_ranks: Ranks, inverse: str, shard: str) -> None:
     case = fsdp.Case(fsdp.INVERSES[inverse], shard=fsdp.SHARDS[shard], sizes=(3, 5))
     fsdp.check(two_cuda_ranks, case, 1e-9)
+
+
+def costs_here(_: int) -> tuple[float, ...]:
+    costs = measure_costs()
+    return costs.flop_rate, costs.bandwidth, costs.latency
+
+
+def test_costs_are_measured_on_the_device(two_cuda_ranks: Ranks) -> None:
+    first, second = two_cuda_ranks.run(costs_here)
+    assert first == second
+    assert all(number > 0 for number in first)
