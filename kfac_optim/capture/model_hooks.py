@@ -18,7 +18,7 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.factors.layer_call import adds_bias_to_first
 from kfac_optim.taylor.carried import Carried, StackedProduct
 from kfac_optim.utils.autograd import in_function_transform, is_mapped
-from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on
+from kfac_optim.utils.hooks import Handle, Handles, PicklableHook, is_on, outside
 
 _NO_MODE = BaseTorchFunctionMode()
 
@@ -123,13 +123,26 @@ class _LayerHook:
             if self._is_product and output.product is not None:
                 _note_stacked(window, watch, output.product, module.training)
             return None  # what else has derivatives with it is not measured, which the gradient check finds
+        if in_mode and not torch.compiler.is_compiling():
+            return outside(window.listener.mode, self._note, window, watch, module.training, args, kwargs, output)
+        return self._note(window, watch, module.training, args, kwargs, output)
+
+    def _note(
+        self,
+        window: CaptureWindow,
+        watch: LayerWatch,
+        training: bool,
+        args: Any,
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> Tensor | None:
         layer_input = first_tensor(args, kwargs, least_ndim=0 if self._unbatched_ndim == 0 else 1)
         if layer_input is None:
             return None
         if self._unbatched_ndim == 0 and not torch.compiler.is_compiling() and in_function_transform():
-            return note_lookup(window, watch, layer_input, output, training=module.training)
+            return note_lookup(window, watch, layer_input, output, training=training)
         examples = examples_of(layer_input, self._unbatched_ndim)
-        return window.note_output(watch, layer_input, output, examples=examples, training=module.training)
+        return window.note_output(watch, layer_input, output, examples=examples, training=training)
 
 
 def _is_differentiated(inputs: Any) -> bool:

@@ -1,12 +1,10 @@
 """Small factors are folded in batches, as the fold of one takes longer to launch than to compute.
 
-It is `FactorPair.fold` of each, bit for bit: `Factor.take` itself does the arithmetic, on factors of equal shapes that
-are stacked; and what there is one number of for each factor is computed for all shapes at once.
+It is `FactorPair.fold` of each, bit for bit. The averages of all factors lie one behind the other in one tensor for
+that, and so do the sums, so that few calls serve all shapes.
 """
 
-import copy
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,17 +13,18 @@ from torch import Tensor
 from kfac_optim.factors.factor import Factor, gain_of
 from kfac_optim.factors.kronecker_factors import FactorPair
 from kfac_optim.factors.small_calls import SMALL
-from kfac_optim.specs import Sketched
+from kfac_optim.linalg.triangles import pack_triangle
+from kfac_optim.specs import Sketched, Structure
 
 # On accelerators launches take longer than the work on larger factors: 4 MiB of float32.
 _SMALL_THERE = 2**20
 
-# Elements of the factors that are folded together at most: 256 MiB of float32.
-_TOGETHER = 2**26
+# Elements of the factors that are folded together at most: 64 MiB of float32, of which five are made.
+_TOGETHER = 2**24
 
 
 class Alike(NamedTuple):
-    """Says which pairs of factors are folded together: those of one family, of which those of one shape are stacked."""
+    """Says which pairs of factors are folded together: those of one family, those of one shape side by side."""
 
     family: Hashable
     shape: Hashable
@@ -45,9 +44,9 @@ def alike_of(pair: FactorPair) -> Alike | None:
     sides = pair.a, pair.g
     if not all(side is None or _is_small(side) for side in sides):
         return None
-    masses = [side and side.mass.dtype for side in sides]
-    shapes = [side and (side.structure, side.dim, side.groups, side.dtype) for side in sides]
-    return Alike((rows, pair.refused.device, *masses), tuple(shapes))
+    dtypes = [side and (side.dtype, side.pending is not None and side.pending.dtype) for side in sides]
+    shapes = [side and (side.structure, side.dim, side.groups) for side in sides]
+    return Alike((rows, pair.refused.device, *dtypes), tuple(shapes))
 
 
 def _is_small(factor: Factor) -> bool:
@@ -93,21 +92,22 @@ def _portions(shapes: Sequence[Sequence[FactorPair]]) -> Iterator[list[Sequence[
 
 def _fold_portion(shapes: Sequence[Sequence[FactorPair]], loss_terms: float, decay: float, loss_scale: float) -> None:
     pairs = [pair for of_shape in shapes for pair in of_shape]
-    places = list(pairwise(accumulate((len(of_shape) for of_shape in shapes), initial=0)))
     a = _Side([[pair.a for pair in of_shape] for of_shape in shapes])
     g = _Side([[pair.g for pair in of_shape] for of_shape in shapes])
     rows = _rows(pairs)
     samples = []
-    if a.stacks:
+    if a.factors:
         mean = 1 / rows.clamp(min=1).to(a.mass.dtype) if isinstance(rows, Tensor) else 1 / rows
         samples.append((a, mean, rows))
-    if g.stacks:
+    if g.factors:
         used = (rows > 0).to(g.mass.dtype) if isinstance(rows, Tensor) else 1
         samples.append((g, loss_terms / loss_scale**2, loss_terms * used))
-    finite = [side.is_finite(scale, places) for side, scale, _ in samples]  # [n] each
+    for side, scale, _ in samples:
+        side.scale(scale)
+    finite = [side.is_finite() for side, _, _ in samples]  # [n] each
     accept = finite[0] if len(finite) == 1 else finite[0] & finite[1]
-    for side, scale, mass in samples:
-        side.fold(scale, mass, decay, accept, places)
+    for side, _, mass in samples:
+        side.fold(mass, decay, accept)
     in_a_row = torch.stack([pair.refused_in_a_row for pair in pairs])
     in_a_row = torch.where(accept, 0, in_a_row + 1)
     torch._foreach_add_([pair.refused for pair in pairs], list((~accept).to(in_a_row.dtype).unbind()))
@@ -124,72 +124,59 @@ def _rows(pairs: Sequence[FactorPair]) -> float | Tensor:
 
 
 class _Side:
-    """Holds one factor of each of n pairs, those of one shape in a stack; nothing where that is the identity.
+    """Holds one factor of each of n pairs, and the sums of this step in a row; nothing where that is the identity.
 
     Attributes:
-        stacks: one factor for each shape, with the groups of all factors of that shape; their masses stay where they
-            are.
-        mass: of all factors, `[n]`.
+        factors: those of one shape behind one another.
+        mass: of all factors, `[n]`; their own stay as they are until `fold`.
     """
 
     def __init__(self, shapes: Sequence[Sequence[Factor | None]]) -> None:
-        self._factors = [[factor for factor in of_shape if factor is not None] for of_shape in shapes]
-        self._factors = [factors for factors in self._factors if factors]
-        self.stacks = [_stacked(factors) for factors in self._factors]
-        if self.stacks:
-            self.mass = torch.stack([factor.mass for factors in self._factors for factor in factors])
+        alike = [[factor for factor in of_shape if factor is not None] for of_shape in shapes]
+        self._alike = [factors for factors in alike if factors]
+        self.factors = [factor for factors in self._alike for factor in factors]
+        if self.factors:
+            self.mass = torch.stack([factor.mass for factor in self.factors])
+            self._sample = torch.cat([_sums(factors) for factors in self._alike])
 
-    def is_finite(self, scale: float | Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
-        """Return `Factor.pending_is_finite` of each factor, `[n]`; the arguments are as of `fold`."""
-        finite = []
-        for stack, factors, (start, stop) in zip(self.stacks, self._factors, places, strict=True):
-            of_groups = _of_groups(scale[start:stop], stack) if isinstance(scale, Tensor) else scale
-            finite.append(stack.pending_is_finite(of_groups).view(len(factors), -1).all(-1))
-        return torch.cat(finite)
+    def scale(self, scale: float | Tensor) -> None:
+        """Multiply the sums by what `Factor.fold` takes, one number for all or `[n]`."""
+        self._sample.mul_(self._of_elements(scale) if isinstance(scale, Tensor) else scale)
 
-    def fold(
-        self,
-        scale: float | Tensor,
-        mass: float | Tensor,
-        decay: float,
-        accept: Tensor,
-        places: Sequence[tuple[int, int]],
-    ) -> None:
-        """Do as `Factor.fold` does to each factor; all but `decay` and `places` is one number for all, or `[n]`.
+    def is_finite(self) -> Tensor:
+        """Return whether the sum of each factor is finite, `[n]`."""
+        largest = [torch.linalg.vector_norm(sums, torch.inf, 1) for sums in self._by_shape(self._sample)]
+        return torch.cat(largest).isfinite()
 
-        Args:
-            scale: as there.
-            mass: as there.
-            decay: as there.
-            accept: as there, `[n]`.
-            places: where the factors of each shape lie among the n.
-        """
-        gain = gain_of(self.mass, mass, decay, accept)
-        for stack, factors, (start, stop) in zip(self.stacks, self._factors, places, strict=True):
-            of_shape = scale[start:stop] if isinstance(scale, Tensor) else scale
-            stack.take(
-                _of_groups(of_shape, stack) if isinstance(of_shape, Tensor) else of_shape,
-                _of_groups(accept[start:stop], stack),
-                _of_groups(gain[start:stop], stack),
-            )
-            if len(factors) > 1:
-                parts = torch.split(stack.packed, stack.groups // len(factors))
-                torch._foreach_copy_([factor.packed for factor in factors], list(parts))
-        each = [factor for factors in self._factors for factor in factors]
-        torch._foreach_copy_([factor.mass for factor in each], list(self.mass.unbind()))
-        for factor in each:
+    def fold(self, mass: float | Tensor, decay: float, accept: Tensor) -> None:
+        """Take the sums into the averages, as `Factor.fold` does; `mass` is one number, or `[n]` as `accept`."""
+        gain = self._of_elements(gain_of(self.mass, mass, decay, accept).to(self._sample.dtype))
+        before = torch.cat([factor.packed.flatten() for factor in self.factors])
+        # A sample that is refused has no gain, and is perhaps not finite.
+        after = torch.where(gain > 0, torch.lerp(before, self._sample, gain), before)
+        parts = [part for of_shape in self._by_shape(after) for part in of_shape.unbind()]
+        torch._foreach_copy_(
+            [factor.packed for factor in self.factors],
+            [part.view_as(factor.packed) for part, factor in zip(parts, self.factors, strict=True)],
+        )
+        torch._foreach_copy_([factor.mass for factor in self.factors], list(self.mass.unbind()))
+        for factor in self.factors:
             factor.pending = None
 
+    def _of_elements(self, numbers: Tensor) -> Tensor:
+        """Return what each factor has, `[n]`, for each of its elements."""
+        each = torch.split(numbers, [len(factors) for factors in self._alike])
+        sizes = (factors[0].packed.numel() for factors in self._alike)
+        return torch.cat([some.repeat_interleave(size) for some, size in zip(each, sizes, strict=True)])
 
-def _stacked(factors: Sequence[Factor]) -> Factor:
-    """Return one factor with the averages and sums of all factors; of a single one those are its own."""
-    whole = copy.copy(factors[0])
-    if len(factors) > 1:
-        whole.packed = torch.cat([factor.packed for factor in factors])
-        whole.pending = torch.cat([factor.pending for factor in factors if factor.pending is not None])
-    return whole
+    def _by_shape(self, elements: Tensor) -> list[Tensor]:
+        """Return the elements of the factors of each shape, `[factors, elements of one]`, as views."""
+        numbers = [sum(factor.packed.numel() for factor in factors) for factors in self._alike]
+        each = zip(torch.split(elements, numbers), self._alike, strict=True)
+        return [part.view(len(factors), -1) for part, factors in each]
 
 
-def _of_groups(numbers: Tensor, stack: Factor) -> Tensor:
-    """Return what each factor of a stack has, `[n]`, for each of its groups, `[n · groups, 1]`."""
-    return numbers.unsqueeze(1).expand(-1, stack.groups // len(numbers)).reshape(-1, 1)
+def _sums(factors: Sequence[Factor]) -> Tensor:
+    """Return the sums of this step of factors of one shape in a row, as their averages are packed."""
+    sums = torch.cat([factor.pending for factor in factors if factor.pending is not None])
+    return (pack_triangle(sums) if factors[0].structure is Structure.DENSE else sums).flatten()

@@ -114,9 +114,14 @@ class RowSample:
 
     def _of_examples(self, tensor: Tensor, axis: int) -> Tensor:
         # In the order of the memory: of anything else torch first makes a copy, of all examples.
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        taken = tensor.permute(order).index_select(order.index(axis), self.examples)
-        return taken.permute([order.index(each) for each in range(tensor.dim())])
+        axes = range(tensor.dim())
+        order = sorted(axes, key=lambda each: (tensor.shape[each] > 1, tensor.stride(each)), reverse=True)
+        ordered, place = tensor.permute(order), order.index(axis)
+        if place == 0 and not tensor.is_cpu:  # of a few large examples `index_select` takes ten times as long (an H200)
+            taken = ordered[self.examples]
+        else:
+            taken = ordered.index_select(place, self.examples)
+        return taken.permute([order.index(each) for each in axes])
 
 
 @lru_cache(maxsize=8)

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_optim.linalg.products import WHOLE, symmetric_product
+from kfac_optim.linalg.products import WHOLE, frobenius_norm, symmetric_product
 
 # Of the polynomial a·x + b·x³ + c·x⁵ that singular values go through at each step. The slope at 0 is what lifts small
 # ones; the price is that none comes to rest at 1 (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 
-# Elements of a matrix from which on a launch takes no longer than its products.
+# Elements of a matrix from which on a launch takes no longer than its products, on a CPU.
 _SMALL = 2**18
 
 # Products of at most so many multiplications take longer in bfloat16 than in float32, because each call costs more, and
@@ -39,11 +39,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     """
     turned = matrix.shape[-2] > matrix.shape[-1]
     found = matrix.mT if turned else matrix
-    # Numbers whose squares vanish, or overflow, in float32 are brought near 1 before they are squared.
-    largest = found.abs().amax((-2, -1), keepdim=True)
-    found = found / torch.where(largest > 0, largest, 1)
-    norm = torch.linalg.matrix_norm(found, keepdim=True)
-    found = found / torch.where(norm > 0, norm, 1)
+    found = found / frobenius_norm(found)
     width = found.shape[-2]
     if matrix.dtype is torch.float32 and width > _NARROW and found.numel() * width > _FEW:
         found = found.bfloat16()
@@ -88,15 +84,19 @@ def _has_amx() -> bool:
 
 
 def orthogonal_factors(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return `orthogonalised` of each of several `[groups, rows, columns]`; small ones of one shape in one batch."""
+    """Return `orthogonalised` of each of several `[groups, rows, columns]`.
+
+    Those of one shape go in one batch, whichever side is the longer one: on a CPU the small ones, elsewhere all.
+    """
     found = list(matrices)
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    for number, matrix in enumerate(matrices):
-        alone = number if matrix.numel() > _SMALL else None
+    lying = [matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix for matrix in matrices]
+    for number, matrix in enumerate(lying):
+        alone = number if matrix.is_cpu and matrix.numel() > _SMALL else None
         alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(number)
     for numbers in alike.values():
-        together = orthogonalised(torch.cat([matrices[number] for number in numbers]))
+        together = orthogonalised(torch.cat([lying[number] for number in numbers]))
         parts = torch.split(together, [len(matrices[number]) for number in numbers])
         for number, part in zip(numbers, parts, strict=True):
-            found[number] = part
+            found[number] = part if lying[number] is matrices[number] else part.mT
     return found

@@ -55,6 +55,16 @@ def _fill_symmetric(rows: Tensor, out: Tensor) -> None:
     out[:half, half:] = out[half:, :half].mT
 
 
+def frobenius_norm(matrix: Tensor) -> Tensor:
+    """Return the norms of `[n, rows, columns]`, `[n, 1, 1]`, to divide by: zeros stay zeros.
+
+    The squares are summed in float64, as in float32 they may vanish or overflow. A norm beyond the range of the dtype
+    is infinite, so that nothing is left of the matrix.
+    """
+    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    return norm.clamp(min=torch.finfo(matrix.dtype).tiny).to(matrix.dtype)
+
+
 def norm1(matrix: Tensor) -> Tensor:
     """Return largest column sum of magnitudes of `[..., d, d]`, `[...]`."""
     return matrix.abs().sum(-2).amax(-1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.blocks.state_keys import ADAM_STEPS, MOMENTUM, SECOND_MOMENT
 from kfac_optim.factors.second_moments import on_host
+from kfac_optim.factors.small_calls import SMALL
 from kfac_optim.step.step_size import Group, Proposal
 from kfac_optim.utils.streams import brought
 
@@ -49,9 +50,10 @@ def _updates(
     # Of a checkpoint they may have come from another device.
     taken = [brought(held[ADAM_STEPS], params[0].device) for held in states]
     steps = torch._foreach_add(taken, 1)
-    for held, *new in zip(states, means, squares, steps, strict=True):
-        for key, tensor in zip((MOMENTUM, SECOND_MOMENT, ADAM_STEPS), new, strict=True):
-            held[key] = if_taken(proposal, tensor, held[key])
+    for key, new in ((MOMENTUM, means), (SECOND_MOMENT, squares), (ADAM_STEPS, steps)):
+        kept = all_if_taken(proposal, new, [held[key] for held in states])
+        for held, tensor in zip(states, kept, strict=True):
+            held[key] = tensor
     # In float64, as 1 - β₂ᵗ is a small difference at first, and at least in float32, where eps is not zero.
     wide = torch.promote_types(dtype, torch.float32)
     counts = torch.stack([*steps])
@@ -109,8 +111,8 @@ def take_into_means(
         gradients = [regularised(param, group).to(param.dtype) for param in params]
         after = torch._foreach_lerp(before, gradients, 1 - group["momentum"])
         used = torch._foreach_lerp(after, gradients, 1 - group["momentum"]) if group["nesterov"] else after
-        for param, old, new, each in zip(params, before, after, used, strict=True):
-            proposal.state[param][MOMENTUM] = if_taken(proposal, new, old)
+        for param, kept, each in zip(params, all_if_taken(proposal, after, before), used, strict=True):
+            proposal.state[param][MOMENTUM] = kept
             found[param] = each
     return found
 
@@ -118,6 +120,23 @@ def take_into_means(
 def if_taken(proposal: Proposal, new: Tensor, before: Tensor) -> Tensor:
     """Return what is to be kept of a step that is perhaps not taken."""
     return new if proposal.finite is None else torch.where(proposal.finite, new, before.to(new.dtype))
+
+
+def all_if_taken(proposal: Proposal, new: Sequence[Tensor], before: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return `if_taken` of tensors of one dtype; `new` may be overwritten.
+
+    Small ones go together: for one alone the launch takes longer than the work.
+    """
+    if proposal.finite is None:
+        return new
+    small = [pair for pair in zip(new, before, strict=True) if pair[0].numel() <= SMALL]
+    if small:
+        sides = (torch.cat([tensor.flatten() for tensor in side]) for side in zip(*small, strict=True))
+        parts = torch.split(if_taken(proposal, *sides), [tensor.numel() for tensor, _ in small])
+        kept = [part.view_as(tensor) for part, (tensor, _) in zip(parts, small, strict=True)]
+        torch._foreach_copy_([tensor for tensor, _ in small], kept)
+    pairs = zip(new, before, strict=True)
+    return [each if each.numel() <= SMALL else if_taken(proposal, each, old) for each, old in pairs]
 
 
 def _no_steps(param: nn.Parameter) -> Tensor:

@@ -16,6 +16,7 @@ from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.deflation import DeflatedState
 from kfac_optim.inverses.damped.powers import InverseAndRoot
 from kfac_optim.linalg.orthogonal import orthogonal_factors
+from kfac_optim.linalg.products import frobenius_norm
 from kfac_optim.specs import BlockDiagonal
 from kfac_optim.step.adamw import adamw_updates, if_taken, mean_before, take_into_means
 from kfac_optim.step.scalars import Scalar
@@ -253,11 +254,8 @@ class SelectedUpdates(StepSize):
     def _sized(self, matrix: Tensor) -> Tensor:
         """Scale matrices `[n, out, in]` to the root mean square of all updates; zeros stay zeros."""
         matrix = matrix.nan_to_num()  # where both factors are nearly zero, their inverses may overflow together
-        # Numbers whose squares vanish, or overflow, in float32 are brought near 1 before they are squared.
-        largest = matrix.abs().amax((-2, -1), keepdim=True)
-        matrix = matrix / torch.where(largest > 0, largest, 1)
-        size = matrix.square().mean((-2, -1), keepdim=True).sqrt()
-        return matrix * (self.rms / torch.where(size > 0, size, 1))
+        sized: Tensor = matrix / frobenius_norm(matrix) * (self.rms * matrix[0].numel() ** 0.5)
+        return sized
 
 
 class _Bundle(NamedTuple):

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode, _get_function_stack_at, _len_torc
 from torch.utils.hooks import RemovableHandle
 
 from kfac_optim.utils.dynamo import call_as_it_is, inline_only
+
+T = TypeVar("T")
 
 
 class Handle(Protocol):
@@ -134,6 +136,18 @@ def is_on(mode: TorchFunctionMode | None) -> bool:
 def is_any_on(kind: type[TorchFunctionMode]) -> bool:
     """Return whether torch functions are now called in a mode of this kind; traced by `torch.compile` too."""
     return any(isinstance(_get_function_stack_at(i), kind) for i in range(_len_torch_function_stack()))
+
+
+def outside(mode: TorchFunctionMode | None, function: Callable[..., T], *args: Any) -> T:
+    """Call `function` outside of a mode, where that is the innermost one, to which every torch function would go."""
+    depth = _len_torch_function_stack()
+    if depth == 0 or _get_function_stack_at(depth - 1) is not mode:
+        return function(*args)
+    _pop_mode()  # type: ignore[no-untyped-call]
+    try:
+        return function(*args)
+    finally:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 class ModeStack:
