@@ -86,7 +86,9 @@ class AdaptiveTrustRegion(StepSize):
         own = [*lengths(proposal.products), _added(proposal.products)]
         decrease, quadratic, added, slope, promised, decayed = proposal.executor.stages.sums(own, promises)
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
-        multiplier = follow(multiplier, slope_ratio(slope, slope_before), held > 0)
+        # A schedule changes the rates between the steps that are compared, and what is remembered is free of them.
+        rate = _mean_rate(proposal.groups, decrease)
+        multiplier = follow(multiplier, slope_ratio(quotient(slope, rate), slope_before), held > 0)
         size = exponential(multiplier)
         kl_clip, longest = proposal.kl_clip * size * size, bounded(size, least=1.0)
         scale = trust_region_scale(quadratic, decrease, summed_terms(proposal), kl_clip, longest)
@@ -98,12 +100,17 @@ class AdaptiveTrustRegion(StepSize):
         _keep_directions(proposal, direction)
         holds = scale < longest
         slope_after = kept * promised + scale * added + decayed
-        after = [multiplier, slope_after, holds, shortened(share, scale < _IDLE * bounded(size, most=1.0))]
+        short = shortened(share, scale < _IDLE * bounded(size, most=1.0))
+        after = [multiplier, quotient(slope_after, rate), holds, short]
         return Sized(
             direction,
             {"trust_region_scale": scale, "momentum_scale": kept, "kl_clip": kl_clip},
             vector(after, proposal.memory),
         )
+
+
+def _mean_rate(groups: Sequence[Group], like: Scalar) -> Scalar:
+    return total([scalar_beside(group["lr"], like) for group in groups]) / len(groups)
 
 
 def _added(products: Sequence[tuple[Group, Scalar]]) -> Scalar:

@@ -112,6 +112,24 @@ def test_each_step_has_the_size_that_the_slopes_of_the_one_before_give_it(
     assert len(sizes) > 6 or (decay and maximize)  # where decay pulls back, no slope is positive at the start
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_region_that_holds_every_step_does_not_look_at_rates_that_jump(as_tensor: bool) -> None:
+    def trained(*rates: float) -> list[Tensor]:
+        model = mlp()
+        optimizer = KFACOptimizer(model, lr=torch.tensor(1.0) if as_tensor else 1.0, kl_clip=1e-6, **FREQUENT)
+        for i in range(20):
+            for group in optimizer.param_groups:
+                rate = rates[i % len(rates)]
+                group["lr"] = torch.tensor(rate, dtype=torch.float64) if as_tensor else rate
+            optimizer.zero_grad()
+            square_loss(model(batch(i))).backward()
+            optimizer.step()
+        assert optimizer.metrics()["kl_clip"] != 1e-6
+        return clones(model.parameters())
+
+    torch.testing.assert_close(trained(10.0, 1000.0, 30.0), trained(100.0), rtol=1e-8, atol=1e-12)
+
+
 def test_strong_weight_decay_does_not_shrink_the_region() -> None:
     """It makes momentum go uphill step by step, as its slope was at the start: no step went too far."""
     torch.manual_seed(0)
