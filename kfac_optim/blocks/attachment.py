@@ -55,7 +55,8 @@ class Sink:
         stats.opposed = use.opposed
         block.accumulate(stats)
         self.emitted(block)
-        return stats.keeps_input
+        # A derivative that comes after this backward may have the rows of all uses joined, which need the input.
+        return stats.keeps_input or block.follows_uses
 
     def awaits_gradient(self, index: int, shards: Shards) -> bool:
         block, _ = self.attachments[index]

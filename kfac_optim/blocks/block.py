@@ -133,6 +133,8 @@ class KFACBlock:
     waits_for_period: bool = False
     follows_uses: bool = False
     joint: RowsByTerm | None = None
+    _without: int | None = field(init=False, default=None)
+    """The step in which the uses were joined too late for its statistics to be whole."""
     _layers_seen: tuple[Any, ...] = field(init=False, default=())
     """What the check has seen of the modules."""
     home: tuple[torch.dtype, torch.device] = field(init=False)
@@ -227,11 +229,20 @@ class KFACBlock:
         return self.state.counts(*self._of_loss(count, gradient_scale))
 
     def join_uses(self) -> None:
-        """Make statistics of all uses of the matrix together from now on; those of this step begin again."""
+        """Make statistics of all uses of the matrix together from now on.
+
+        Where this step has given some already, as an earlier backward does, all of the step are left out.
+        """
         if not self.joins_uses:
+            if self.has_pending():
+                self._without = self.clock.step
             self.discard()
             self.revise(replace(self.spec, opposed=False))  # rows of the transpose are turned to those of the matrix
             self.joint = RowsByTerm(self.name)
+
+    def left_out(self) -> bool:
+        """Return whether statistics of the last step were left out, as only a part of them came by uses."""
+        return self._without == self.clock.step - 1
 
     def counted_elsewhere(self, echoes: bool) -> None:
         """Take no statistics from now on if an earlier rank takes them, and drop those of this step."""
@@ -244,7 +255,8 @@ class KFACBlock:
         if self.echoes:
             return
         if self.joint is not None:
-            self.joint.add(stats)
+            if self._without != self.clock.step:
+                self.joint.add(stats)
             return
         if self.inverse.takes_rows:
             self.state.accumulate(stats)

@@ -263,7 +263,7 @@ class ForwardCall:
         # A graph uses the memory of what it has handed over for something else.
         self._gradient = None if not kept else gradient.clone() if traced else gradient
         counted = self._examples, gradient.shape, running_backward(), self._made_in
-        self._root = ledger.tally.count_layer(self._root, *counted)
+        self._root = ledger.tally.count_layer(id(watch.weight), self._root, *counted)
         with without_autocast((gradient.device.type,)), profiled("kfac.statistics"):
             shown = None if self._is_for_check else layer_input
             call = LayerCall(shown, gradient, earlier, self._training, self.context, term=self.term, is_last=not kept)

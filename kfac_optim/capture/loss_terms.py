@@ -43,6 +43,7 @@ class RootCall:
         model: identity of the model; `_OUTSIDE` where there is none.
         terms: what the window's rule reads off the call; None where it finds nothing to read.
         of_layers: what the rule reads off the layers in the call, if it finds no `terms`.
+        layers: identities of the layers that took part, where it stands for no forward of a model.
         counted_in: number of the window that counted it last.
         batched: whether any layer was handed a batch; `unbatched`: whether any was handed a single example.
         recomputes: whether layers ran without gradients inside; see [Note: recomputed layers].
@@ -56,6 +57,7 @@ class RootCall:
         "by_criterion",
         "counted_in",
         "is_mapped",
+        "layers",
         "model",
         "number",
         "of_layers",
@@ -70,6 +72,7 @@ class RootCall:
         self.by_criterion = False
         self.terms: int | None = None
         self.of_layers = 0
+        self.layers: set[int] = set()
         self.counted_in = -1
         self.batched = False
         self.unbatched = False
@@ -197,7 +200,7 @@ class LossTally:
         self.by_output |= not self.has_counted(root)
 
     def count_layer(
-        self, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int, made_in: int
+        self, layer: int, root: RootCall | None, examples: int | None, shape: Sequence[int], backward: int, made_in: int
     ) -> RootCall:
         """Count by a layer whose output a backward came to.
 
@@ -206,6 +209,7 @@ class LossTally:
         is that of the last layer that ran, to which the backward comes first.
 
         Args:
+            layer: identity of the layer.
             root: the call of the model that the layer was part of, or what an earlier backward through the layer's call
                 returned; None outside of any.
             examples: that the layer was handed; None for a single one without a batch dimension.
@@ -219,6 +223,7 @@ class LossTally:
         """
         if root is None or root.model == _OUTSIDE:
             root = self._outside_of_models(root, self._outermost(backward, made_in))
+            root.layers.add(layer)
         if root.terms is None:
             if self._rule in _BY_INPUT:
                 root.of_layers = max(root.of_layers, 1 if examples is None else examples)
@@ -305,11 +310,18 @@ class LossTally:
     def _most(self) -> tuple[int, bool]:
         """Return the terms of the model that has most of them, and whether layers had to tell some of these.
 
-        Models that are called one after the other (an encoder, a decoder) see the terms of one loss.
+        Models that are called one after the other (an encoder, a decoder) see the terms of one loss. So do layers
+        outside of any model to which backwards of their own come (an actor, a critic): terms add up where several
+        come to one layer.
         """
         of_layers: Counter[int] = Counter()
+        of_layer: Counter[int] = Counter()
         for root in self._unread:
-            of_layers[root.model] += root.of_layers
+            if root.layers:
+                of_layer.update(dict.fromkeys(root.layers, root.of_layers))
+            else:
+                of_layers[root.model] += root.of_layers
+        of_layers[_OUTSIDE] += max(of_layer.values(), default=0)
         models = {*self._counted, *of_layers}
         totals = ((self._counted[model] + of_layers[model], of_layers[model] > 0) for model in models)
         # Of two models with as many terms, the one that was seen to have them.

@@ -109,26 +109,28 @@ class UserWarnings:
         if names and self._is_first("unseen"):
             warn(
                 f"kfac_optim: {_take(names, 'gradients but no statistics', self._plain.layer)}. Either no finite "
-                "statistics came yet, or a layer was parametrized or pruned since, or its forward or backward is out "
-                "of sight: torch.func, gradients from autograd.grad, a forward of its own that multiplies by something "
-                "else than its weight; a graph that torch.compile made of a model without these hooks, and takes for "
-                "this one (call torch._dynamo.reset() before the optimizer is built); or, with an estimate that names "
-                "the loss, an output that is not found (under torch.compile call the criterion that the estimate "
-                "names, outside of what is compiled). "
+                "statistics came yet, or zero_grad() came between their backward and the step, or a layer was "
+                "parametrized or pruned since, or its forward or backward is out of sight: torch.func, gradients from "
+                "autograd.grad, a forward of its own that multiplies by something else than its weight; a graph that "
+                "torch.compile made of a model without these hooks, and takes for this one (call "
+                "torch._dynamo.reset() before the optimizer is built); or, with an estimate that names the loss, an "
+                "output that is not found (under torch.compile call the criterion that the estimate names, outside of "
+                "what is compiled). "
                 "optimizer.summary() tells what is measured; later such steps are counted in "
                 f"metrics()['unpreconditioned_blocks'].{self._remedy}"
             )
 
     def assumed_terms(self, count: LossCount, rule: LossTerms) -> None:
         if count.assumed and self._is_first("assumed"):
-            read = "the largest batch that a layer was handed"
+            read = "the largest batch that a layer was handed, summed over the backwards that came to it"
             if rule in (LossTerms.POSITIONS, LossTerms.ELEMENTS):
                 read = f"the {rule.name.lower()} of the output of the last layer"
             warn(
                 f"kfac_optim: the number of terms that the loss is averaged over is taken to be {count.averaged}, "
                 f"{read}: layers ran outside the model's own forward (another method or a part of the model was "
                 f"called), or loss_terms={rule} finds no tensor with a dimension to read it off. If it is another "
-                "number, call optimizer.set_loss_terms(n) before backward(), which ends this warning as well."
+                "number, call optimizer.set_loss_terms(n) before backward(), which ends this warning as well; the "
+                "numbers of several calls in one step add up."
             )
 
     def mixed_terms(self, count: LossCount) -> None:

@@ -293,6 +293,34 @@ def test_two_backwards_through_one_forward_are_one_of_their_sum() -> None:
         assert_same(pair, together[name])
 
 
+@pytest.mark.parametrize("steps", [["penalty"] * 3, ["loss", "loss", "penalty", "loss", "penalty", "penalty"]])
+def test_a_penalty_may_come_in_a_backward_behind_that_of_the_loss(steps: list[str]) -> None:
+    """The first such step is not measured: what the loss gave before is no part of the rows that are joined."""
+
+    def factors(split: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = linear().double()
+        optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), factor_update_period=1, factor_decay=1e-9)
+        for kind in steps:
+            x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+            optimizer.zero_grad()
+            output = model(x)
+            losses = [output.square().mean()]
+            if split:
+                losses[0].backward(retain_graph=True)
+            if kind == "penalty":
+                (derivative,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+                losses.append(derivative.square().mean())
+            for loss in losses[1:] if split else [sum(losses)]:
+                loss.backward()
+            optimizer.step()
+        return optimizer.factors()
+
+    together = factors(False)
+    for name, pair in factors(True).items():
+        assert_same(pair, together[name])
+
+
 def test_uses_whose_rows_cannot_be_told_apart_by_examples_are_refused() -> None:
     class Again(nn.Module):
         def __init__(self) -> None:

@@ -93,3 +93,20 @@ def test_reentrant_checkpoints_of_parts_are_counted_once(segments: int) -> None:
             optimizer.step()
         factors.append(optimizer.factors())
     assert_same_factors(*factors)
+
+
+def test_parts_with_backwards_of_their_own_see_the_terms_of_one_loss() -> None:
+    """What adds up is what came to one layer: here two micro-batches, whether the losses are summed or not."""
+    factors = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        actor, critic = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(F64) for _ in range(2))
+        optimizer = KFACOptimizer(nn.ModuleList([actor, critic]))
+        for x in torch.randn(2, 8, 4, dtype=F64):
+            losses = [part(x).square().mean() / 2 for part in (actor, critic)]
+            for loss in [torch.stack(losses).sum()] if together else losses:
+                loss.backward()
+        with pytest.warns(UserWarning, match="taken to be 16,"):
+            optimizer.step()
+        factors.append(optimizer.factors())
+    assert_same_factors(*factors)
