@@ -169,10 +169,12 @@ class UserWarnings:
                 f"kfac_optim: {_take(names, 'gradients of which only a part was captured', self._plain.rest)} from now "
                 "on. What backward adds to .grad is not the sum of output gradients times inputs over the forward "
                 "calls that were seen. The rest comes by a use of the weight that is out of sight: in a derivative of "
-                "the model, or in torch.func, by a layer that is no linear layer, convolution or embedding, in a "
-                "custom autograd.Function, in a penalty on the weights (other than their squares, absolute values or "
-                "distance from orthogonality, which are no harm), or where a hook changes the gradient of a layer's "
-                "output. The gradient of a penalty may be added to .grad after backward."
+                "the model, or in torch.func, by a layer that is no linear layer, convolution or embedding, where the "
+                "weights are an argument of what is differentiated (close over them instead), or behind activation "
+                "checkpointing or hooks on saved tensors; in a custom autograd.Function; in a penalty on the weights "
+                "(other than their squares, absolute values or distance from orthogonality, which are no harm); or "
+                "where a hook changes the gradient of a layer's output. The gradient of a penalty may be added to "
+                ".grad after backward."
             )
 
     def edited_gradients(self, edited: bool) -> None:
