@@ -40,7 +40,8 @@ class LineSearch(StepSize):
     in float64 errors end a hundredth as large as by straight steps; in float32, where rounding hides how residuals
     bend, there is little to gain. A step bends by three quarters of its length at most.
 
-    `lr` of the param groups multiplies the direction, so that a common one only moves the grid. Momentum, and weight
+    `lr` of the param groups multiplies the direction, so that a common one only moves the grid; where rates differ, the
+    acceleration of each group goes by its share of the largest, so that a group at 0 stands still. Momentum, and weight
     decay that is not `l2_in_curvature`, must be 0; `kl_clip` has no effect. Parameters that no layer covers go along
     their gradient.
 
@@ -129,10 +130,15 @@ class LineSearch(StepSize):
     ) -> Mapping[nn.Parameter, Tensor]:
         """Return the geodesic acceleration of a step against `direction`, where it is known."""
         blocks = [block for block in proposal.blocks if block.inverse.takes_rows]
-        if not self.geodesic or loss.changes is None or not blocks:
-            return {}
-        params = [param for block in blocks for param in block.params if param in direction]
-        there = _moved({param: direction[param] for param in params}, length)
+        rates = {
+            param: abs(float(group["lr"]))
+            for block in blocks
+            for param, group in zip(block.params, block.groups, strict=True)
+            if param in direction
+        }
+        if not self.geodesic or loss.changes is None or not any(bool(direction[param].any()) for param in rates):
+            return {}  # a step that goes nowhere, as at rates of 0 or on an empty batch, does not bend
+        there = _moved({param: direction[param] for param in rates}, length)
         change = loss.changes(lambda: loss.reevaluation.loss_at(there))
         velocities = [
             [-direction[param] if param in direction else torch.zeros_like(param) for param in block.params]
@@ -146,7 +152,9 @@ class LineSearch(StepSize):
             for block, parts in zip(blocks, found, strict=True)
             for param, part in zip(block.params, parts, strict=True)
         }
-        return {param: bends[param] for param in params}
+        # The rates are in the velocities already, of which the acceleration is made: a common one must not come again.
+        largest = max(rates.values())
+        return {param: bends[param] * (rate / largest) for param, rate in rates.items()}
 
     def _search(self, loss_of: Callable[[int], float], start: int, before: float) -> tuple[int, float]:
         """Return how often the longest step is halved for the lowest loss, and that loss.

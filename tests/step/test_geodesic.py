@@ -269,3 +269,26 @@ def test_rows_of_a_backward_before_the_closure_are_told_of_and_the_remedy_works(
     criterion(model(x + 1), y).backward()
     optimizer.step(lambda: closure(optimizer.zero_grad))
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor([0.0]), 1e-9], ids=["0", "tensor", "1e-9"])
+def test_a_group_bends_by_its_share_of_the_largest_rate(rate: Any) -> None:
+    """The acceleration is no multiple of the direction, which the rate of 0 makes 0."""
+    criterion, model = nn.MSELoss(), network(2, 8, 8, 1)
+    groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[2:].parameters()}]
+    options = {"inverse": SampleSpace(), "step_size": LineSearch(), "estimate": ExactGGN(criterion)}
+    optimizer = KFACOptimizer(groups, model=model, lr=1.0, momentum=0, damping=0.1, **options)
+    x = numbers(64, 2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = criterion(model(x), x.sum(1, keepdim=True).sin())
+        loss.backward()
+        return loss.detach()
+
+    before = [param.detach().clone() for param in model.parameters()]
+    for _ in range(6):
+        optimizer.step(closure)
+    moved = [float((new - old).detach().norm()) for old, new in zip(before, model.parameters(), strict=True)]
+    assert max(moved[:2]) <= 1000 * float(rate)
+    assert min(moved[2:]) > 1e-2
