@@ -12,7 +12,7 @@ from kfac_optim.blocks.preconditioning import regularised
 from kfac_optim.inverses.base import Inverse, InverseRule
 from kfac_optim.inverses.damped.cholesky import Cholesky
 from kfac_optim.step.quadratic import change, minimum
-from kfac_optim.step.scalars import scalar_beside
+from kfac_optim.step.scalars import chosen, scalar_beside
 from kfac_optim.step.scaling import scale_all
 from kfac_optim.step.step_size import (
     Direction,
@@ -40,10 +40,10 @@ class QuadraticModel(StepSize):
 
     For full or very large batches. On small ones `α` fits the batch, not the data: it comes out too large.
 
-    Of the param groups, `lr` multiplies `Δ`, so that a common one has no effect and groups may differ; `momentum` above
-    0 says that `β` is wanted; `damping` is `λ`, and `l2_in_curvature` makes `weight_decay` `η`. The model takes the
-    place of the trust region: `kl_clip` has no effect. Parameters that no layer covers go along their gradient, by
-    `α`.
+    Of the param groups, `lr` multiplies `Δ`, so that a common one has no effect and groups may differ, and a group at 0
+    stands still; `momentum` above 0 says that `β` is wanted; `damping` is `λ`, and `l2_in_curvature` makes
+    `weight_decay` `η`. The model takes the place of the trust region: `kl_clip` has no effect. Parameters that no layer
+    covers go along their gradient, by `α`.
 
     Where no `inverse` is named, factors are whole (`Cholesky()`): adapted damping falls low, and sketches leave out of
     wide factors what only larger damping would hide.
@@ -84,11 +84,14 @@ class QuadraticModel(StepSize):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                direction[param].mul_(scalar_beside(group["lr"], direction[param]))
+                lr = scalar_beside(group["lr"], direction[param])
+                direction[param].mul_(lr)
                 buffer = proposal.momentum(param)
                 if buffer is not None and group["momentum"] > 0:
                     if buffer.dtype != param.dtype:  # the model was cast since the last step
                         buffer = proposal.state[param]["momentum_buffer"] = buffer.to(param.dtype)
+                    # `β` must not move a group that is to stand still, and a rate on an accelerator is not waited for.
+                    scale_all([buffer], chosen(lr != 0, 1.0, 0.0))
                     before[param] = buffer
         device = next(iter(gradient)).device
         # With v₀ = -Δ and v₁ = -buffer: torch's buffer after a step of rate 1 and momentum 1 is -δ.

@@ -447,3 +447,17 @@ def test_wide_factors_are_whole_where_no_inverse_is_named() -> None:
     model(torch.randn(5, 300, dtype=torch.float32))
     assert "301×301 " in str(build(model).summary())
     assert "301×301 from 64" in str(build(model, step_size=TrustRegion()).summary())
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor([0.0])], ids=["number", "tensor"])
+def test_a_group_at_a_rate_of_0_stands_still_whatever_momentum_it_had(rate: Any) -> None:
+    model, x, y = regression(layers=2)
+    optimizer = build([{"params": model[0].parameters()}, {"params": model[2].parameters()}], model=model)
+    for number in range(6):
+        if number == 3:
+            optimizer.param_groups[0]["lr"] = rate
+            stands, moves = model[0].weight.detach().clone(), model[2].weight.detach().clone()
+        backward(model, optimizer, x, y)
+        optimizer.step()
+    assert torch.equal(stands, model[0].weight)
+    assert not torch.equal(moves, model[2].weight)
