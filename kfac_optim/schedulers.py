@@ -1,6 +1,7 @@
 """Schedules for any number of a param group. For lr, use `torch.optim.lr_scheduler`: it works unchanged."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -12,6 +13,7 @@ from kfac_optim.utils.text import listed
 from kfac_optim.utils.validation import check_integer, check_number, plain_number
 
 _PERIODS = ("factor_update_period", "inverse_update_period")
+_ABOVE_ZERO = ("damping", "preconditioner_damping", "kl_clip", "factor_decay")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class HyperparameterScheduler:
 
     The semantics are those of `torch.optim.lr_scheduler.LambdaLR`: call `step()` once per epoch (or batch); the
     value is always computed from the base value, never from the last one; `state_dict()` resumes it. A period is
-    rounded and never falls below 1.
+    rounded and never falls below 1. Of a number that must be above 0, such as `damping`, 0 becomes 2.2e-308, as a decay
+    comes there in the end.
+
+    Groups that are added later keep their own values. `kl_clip` is one for the whole model: added groups take that of
+    the first group at the next step, and its base value in a scheduler that is built anew.
 
     Args:
         optimizer: whose groups have the number.
@@ -92,14 +98,16 @@ class HyperparameterScheduler:
         self.key = key
         self.last_epoch = last_epoch
         initial = f"initial_{key}"
+        # The trust region is one for the whole model: a group that was added after the first schedule has its base.
+        shared = next((group for group in groups if key == "kl_clip" and initial in group), {})
         for i, group in enumerate(groups):
-            if last_epoch != -1 and initial not in group:
+            if last_epoch != -1 and initial not in group and initial not in shared:
                 raise KeyError(
                     f"kfac_optim: resuming from last_epoch={last_epoch} needs {initial!r} in param group {i}; load the "
                     "optimizer's checkpoint first, or start afresh with last_epoch=-1."
                 )
         # As with torch's initial_lr, the base is what the first schedule found, never a scheduled value.
-        self.base_values: list[float] = [group.get(initial, group[key]) for group in groups]
+        self.base_values: list[float] = [group.get(initial, shared.get(initial, group[key])) for group in groups]
         self.step()
         for group, base in zip(groups, self.base_values, strict=True):  # nothing is left where a factor raises
             group.setdefault(initial, base)
@@ -110,18 +118,35 @@ class HyperparameterScheduler:
 
     def _set_values(self, epoch: int, base_values: list[float]) -> None:
         """Set the values of an epoch, or raise before anything is changed."""
-        found = [factor(epoch) for factor in self.factors]
-        for each in found:
-            if not isinstance(each, Real) or not math.isfinite(each):
-                raise TypeError(
-                    f"kfac_optim: a factor of {self.key!r} must return a finite number, and returned {each!r} at "
-                    f"{epoch}."
-                )
+        pairs = zip(self.factors, base_values, strict=True)
+        values = [self._value(factor(epoch), base, epoch) for factor, base in pairs]
         self.last_epoch, self.base_values = epoch, base_values
-        # Groups added since keep their own values.
-        for group, base, by in zip(self.optimizer.param_groups, base_values, found, strict=False):
-            value = plain_number(base * by)
-            group[self.key] = max(1, round(value)) if self.key in _PERIODS else value
+        groups = self.optimizer.param_groups
+        if self.key == "kl_clip":
+            values += values[:1] * (len(groups) - len(values))
+        for group, value in zip(groups, values, strict=False):  # groups added since keep their own values
+            group[self.key] = value
+
+    def _value(self, factor: object, base: float, epoch: int) -> float:
+        """Return the base value times what the factor of an epoch is, as a group is to have it."""
+        try:
+            by = float(factor) if isinstance(factor, Real) else math.nan
+        except OverflowError:  # of an integer above the largest float
+            by = math.inf
+        if not math.isfinite(by):
+            got = by if isinstance(factor, Real) else factor
+            raise TypeError(
+                f"kfac_optim: a factor of {self.key!r} must return a finite number, and returned {got!r} at {epoch}."
+            )
+        value: float = plain_number(base * by)
+        if not math.isfinite(value):
+            raise ValueError(
+                f"kfac_optim: {self.key!r} must be finite, and at {epoch} it is {base!r} times a factor of {by:g}. "
+                "Have the factor end at a largest value, as by min(..., 100)."
+            )
+        if self.key in _PERIODS:
+            return max(1, round(value))
+        return sys.float_info.min if value == 0 and base != 0 and self.key in _ABOVE_ZERO else value
 
     def get_last_value(self) -> list[float]:
         """Return the present value in each group."""

@@ -51,6 +51,36 @@ def test_a_period_is_rounded_stays_an_integer_and_never_falls_below_one(key: str
     assert all(type(value) is int for value in found)
 
 
+@pytest.mark.parametrize("key", ["damping", "kl_clip", "factor_decay"])
+def test_a_decay_that_comes_to_zero_can_be_stepped_for_ever(key: str) -> None:
+    model = mlp()
+    owner = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    scheduler = HyperparameterScheduler(owner, key, ExponentialDecay(0.96, every=1))
+    scheduler._set_values(20_000, scheduler.base_values)
+    train(model, owner, 2)
+    assert owner.param_groups[0][key] > 0
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (
+            1e308,
+            r"'inverse_update_period' must be finite, and at 1 it is 10 times a factor of 1e\+308\. Have the factor",
+        ),
+        (2**2000, "must return a finite number, and returned inf at 1"),
+    ],
+    ids=["float", "integer"],
+)
+def test_a_schedule_that_overflows_is_told_of_and_changes_nothing(factor: float, message: str) -> None:
+    owner = optimizer(inverse_update_period=10)
+    scheduler = HyperparameterScheduler(owner, "inverse_update_period", lambda step: factor if step else 1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        scheduler.step()
+    assert (scheduler.last_epoch, owner.param_groups[0]["inverse_update_period"]) == (0, 10)
+
+
 def test_a_factor_of_numpy_leaves_a_number_of_python() -> None:
     """Checkpoints with numbers of numpy are not read by `torch.load(weights_only=True)`."""
     scheduler = HyperparameterScheduler(optimizer(), "damping", lambda step: np.cos(step))
@@ -77,6 +107,26 @@ def test_a_group_that_was_added_since_keeps_its_value() -> None:
     optimizer.step()
     schedule.step()
     assert [group["damping"] for group in optimizer.param_groups] == [0.05, 0.3]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_group_that_was_added_since_takes_the_one_kl_clip_of_all(anew: bool) -> None:
+    """Groups that disagree on it cannot be stepped: what a step asks for once holds from then on."""
+    model = mlp()
+    owner = KFACOptimizer(model[0].parameters(), model=model, lr=0.1, kl_clip=0.25)
+    schedule = HyperparameterScheduler(owner, "kl_clip", lambda step: 2.0**-step)
+    schedule.step()
+    owner.add_param_group({"params": model[2].parameters()})
+    with pytest.raises(ValueError, match="disagree on kl_clip"):
+        train(model, owner, 1)
+    owner.param_groups[1]["kl_clip"] = owner.param_groups[0]["kl_clip"]
+    train(model, owner, 1)
+    if anew:
+        schedule = HyperparameterScheduler(owner, "kl_clip", lambda step: 2.0**-step, last_epoch=1)
+    else:
+        schedule.step()
+    assert schedule.get_last_value() == [0.0625, 0.0625]
+    train(model, owner, 1)
 
 
 @pytest.mark.parametrize("sequence", [list, tuple])
