@@ -62,7 +62,9 @@ class SampleState(InverseState):
 
     def fold(self, loss_terms: float | Tensor, decay: float, loss_scale: float | Tensor = 1.0) -> None:
         self.rows, self._pending = self._pending, RowsByTerm(self.name)
-        self.scale = loss_terms**0.5 / loss_scale
+        # The loss of an empty batch has no terms, and there are no rows that would be scaled.
+        is_empty = not isinstance(loss_scale, Tensor) and loss_scale == 0
+        self.scale = 1.0 if is_empty else loss_terms**0.5 / loss_scale
         self._was_sampled = True
 
     def factors(self) -> tuple[None, None]:
@@ -159,6 +161,8 @@ class SampleSpace(Inverse[SampleState]):
     def _solve(self, states: Sequence[SampleState], grads: Sequence[Tensor], dampings: Sequence[float]) -> list[Tensor]:
         dtype = torch.float64 if grads[0].device.type != "mps" else torch.float32
         keys, residuals = _residuals(states)
+        if not keys:
+            return self._without_examples(states, grads)
         s = torch.cat([residuals[key].to(dtype) for key in keys]) * states[0].scale
         if not bool(s.isfinite().all()):
             raise RuntimeError(
@@ -193,6 +197,19 @@ class SampleSpace(Inverse[SampleState]):
             state.direction.copy_(direction)
             state.solved, state.unit = system, unit
         return [direction.to(grad.dtype) for direction, grad in zip(directions, grads, strict=True)]
+
+    def _without_examples(self, states: Sequence[SampleState], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the step of an empty batch, `μΔ₋₁`; a gradient that is not zero then comes from elsewhere."""
+        for state, grad in zip(states, grads, strict=True):
+            if bool(grad.any()):
+                raise RuntimeError(
+                    f"kfac_optim: layer {state.name!r} has a gradient, but SampleSpace has seen no residual of this "
+                    "step, or those of an empty batch. Call the criterion that estimate=ExactGGN(criterion) names in "
+                    "each step, or optimizer.observe(residual), and take no step where the batch is empty."
+                )
+        for state in states:
+            state.direction.mul_(self.momentum)
+        return [state.direction.to(grad.dtype, copy=True) for state, grad in zip(states, grads, strict=True)]
 
     def acceleration(
         self, states: Sequence[SampleState], velocities: Sequence[Tensor], change: Mapping[Key, Tensor], length: float
@@ -238,11 +255,13 @@ def _with_rest(system: SampleSystem, found: Sequence[Tensor], rest: Sequence[Ten
 
 
 def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key, Tensor]]:
-    """Return the examples and the residuals of all terms of a step."""
+    """Return the examples and the residuals of all terms of a step that have any."""
     keys: dict[Key, int] = {}
     residuals: dict[Key, Tensor] = {}
     for state in states:
         for key, rows in state.rows.terms.items():
+            if rows.examples == 0 or not any(z.shape[1] for z, _ in rows.uses):
+                continue
             if rows.residual is None or rows.examples is None:
                 raise RuntimeError(
                     f"kfac_optim: SampleSpace has rows of layer {state.name!r}, but not the residuals they belong to: "
@@ -252,13 +271,7 @@ def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key,
                     "as by BatchNorm."
                 )
             keys[key], residuals[key] = rows.examples, rows.residual
-    if not any(keys.values()):  # or of no example
-        raise RuntimeError(
-            f"kfac_optim: layer {states[0].name!r} has a gradient, but SampleSpace has seen no residual of this step. "
-            "Call the criterion that estimate=ExactGGN(criterion) names in each step, or optimizer.observe(residual)."
-        )
-    keys = dict(sorted(keys.items()))
-    return keys, residuals
+    return dict(sorted(keys.items())), residuals
 
 
 def _split(

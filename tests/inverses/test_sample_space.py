@@ -470,3 +470,35 @@ def test_terms_without_curvature_leave_the_parameters_finite() -> None:
     optimizer = optimizer_of(model, bits, damping=0.1)
     flat_step(model, optimizer, lambda: bits(1e3 * model(X), Y.sigmoid()))
     assert all(bool(param.isfinite().all()) for param in model.parameters())
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_empty_batch_leaves_the_momentum_alone(named: bool, momentum: float) -> None:
+    """Whether its loss calls the criterion, or is a zero that is made of the outputs."""
+    model, criterion = network(sizes=(2, 6, 2)), nn.CrossEntropyLoss()
+    optimizer = optimizer_of(model, criterion, damping=0.1, inverse=SampleSpace(momentum=momentum))
+    classes = Y[:, 0].gt(0).long()
+
+    def loss(examples: int) -> Tensor:
+        outputs = model(X[:examples])
+        return criterion(outputs, classes[:examples]) if named or examples else 0 * outputs.sum()
+
+    first = flat_step(model, optimizer, lambda: loss(12))
+    assert_same(flat_step(model, optimizer, lambda: loss(0)), momentum * first)
+    with pytest.raises(RuntimeError, match=r"layer '0' has a gradient.*those of an empty batch"):
+        flat_step(model, optimizer, lambda: loss(0).nan_to_num() + model[0].weight.square().sum())
+    flat_step(model, optimizer, lambda: loss(12))
+
+
+@pytest.mark.parametrize("scope", ["joint", "layer"])
+def test_an_empty_term_beside_others_counts_for_nothing(scope: Any) -> None:
+    found = []
+    for parts in ([5], [5, 0]):
+        model, criterion = network(sizes=(2, 6, 2)), nn.MSELoss(reduction="sum")
+        optimizer = optimizer_of(model, criterion, damping=0.1, inverse=SampleSpace(scope=scope))
+        before = clones(model.parameters())
+        torch.stack([criterion(model(X[:some]), Y[:some]) for some in parts]).sum().backward()
+        optimizer.step()
+        found.append([new - old for old, new in zip(before, clones(model.parameters()), strict=True)])
+    assert_same(*found)
