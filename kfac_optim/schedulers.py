@@ -62,7 +62,7 @@ class HyperparameterScheduler:
     Raises:
         KeyError: a group has no such number, or, when resuming, no base value of it (`initial_{key}`).
         TypeError: the value is not a number, as when `kl_clip` is None.
-        ValueError: the number of factors is not that of the groups.
+        ValueError: the number of factors is not that of the groups, or a factor makes the number infinite.
     """
 
     def __init__(
