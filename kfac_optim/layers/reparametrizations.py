@@ -6,6 +6,7 @@ Each way maps gradients of the parameters to one of the used weight `W`, and a s
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,17 @@ from kfac_optim.utils.autograd import version
 
 # Lengths `g` below this share of the largest are taken for it where they divide.
 _SHORTEST = 1e-3
+
+
+class Unseen(NamedTuple):
+    """Says of which part of a call's gradient `∇W` the parameters are told: `share (∇W - ⟨∇W, W⟩ K)`."""
+
+    weight: Tensor
+    """`W` in the call."""
+    lead: Tensor
+    """`K`, in the shape of `W`."""
+    share: Tensor
+    """What that part is multiplied by, `[]`: 1 where the present `W` is that of the call."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +46,22 @@ class Reparametrization(ABC):
     def to_params(self, module: nn.Module, step: Tensor) -> tuple[Tensor, ...]:
         """Return steps of the parameters that take `W` along `step`; this is the transpose of `to_weight`."""
 
-    def unseen(self, module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return `(W, K)` if gradients of the parameters lack `⟨∇W, W⟩ K` of the gradient of `W`; None otherwise."""
+    def unseen(self, module: nn.Module, kept: Sequence[Tensor], dtype: torch.dtype) -> Unseen | None:
+        """Return what gradients of the parameters lack of the gradient of `W` in a call; None if nothing.
+
+        Args:
+            module: the layer.
+            kept: what `keep` returned in the call.
+            dtype: of the tensors.
+        """
         return None
 
     def stamp(self, module: nn.Module) -> tuple[int, ...]:
         """Return numbers that tell whether forwards have changed since what `W` is made of beside the parameters."""
+        return ()
+
+    def keep(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Return copies of what `W` is made of beside the parameters."""
         return ()
 
     def _values(self, module: nn.Module, like: Tensor) -> list[Tensor]:
@@ -94,19 +116,24 @@ class SpectrallyNormedWeight(Reparametrization):
 
     def to_weight(self, module: nn.Module, gradients: Sequence[Tensor]) -> Tensor:
         (of_weight,) = gradients
-        sigma, _, _ = self._parts(module, of_weight)
+        sigma, _, _ = self._parts(module, self._vectors(module), of_weight)
         return of_weight * sigma
 
     def to_params(self, module: nn.Module, step: Tensor) -> tuple[Tensor, ...]:
-        sigma, _, _ = self._parts(module, step)
+        sigma, _, _ = self._parts(module, self._vectors(module), step)
         return (step * sigma,)
 
-    def unseen(self, module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        sigma, weight, lead = self._parts(module, module.get_parameter(self.names[0]).detach().to(dtype))
-        return weight / sigma, lead
+    def unseen(self, module: nn.Module, kept: Sequence[Tensor], dtype: torch.dtype) -> Unseen:
+        like = module.get_parameter(self.names[0]).detach().to(dtype)
+        now, _, _ = self._parts(module, self._vectors(module), like)
+        sigma, weight, lead = self._parts(module, kept, like)
+        return Unseen(weight / sigma, lead, now / sigma)
 
     def stamp(self, module: nn.Module) -> tuple[int, ...]:
         return tuple(map(version, self._vectors(module)))  # a forward in training mode iterates them in place
+
+    def keep(self, module: nn.Module) -> tuple[Tensor, ...]:
+        return tuple(vector.detach().clone() for vector in self._vectors(module))
 
     def _vectors(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Return `u` and `v`."""
@@ -115,10 +142,10 @@ class SpectrallyNormedWeight(Reparametrization):
             return norm.get_buffer("_u"), norm.get_buffer("_v")
         return module.get_buffer("weight_u"), module.get_buffer("weight_v")
 
-    def _parts(self, module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `σ`, `V`, and `u vᵀ` in the shape of `V`."""
+    def _parts(self, module: nn.Module, vectors: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `σ`, `V`, and `u vᵀ` in the shape of `V`, of vectors `u` and `v`."""
         (weight,) = self._values(module, like)
-        u, v = self._vectors(module)
+        u, v = vectors
         moved = weight.movedim(self.dim, 0)
         lead = torch.outer(u.detach().to(weight), v.detach().to(weight)).view_as(moved)
         return (lead * moved).sum(), weight, lead.movedim(0, self.dim)

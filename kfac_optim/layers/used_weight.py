@@ -7,6 +7,7 @@ parameters are brought to one of `W`, preconditioned as that, and the step of `W
 
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -23,9 +24,12 @@ from kfac_optim.factors.subsampling import Draw
 from kfac_optim.layers.base import LayerAdapter, StatisticsSink, WeightBiasAdapter, own_forward, watch_of
 from kfac_optim.layers.convolution.base import PatchAdapter
 from kfac_optim.layers.linear import LinearAdapter
-from kfac_optim.layers.reparametrizations import Reparametrization, reparametrization_of
+from kfac_optim.layers.reparametrizations import Reparametrization, Unseen, reparametrization_of
 from kfac_optim.specs import LayerSpec, Sketched, Structure
 from kfac_optim.utils.hooks import Handle, Handles, is_on
+
+# The calls of late of which it is known what their weight was made of.
+_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
 
     def __init__(self, layer: WeightBiasAdapter[Any], module: nn.Module, way: Reparametrization) -> None:
         self._layer, self._module, self._way = layer, module, way
+        self._kept: OrderedDict[tuple[int, ...], tuple[Tensor, ...]] = OrderedDict()
 
     def refusal(self, module: nn.Module) -> str | None:
         if reparametrization_of(module) != self._way:
@@ -87,13 +92,13 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
         (spec,) = specs
         weight = module.get_parameter(self._way.names[0])
         watch = watch_of(weight, sink, 0, lambda call: self._statistics(spec, call, sink.dtype))
-        hook = _Hook(window, watch, self._way, self._layer.unbatched_ndim(module))
+        hook = _Hook(window, watch, self._way, self._layer.unbatched_ndim(module), self._kept)
         return Handles(window.watch_calls(watch), window.hook(module, hook))
 
     def _statistics(self, spec: LayerSpec, call: LayerCall, dtype: torch.dtype) -> LayerStatistics:
         assert isinstance(spec, UsedWeightSpec)
         stats = self._layer.statistics(self._module, spec.of_layer(), replace(call, context=()), dtype)
-        return UsedWeightStatistics(stats, self, spec, is_same=call.context == self._way.stamp(self._module))
+        return UsedWeightStatistics(stats, self, spec, self._kept.get(call.context))
 
     def pack(self, spec: LayerSpec, tensors: Sequence[Tensor]) -> Tensor:
         assert isinstance(spec, UsedWeightSpec)
@@ -107,15 +112,15 @@ class UsedWeightAdapter(LayerAdapter[nn.Module]):
         shape = self._module.get_parameter(self._way.names[0]).shape
         return (*self._way.to_params(self._module, step.reshape(shape)), *bias)
 
-    def unseen(self, spec: UsedWeightSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return `Reparametrization.unseen` as matrices `[groups, out, in]`."""
-        found = self._way.unseen(self._module, dtype)
+    def unseen(self, spec: UsedWeightSpec, kept: Sequence[Tensor], dtype: torch.dtype) -> Unseen | None:
+        """Return `Reparametrization.unseen` with matrices `[groups, out, in]`."""
+        found = self._way.unseen(self._module, kept, dtype)
         if found is None:
             return None
         bias = self._module._parameters.get("bias") if spec.has_bias else None
         zeros = [] if bias is None else [torch.zeros_like(bias, dtype=dtype)]
-        weight, lead = (self._layer.pack(spec.of_layer(), [each, *zeros]) for each in found)
-        return weight, lead
+        weight, lead = (self._layer.pack(spec.of_layer(), [each, *zeros]) for each in (found.weight, found.lead))
+        return Unseen(weight, lead, found.share)
 
 
 class UsedWeightStatistics(LayerStatistics):
@@ -125,13 +130,13 @@ class UsedWeightStatistics(LayerStatistics):
         stats: of the layer, as if the weight were its parameter.
         adapter: of the layer.
         spec: of the block.
-        is_same: whether the weight is made now as it was in the call.
+        kept: what `Reparametrization.keep` returned in the call; None where that is gone.
     """
 
     def __init__(
-        self, stats: LayerStatistics, adapter: UsedWeightAdapter, spec: UsedWeightSpec, *, is_same: bool
+        self, stats: LayerStatistics, adapter: UsedWeightAdapter, spec: UsedWeightSpec, kept: Sequence[Tensor] | None
     ) -> None:
-        self._stats, self._adapter, self._spec, self._is_same = stats, adapter, spec, is_same
+        self._stats, self._adapter, self._spec, self._kept = stats, adapter, spec, kept
 
     @property
     def of_call(self) -> LayerStatistics:
@@ -175,26 +180,43 @@ class UsedWeightStatistics(LayerStatistics):
         return self._stats.squared_gradients(a_basis, g_basis, dtype=dtype, per_example=per_example)
 
     def gradient_along(self, directions: Tensor) -> tuple[Tensor, Tensor] | None:
-        found, unseen = self._stats.gradient_along(directions), self._adapter.unseen(self._spec, directions.dtype)
-        if found is not None and not self._is_same:
+        found = self._stats.gradient_along(directions)
+        if found is None:
+            return None
+        if self._kept is None:
             # What the parameters were told of this call is not known any more: this step is to show nothing.
             return found[0] * math.nan, found[1]
-        if found is None or unseen is None:
+        unseen = self._adapter.unseen(self._spec, self._kept, directions.dtype)
+        if unseen is None:
             return found
-        weight, lead = unseen
+        weight, lead, share = unseen
         groups, out_dim, in_dim = weight.shape
         whole = self._stats.gradient_along(weight.reshape(groups * out_dim, in_dim).mT)
         assert whole is not None
         inner = whole[0].reshape(groups * out_dim, groups * out_dim).diagonal().sum()  # ⟨∇W, W⟩
-        return found[0] - inner * (lead @ directions), found[1]
+        told = share * (found[0] - inner * (lead @ directions))
+        if self._spec.has_bias:  # whose gradient does not go by the weight
+            of_bias = directions.clone()
+            of_bias[:-1] = 0
+            bias = self._stats.gradient_along(of_bias)
+            assert bias is not None
+            told += (1 - share) * bias[0]
+        return told, found[1]
 
 
 class _Hook:
     """Notes the calls of a module. Others hold it, so it holds the window and the watch weakly."""
 
-    def __init__(self, window: CaptureWindow, watch: LayerWatch, way: Reparametrization, unbatched_ndim: int) -> None:
+    def __init__(
+        self,
+        window: CaptureWindow,
+        watch: LayerWatch,
+        way: Reparametrization,
+        unbatched_ndim: int,
+        kept: OrderedDict[tuple[int, ...], tuple[Tensor, ...]],
+    ) -> None:
         self._window, self._watch = weakref.ref(window), weakref.ref(watch)
-        self._way, self._unbatched_ndim = way, unbatched_ndim
+        self._way, self._unbatched_ndim, self._kept = way, unbatched_ndim, kept
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
         window, watch = self._window(), self._watch()
@@ -212,6 +234,9 @@ class _Hook:
             return None  # which the next step leaves to SGD
         examples = examples_of(layer_input, self._unbatched_ndim)
         context, training = self._way.stamp(module), module.training
+        self._kept[context] = self._way.keep(module)
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
         return window.note_output(watch, layer_input, output, examples=examples, training=training, context=context)
 
 

@@ -240,7 +240,25 @@ def test_two_forwards_in_training_mode_before_one_backward_leave_a_layer_in(way:
         (model(torch.randn(20, 4)).mean() - model(torch.randn(20, 4)).square().mean()).backward()
         optimizer.step()
     assert optimizer.metrics()["measured_parameters"] == 1.0
-    assert not any(block.check.is_done for block in optimizer._binding.coverage.blocks)  # which shows nothing yet
+    assert all(block.check.is_done for block in optimizer._binding.coverage.blocks)
+
+
+@pytest.mark.parametrize("way", ["spectral_norm", "old spectral_norm"])
+def test_the_check_sees_what_a_penalty_makes_of_a_layer_whose_vectors_move(way: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(WAYS[way](nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = KFACOptimizer(model, lr=1e-3, factor_update_period=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(9, 4, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (model(torch.randn(9, 4)).mean() + slope.square().sum(1).mean()).backward()
+            optimizer.step()
+    assert any("only a part was captured" in str(each.message) for each in caught)
+    blocks = optimizer._binding.coverage.blocks
+    assert [block.param_names for block in blocks] == [("2.weight", "2.bias")]
 
 
 @pytest.mark.parametrize("step_size", [AdaptiveTrustRegion(), SelectedUpdates()], ids=["default", "selected"])
