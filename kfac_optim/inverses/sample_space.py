@@ -268,7 +268,9 @@ def _residuals(states: Sequence[SampleState]) -> tuple[dict[Key, int], dict[Key,
                     "either the loss did not call the criterion that estimate=ExactGGN(criterion) names (call that "
                     "very object, residual first, not compiled; or optimizer.observe(residual)), or what it reads does "
                     "not hold the examples in the order in which the layer does, or examples interact in the model, "
-                    "as by BatchNorm."
+                    "as by BatchNorm; or a layer, which may be another one, is of a kind whose rows are not told apart "
+                    "by examples (nn.GRU and its kind, nn.MultiheadAttention, experts in one parameter): list that "
+                    "one in skip_layers, or choose another inverse."
                 )
             keys[key], residuals[key] = rows.examples, rows.residual
     return dict(sorted(keys.items())), residuals

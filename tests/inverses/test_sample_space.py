@@ -421,6 +421,34 @@ def test_examples_that_cannot_be_told_apart_are_refused(loss: Callable[..., Tens
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
+class Mixing(nn.Module):
+    """A layer that mixes the positions of an example, and a head."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = (x, x, x) if isinstance(self.layer, nn.MultiheadAttention) else (x,)
+        return self.head(self.layer(*inputs)[0].mean(1))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.MultiheadAttention])
+def test_layers_whose_rows_are_not_told_apart_by_examples_are_refused_with_what_to_do(kind: type[nn.Module]) -> None:
+    x, target, criterion = torch.ones(12, 3, 4).double().cumsum(0).sin(), torch.zeros(12, 2).double(), nn.MSELoss()
+    for skipped in ((), (kind,)):
+        torch.manual_seed(0)
+        layer = nn.GRU(4, 4, batch_first=True) if kind is nn.GRU else nn.MultiheadAttention(4, 2, batch_first=True)
+        model = Mixing(layer).double()
+        optimizer = optimizer_of(model, criterion, skip_layers=skipped)
+        criterion(model(x), target).backward()
+        if skipped:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match=f"nn.{kind.__name__}.*: list that one in skip_layers, or choose"):
+                optimizer.step()
+
+
 def test_conjugate_gradients_that_end_too_early_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfac_optim.inverses.sample_system._MOST_ITERATIONS", 2)
     model, criterion = network(), nn.MSELoss()
