@@ -27,6 +27,7 @@ from kfac_optim.specs import LayerSpec
 _BYPASSES_CHILDREN = (nn.MultiheadAttention,)
 # Modules of torch's own that hold parameters for others to use.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+_NO_ADAPTER = "no adapter for "
 _UNLESS_A_FUNCTION = "; a matrix is preconditioned once F.linear, x @ W or an einsum of two multiplies rows by it"
 
 
@@ -76,8 +77,10 @@ def build_blocks(
         coverage.lazy.update(param for param in owned.values() if is_lazy(param))
         if reason.endswith(_UNLESS_A_FUNCTION):
             coverage.candidates.update(owned[local] for local in trained)
-        for param in owned.values():
+        for local, param in owned.items():
             why = "requires_grad is False" if param in coverage.frozen else reason
+            if why.startswith(_NO_ADAPTER) and param.dtype.is_complex:  # which no adapter and no function changes
+                why = _only_real(local, param)
             coverage.uncovered.setdefault(param, why)
         if adapter is None:
             for local in trained:
@@ -218,6 +221,10 @@ def _skipped(names: ModuleNames, path: str, options: BlockOptions) -> str | None
     return None
 
 
+def _only_real(local: str, param: nn.Parameter) -> str:
+    return f"{local} is {param.dtype}: only real floating-point parameters are preconditioned"
+
+
 def _adapter_for(
     names: ModuleNames,
     path: str,
@@ -241,8 +248,9 @@ def _adapter_for(
     if adapter is None:
         # torch's own modules use their parameters in ways of their own.
         foreign = not type(module).__module__.startswith("torch.nn") or isinstance(module, _CONTAINERS)
-        multiplied = foreign and any(not is_lazy(param) and param.dim() >= 2 for param in owned.values())
-        return None, f"no adapter for {type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
+        real = (param for param in owned.values() if not is_lazy(param) and param.is_floating_point())
+        multiplied = foreign and any(param.dim() >= 2 for param in real)
+        return None, f"{_NO_ADAPTER}{type(module).__name__}{_UNLESS_A_FUNCTION if multiplied else ''}"
     if options.matrices_only and all(_is_vector(param) for param in owned.values()):
         return None, "it is no matrix"
     for local, param in owned.items():
@@ -251,7 +259,7 @@ def _adapter_for(
         if param.numel() == 0:
             return None, f"{local} has no elements"
         if not param.is_floating_point():
-            return None, f"{local} is {param.dtype}: only real floating-point parameters are preconditioned"
+            return None, _only_real(local, param)
     if (refusal := adapter.refusal(module)) is not None:
         return None, refusal
     return adapter, "not used by the layer's block"

@@ -211,6 +211,33 @@ class Several(nn.Module):
         return self.inner(hidden) + self.table.sum(0)
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator, and a real matrix beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes = nn.Parameter(torch.randn(2, 2, 3, dtype=torch.complex128))
+        self.mix = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.einsum("bix,iox->box", torch.fft.rfft(x), self.modes)
+        return torch.fft.irfft(spectrum, n=4) @ self.mix
+
+
+def test_of_a_complex_parameter_the_reason_is_that_it_is_complex() -> None:
+    model = Spectral()
+    optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
+    assert "@ W or an einsum" in str(reasons(optimizer)["mix"])
+    for _ in range(2):
+        assert (
+            reasons(optimizer)["modes"]
+            == "modes is torch.complex128: only real floating-point parameters are preconditioned"
+        )
+        model(torch.randn(3, 2, 4)).square().mean().backward()
+        optimizer.step()
+    assert owners(optimizer) == {"modes": None, "mix": "mix"}
+
+
 def test_blocks_of_bare_matrices_have_the_names_of_their_parameters() -> None:
     model = Several()
     optimizer = KFACOptimizer(model, lr=0.1, factor_update_period=1)
