@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_optim.taylor.carried import REMEDY, Carried, NotCarriedError, channels_of
 from kfac_optim.taylor.channels import Channels
@@ -68,10 +68,12 @@ def laplacian(
             f"kfac_optim: taylor.laplacian was called within another taylor.laplacian, which carries two derivatives "
             f"and no more. {REMEDY}"
         )
-    if "_orig_mod" in getattr(model, "_modules", ()):
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    if any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts):
         raise NotCarriedError(
             "kfac_optim: taylor.laplacian runs the model's own forward, and a compiled model has another one. Pass the "
-            "model that was compiled (its _orig_mod)."
+            "model that was compiled (its _orig_mod), without parts that are compiled; where model.compile() has "
+            "compiled it in place, leave that out."
         )
     examples, inputs = x.shape
     operators = _operators(weights, x)

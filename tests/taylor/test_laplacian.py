@@ -253,6 +253,19 @@ def test_a_model_of_several_outputs_is_refused() -> None:
         laplacian(lambda x: (x, x), torch.randn(3, 2))
 
 
-def test_a_compiled_model_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="Pass the model that was compiled"):
-        laplacian(torch.compile(nn.Linear(2, 1), backend="eager"), torch.randn(3, 2))
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "compile_it",
+    [
+        lambda model: torch.compile(model, backend="eager"),
+        in_place,
+        lambda model: nn.Sequential(in_place(model), nn.Tanh()),
+    ],
+)
+def test_a_compiled_model_is_refused_by_name(compile_it: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(NotImplementedError, match=r"Pass the model that was compiled.*where model\.compile\(\) has"):
+        laplacian(compile_it(nn.Linear(2, 1)), torch.randn(3, 2))
