@@ -26,6 +26,7 @@ from kfac_optim.fisher.criterion_term import CriterionTerm
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs
 from kfac_optim.fisher.term_curvature import TermCurvature
 from kfac_optim.utils.autograd import on_gradient, reaches
+from kfac_optim.utils.dynamo import uncompiled
 from kfac_optim.utils.hooks import weakly
 from kfac_optim.utils.random_state import RandomState, random_state
 
@@ -73,15 +74,18 @@ class KeptForward:
             return self.outputs_of(torch.func.functional_call(self.model, state, self.args, dict(self.kwargs)))
 
         moving = {name: params[name] for name in tangents}
-        with self.random.replayed(), _differentiable_attention():
+        # Where torch.compile comes to torch.func.jvp it gives up the frame around that for good, and all modules of
+        # torch.nn are called in one and the same frame.
+        with self.random.replayed(), _differentiable_attention(), uncompiled():
             try:
                 outputs, pushed, *_ = torch.func.jvp(forward, (moving,), (dict(tangents),))
             except (NotImplementedError, RuntimeError) as error:
                 raise RuntimeError(
                     f"kfac_optim: the curvature along a step is asked of {type(self.model).__name__} by torch.func.jvp,"
                     f" which failed: {error} Some fused functions (cuDNN's recurrent layers) and autograd.Functions "
-                    "have no forward-mode derivative: write them out, or do without QuadraticModel and "
-                    "LevenbergMarquardt."
+                    "have no forward-mode derivative: write them out. Nor have some layers in channels_last, as "
+                    "nn.GroupNorm: call model.to(memory_format=torch.contiguous_format) and pass such inputs. Else do "
+                    "without QuadraticModel and LevenbergMarquardt."
                 ) from error
         return outputs, pushed
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from kfac_optim.capture.loss_terms import LossCount
 from kfac_optim.fisher.gauss_newton import ForwardRecorder, KeptForward, gauss_newton, widest_dtype
 from kfac_optim.fisher.likelihoods import Likelihood
+from kfac_optim.fisher.term_curvature import OF_COMPILED
 
 
 class Objective:
@@ -42,7 +43,7 @@ class Objective:
             raise RuntimeError(
                 "kfac_optim: LevenbergMarquardt is asked to judge a step of a loss whose criterion reads something "
                 "else than the output of the model, and only a step size that knows the curvature there can tell what "
-                "was to be expected of the step. Pass step_size=QuadraticModel() as well."
+                f"was to be expected of the step. Pass step_size=QuadraticModel() as well. {OF_COMPILED}"
             )
         if not self.is_hooked:
             self._names(params)
@@ -93,8 +94,8 @@ class Objective:
         if not kept:
             raise RuntimeError(
                 "kfac_optim: the curvature of the loss is asked for, but no forward of the model with a backward was "
-                "seen since the last step whose output is what the loss reads: run the model through its own forward "
-                "(not under torch.compile), and name what the loss reads by outputs= of the estimate."
+                "seen since the last step whose output is what the loss reads: run the model through its own forward, "
+                f"and name what the loss reads by outputs= of the estimate. {OF_COMPILED}"
             )
         names = {param: name for name, param in kept[0].model.named_parameters()}
         found = {param: names[param] for param in params if param in names}

@@ -20,6 +20,13 @@ from kfac_optim.utils.random_state import normal_like
 # Relative difference of two sums of the same products that counts as rounding.
 _TOLERANCE = 1e-3
 
+OF_COMPILED = (
+    "Of a compiled model whose output the criterion reads, give the optimizer what torch.compile(model) returns, or "
+    "compile by model.compile(): its forward cannot be seen from outside where its call, hooks and all, is traced into "
+    "a graph, as that of an nn.Sequential is, or of a model in a compiled function."
+)
+"""Says what to do where the model may have been called in a graph, for messages."""
+
 Direction = Mapping[nn.Parameter, Tensor]
 
 
@@ -123,5 +130,6 @@ def _explained(function: Callable[..., Any], *args: Any) -> Any:
             "kfac_optim: the curvature at the criterion is asked for along a step, for which what the criterion reads "
             f"is differentiated twice, and that failed: {error} Functions without a second derivative (fused "
             "attention, autograd.Functions that are once_differentiable) have to be written out (attention by "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), or do without QuadraticModel."
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), or do without QuadraticModel. Graphs of torch.compile "
+            f"have none either. {OF_COMPILED}"
         ) from error

@@ -10,6 +10,7 @@ from kfac_optim.tuning import trial_steps
 from kfac_optim.tuning.result import RangeTest
 from kfac_optim.tuning.search import TRIALS, Start, search
 from kfac_optim.tuning.undo import everything_undone, has_position
+from kfac_optim.utils.dynamo import uncompiled
 from kfac_optim.utils.validation import check_integer
 
 _LEAST = 8  # steps of a trial
@@ -90,7 +91,8 @@ def range_test(
         )
     start = _start(optimizer)
     modules = trial_steps.hooked(optimizer, model)
-    with everything_undone(modules, optimizer._params(), loader) as undo, trial_steps.uncompiled():
+    # Graphs hold the hooks of an optimizer, and would be compiled again for each twin.
+    with everything_undone(modules, optimizer._params(), loader) as undo, uncompiled():
 
         def begin_again() -> None:
             undo()

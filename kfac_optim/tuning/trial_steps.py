@@ -2,10 +2,9 @@
 
 import copy
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -180,17 +179,6 @@ def take_hooks_off(modules: Iterable[nn.Module]) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number in [number for number, hook in hooks.items() if isinstance(hook, PicklableHook)]:
                 del hooks[number]
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled models run as they were written.
-
-    Graphs hold the hooks of an optimizer, and would be compiled again for each twin.
-    """
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def hooked(optimizer: KFACOptimizer, model: nn.Module) -> list[nn.Module]:

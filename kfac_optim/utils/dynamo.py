@@ -1,6 +1,7 @@
 """What `torch.compile` makes of functions of ours that run within a compiled model: part of its graph, or nothing."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +56,12 @@ def leave_what_is_saved() -> int:
 
         callback_handler.register_end_callback(put_back)
     return 0
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled models run as they were written; their graphs are there again after it."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @inline_only

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import CurvaturePropagation, ExactGGN, KFACOptimizer, MonteCarlo, SampleSpace
+from kfac_optim import (
+    CurvaturePropagation,
+    ExactGGN,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    MonteCarlo,
+    QuadraticModel,
+    SampleSpace,
+)
 
 BACKEND = "aot_eager"  # traces and partitions as inductor does, and computes with eager kernels
 
@@ -303,6 +311,68 @@ def test_there_are_two_graphs_and_passes_on_statistics_steps_alone(estimate: Any
     train(model, torch.compile(model, backend=counter, fullgraph=True), nn.MSELoss(), estimate, loop, 5)
     assert passes == expected
     assert counter.frame_count == 2, "one graph with statistics, one without"
+
+
+QUADRATIC: dict[str, Any] = {"step_size": QuadraticModel()}
+MARQUARDT: dict[str, Any] = {"adapt_damping": LevenbergMarquardt(interval=1)}
+
+
+def judged_steps(model: nn.Module, call: Call, options: dict[str, Any], function: Call | None = None) -> None:
+    """Take four steps, for which the curvature along the step is asked of the model."""
+    criterion = nn.CrossEntropyLoss()
+    loss_of = function or criterion
+    optimizer = KFACOptimizer(model, lr=0.1, estimate=ExactGGN(criterion), **options)
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = loss_of(call(batch(step)), classes(step))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("options", [QUADRATIC, MARQUARDT], ids=["quadratic", "marquardt"])
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_forward_that_is_run_again_leaves_all_models_compiled(options: dict[str, Any], is_in_place: bool) -> None:
+    runs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        run = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+        return lambda *args: (runs.append(0), run(*args))[1]  # type: ignore[func-returns-value]
+
+    model, twin = mlp(), mlp()
+    call: Any = torch.compile(model, backend=counting)
+    if is_in_place:
+        model.compile(backend=counting)
+        call = model
+    judged_steps(call, call, options)
+    assert len(runs) == (4 if options is QUADRATIC else 8), "one graph for each forward of a closure"
+    judged_steps(twin, twin, options)
+    assert_same(_flat(model), _flat(twin), rtol=1e-9)
+    runs.clear()
+    torch.compile(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double(), backend=counting)(batch())
+    assert len(runs) == 1, "another model is one graph as well"
+
+
+@pytest.mark.parametrize(
+    ("compile_it", "options", "function"),
+    [
+        (whole, QUADRATIC, None),
+        (whole, MARQUARDT, None),
+        (within_a_function, QUADRATIC, F.cross_entropy),
+    ],
+)
+def test_a_model_whose_call_is_in_a_graph_cannot_be_run_again_which_says_how_to_compile_it(
+    compile_it: Ways, options: dict[str, Any], function: Call | None
+) -> None:
+    model = mlp()
+    before = clones(model.parameters())
+    with pytest.raises(RuntimeError, match=r"what torch.compile\(model\) returns, or compile by model.compile\(\)"):
+        judged_steps(model, compile_it(model), options, function)
+    assert_identical(clones(model.parameters()), before)
 
 
 def test_passes_leave_gradients_and_their_hooks_alone() -> None:

@@ -286,6 +286,19 @@ def test_a_layer_without_a_forward_mode_derivative_is_told_of() -> None:
         optimizer.step()
 
 
+def test_a_layer_that_has_such_a_derivative_in_contiguous_memory_alone_is_told_of() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 4))
+    model.to(memory_format=torch.channels_last)
+    optimizer, _ = observed(model, nn.CrossEntropyLoss())
+    F.cross_entropy(model(inputs(6, 2, 4, 4)), labels(6, 4)).backward()
+    with pytest.raises(RuntimeError, match=r"(?s)asked of Sequential.*model.to\(memory_format=torch.contiguous_format"):
+        optimizer.step()
+    model.to(memory_format=torch.contiguous_format)
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs(6, 2, 4, 4)), labels(6, 4)).backward()
+    optimizer.step()
+
+
 def test_without_a_forward_of_the_model_the_curvature_is_refused_before_anything_changes() -> None:
     model = mlp()
     optimizer = KFACOptimizer(model, lr=1.0, estimate=MonteCarlo(nn.CrossEntropyLoss()), step_size=QuadraticModel())
