@@ -117,7 +117,7 @@ class CriterionTerm:
         changes = []
         for column in self.likelihood.columns(self.outputs):
             parts = [
-                (vector * by).reshape(self.examples, -1).sum(1)
+                (vector * by).reshape(self.examples, -1 if self.examples else 1).sum(1)
                 for vector, by in zip(column, moved, strict=True)
                 if vector is not None
             ]

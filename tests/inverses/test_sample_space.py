@@ -16,7 +16,7 @@ from torch.func import functional_call, hessian, jacfwd, jacrev, vmap
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from kfac_optim import ExactGGN, KFACOptimizer, LossTerms, MonteCarlo, SampleSpace, Structure
+from kfac_optim import ExactGGN, KFACOptimizer, LineSearch, LossTerms, MonteCarlo, SampleSpace, Structure
 from kfac_optim.factors.example_rows import ExampleRows
 from kfac_optim.inverses.sample_rows import SampleRows
 from kfac_optim.specs import BlockDiagonal
@@ -519,14 +519,27 @@ def test_an_empty_batch_leaves_the_momentum_alone(named: bool, momentum: float) 
     flat_step(model, optimizer, lambda: loss(12))
 
 
-@pytest.mark.parametrize("scope", ["joint", "layer"])
-def test_an_empty_term_beside_others_counts_for_nothing(scope: Any) -> None:
-    found = []
-    for parts in ([5], [5, 0]):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inverse": SampleSpace()},
+        {"inverse": SampleSpace(scope="layer")},
+        {"inverse": SampleSpace(), "step_size": LineSearch()},
+    ],
+)
+def test_an_empty_term_beside_others_counts_for_nothing(options: dict[str, Any]) -> None:
+    def moved(*parts: int) -> list[Tensor]:
         model, criterion = network(sizes=(2, 6, 2)), nn.MSELoss(reduction="sum")
-        optimizer = optimizer_of(model, criterion, damping=0.1, inverse=SampleSpace(scope=scope))
+        optimizer = optimizer_of(model, criterion, damping=0.1, **options)
         before = clones(model.parameters())
-        torch.stack([criterion(model(X[:some]), Y[:some]) for some in parts]).sum().backward()
-        optimizer.step()
-        found.append([new - old for old, new in zip(before, clones(model.parameters()), strict=True)])
-    assert_same(*found)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([criterion(model(X[:some]), Y[:some]) for some in parts]).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return [new - old for old, new in zip(before, clones(model.parameters()), strict=True)]
+
+    assert_same(moved(5), moved(5, 0))
