@@ -85,9 +85,9 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
         return []
     first = uses[0]
 
-    def refuse(reason: str) -> list[KFACBlock]:
+    def refuse(reason: str, shared: set[str] | None = None) -> list[KFACBlock]:
         for use in uses:
-            for local in use.trained:
+            for local in use.trained if shared is None else use.trained & shared:
                 coverage.uncovered[use.params[local]] = reason
                 coverage.candidates.discard(use.params[local])
         return []
@@ -113,7 +113,7 @@ def merge(assembly: Assembly, uses: Sequence[Use], coverage: Coverage) -> list[K
         not _fit(specs, [spec.transposed() for spec in described[0]] if other else described[0])
         for specs, other in zip(described, opposed, strict=True)
     ):
-        return refuse("tied to a layer of another shape")
+        return refuse("tied to a layer of another shape", trained)
     blocks: list[KFACBlock] = []
     for of_spec in zip(*described, strict=True):
         block = build(assembly, uses, of_spec, opposed)

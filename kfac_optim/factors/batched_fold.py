@@ -142,6 +142,7 @@ class _Side:
     def scale(self, scale: float | Tensor) -> None:
         """Multiply the sums by what `Factor.fold` takes, one number for all or `[n]`."""
         self._sample.mul_(self._of_elements(scale) if isinstance(scale, Tensor) else scale)
+        self._sample = self._sample.to(self.factors[0].dtype)
 
     def is_finite(self) -> Tensor:
         """Return whether the sum of each factor is finite, `[n]`."""

@@ -10,6 +10,7 @@ from kfac_optim.linalg.sketches import nystrom, sketch_directions
 from kfac_optim.linalg.triangles import pack_triangle, packed_diagonal, unpack_triangle
 from kfac_optim.specs import FactorShape, Sketched, Structure
 from kfac_optim.utils import value_checks
+from kfac_optim.utils.precision import at_least_float32
 
 
 class Elsewhere(NamedTuple):
@@ -117,16 +118,22 @@ class Factor:
     def add(self, moment: Tensor, groups: slice | None = None) -> None:
         """Add raw second moments to the sum of this step, shaped like `pending` or one for all groups.
 
+        Sums are at least in float32: one in bfloat16 stops growing at 256 equal moments.
+
         Args:
             moment: the moments.
             groups: which groups they are of, where not of all.
         """
-        if groups is not None:
-            if self.pending is None:
-                self.pending = moment.new_zeros(self.groups, *moment.shape[1:])
-            self.pending[groups] += moment
-        elif self.pending is None:
+        if groups is None and self.pending is None:
             self.pending = moment
+            return
+        dtype = at_least_float32(moment.dtype)
+        if self.pending is None:
+            self.pending = moment.new_zeros(self.groups, *moment.shape[1:], dtype=dtype)
+        elif self.pending.dtype != dtype:
+            self.pending = self.pending.to(dtype)
+        if groups is not None:
+            self.pending[groups] += moment
         elif self.pending.shape == moment.shape:
             self.pending += moment
         else:
@@ -165,8 +172,8 @@ class Factor:
     def take(self, scale: float | Tensor, accept: Tensor, gain: Tensor) -> None:
         """Take the sum of this step into the average by a gain that is known; else as `fold` does."""
         assert self.pending is not None
-        sample = pack_triangle(self.pending).mul_(scale) if self._is_dense else (self.pending * scale).to(self.dtype)
-        sample.masked_fill_(~accept, 0)
+        sample = pack_triangle(self.pending).mul_(scale) if self._is_dense else self.pending * scale
+        sample = sample.to(self.dtype).masked_fill_(~accept, 0)
         self.packed.lerp_(sample, gain.to(self.dtype))
         self.pending = None
 

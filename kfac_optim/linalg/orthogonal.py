@@ -41,7 +41,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     found = matrix.mT if turned else matrix
     found = found / frobenius_norm(found)
     width = found.shape[-2]
-    if matrix.dtype is torch.float32 and width > _NARROW and found.numel() * width > _FEW:
+    if matrix.dtype is torch.float32 and width > _NARROW and found[0].numel() * width > _FEW:
         found = found.bfloat16()
     rows, columns = found.shape[-2:]
     if _wants_eights(found):

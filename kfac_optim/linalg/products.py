@@ -58,11 +58,13 @@ def _fill_symmetric(rows: Tensor, out: Tensor) -> None:
 def frobenius_norm(matrix: Tensor) -> Tensor:
     """Return the norms of `[n, rows, columns]`, `[n, 1, 1]`, to divide by: zeros stay zeros.
 
-    The squares are summed in float64, as in float32 they may vanish or overflow. A norm beyond the range of the dtype
-    is infinite, so that nothing is left of the matrix.
+    The squares are summed in float64, as in float32 they may vanish or overflow. A matrix whose squares vanish there
+    too is divided by too much, and stays small. A norm beyond the range of the dtype is infinite, so that nothing is
+    left of the matrix.
     """
     norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    return norm.clamp(min=torch.finfo(matrix.dtype).tiny).to(matrix.dtype)
+    least = max(torch.finfo(matrix.dtype).tiny, torch.finfo(torch.float64).tiny ** 0.5)
+    return norm.clamp(min=least).to(matrix.dtype)
 
 
 def norm1(matrix: Tensor) -> Tensor:

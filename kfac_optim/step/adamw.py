@@ -1,5 +1,6 @@
 """AdamW's update, and means of gradients, kept in the optimizer's state as torch's Adam keeps them."""
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
@@ -59,10 +60,16 @@ def _updates(
     counts = torch.stack([*steps])
     mean_shares, square_shares = (_shares(counts, beta, wide) for beta in (group["momentum"], beta2))
     roots = torch._foreach_sqrt(torch._foreach_div([square.to(wide) for square in squares], square_shares))
-    torch._foreach_add_(roots, eps)
+    torch._foreach_add_(roots, max(eps, _least_root(dtype, beta2)))
     updates = torch._foreach_div([mean.to(wide) for mean in means], mean_shares)
     torch._foreach_div_(updates, roots)
     return [update.to(dtype) for update in updates]
+
+
+def _least_root(dtype: torch.dtype, beta2: float) -> float:
+    """Return the root below which averages of squares vanish in a dtype: 0.008 in float16, elsewhere next to nothing."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return math.sqrt(smallest / (1 - beta2))
 
 
 def _shares(steps: Tensor, beta: float, dtype: torch.dtype) -> list[float] | list[Tensor]:

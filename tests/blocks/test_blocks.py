@@ -145,7 +145,8 @@ def test_a_linear_tied_to_a_convolution_of_another_shape_is_left_to_sgd_with_the
     grouped.two.weight = grouped.one.weight
     with pytest.warns(UserWarning, match="nothing is preconditioned"):
         optimizer = KFACOptimizer(grouped)
-    assert set(reasons(optimizer).values()) == {"tied to a layer of another shape"}
+    of_weight, of_bias = "tied to a layer of another shape", "bias of a weight tied to other layers"
+    assert reasons(optimizer) == {"one.weight": of_weight, "one.bias": of_bias, "two.bias": of_bias}
 
 
 class TiedEmbedding(nn.Module):

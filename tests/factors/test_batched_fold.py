@@ -9,7 +9,7 @@ import torch
 from helpers.plain import Factors, assert_identical, assert_same_factors, mlp, train
 from torch import Tensor
 
-from kfac_optim import KFACOptimizer
+from kfac_optim import KFACOptimizer, LossTerms
 from kfac_optim.factors import batched_fold
 from kfac_optim.factors.batched_fold import alike_of, fold_together
 from kfac_optim.factors.kronecker_factors import FactorPair
@@ -147,3 +147,14 @@ def test_pairs_that_differ_are_not_folded_together() -> None:
     told.tell(2 * told.counts(1, 1))
     assert alike_of(told) is None, "its sample is a share of that of all ranks"
     assert alike_of(make_pair(plain, dtype=torch.float32, device=torch.device("cpu"))) is None, "nothing to fold"
+
+
+def test_sums_of_many_calls_are_not_made_in_bfloat16() -> None:
+    model = mlp(sizes=(4, 4, 4)).float()
+    optimizer = KFACOptimizer(model, lr=0.0, factor_dtype=torch.bfloat16, loss_terms=LossTerms.EXAMPLES)
+    for _ in range(600):
+        model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for a, _ in optimizer.factors().values():
+        assert a is not None
+        assert a[0, -1, -1] == 1, "of the bias"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kfac_optim.linalg import orthogonal, products
-from kfac_optim.linalg.orthogonal import orthogonalised
+from kfac_optim.linalg.orthogonal import orthogonal_factors, orthogonalised
 
 
 def written_out(matrix: Tensor) -> Tensor:
@@ -32,12 +32,10 @@ def test_singular_values_go_through_the_polynomial_and_vectors_stay(rows: int, c
 
 @pytest.mark.parametrize(
     ("count", "width", "tolerance"),
-    [(1, 80, 1e-3), (16, 64, 1e-3), (16, 80, 0.1)],
-    ids=["one", "narrow", "many: bfloat16"],
+    [(1, 80, 1e-3), (16, 64, 1e-3), (16, 80, 1e-3), (1, 120, 0.1)],
+    ids=["one", "narrow", "many", "large: bfloat16"],
 )
-def test_products_of_a_small_matrix_alone_and_of_narrow_ones_keep_float32(
-    count: int, width: int, tolerance: float
-) -> None:
+def test_products_of_small_and_of_narrow_matrices_keep_float32(count: int, width: int, tolerance: float) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(count, width, width + 1, dtype=torch.float64)
     expected = torch.stack([written_out(matrix) for matrix in matrices])
@@ -91,3 +89,17 @@ def test_products_in_bfloat16_are_right_on_every_cpu(monkeypatch: pytest.MonkeyP
     matrices = torch.randn(count, 120, 110, dtype=torch.float64)
     expected = torch.stack([written_out(matrix) for matrix in matrices])
     assert torch.dist(orthogonalised(matrices.float()).double(), expected) < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matrices_too_small_for_their_squares_come_out_no_larger_than_others(dtype: torch.dtype) -> None:
+    for scale in (1e-20, 1e-40, 1e-160, 1e-163, 1e-300, 0.0):
+        found = orthogonalised((torch.randn(1, 4, 6, dtype=torch.float64) * scale).to(dtype))
+        assert found.isfinite().all()
+        assert found.abs().max() < 1.5
+
+
+def test_a_matrix_comes_out_the_same_beside_others() -> None:
+    torch.manual_seed(0)
+    first, second = torch.randn(2, 1, 100, 100)
+    assert torch.equal(orthogonal_factors([first])[0], orthogonal_factors([first, second])[0])

@@ -464,3 +464,24 @@ def test_complex_parameters_are_refused() -> None:
 def test_adapt_damping_is_refused() -> None:
     with pytest.raises(ValueError, match=r"have one length at every damping\. Drop adapt_damping"):
         KFACOptimizer(mlp(), **OPTIONS, estimate=MonteCarlo(nn.MSELoss()), adapt_damping=LevenbergMarquardt())
+
+
+@pytest.mark.parametrize("skipped", [(), ("3",)])
+def test_a_model_in_float16_trains_as_in_float32(skipped: tuple[str, ...]) -> None:
+    """Squares of its gradients vanish there, as those of AdamW would: the update is not divided by nothing."""
+
+    def losses(dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 10)).to(dtype)
+        x, y = torch.randn(64, 16).to(dtype), torch.randint(10, (64,))
+        optimizer = KFACOptimizer(model, **OPTIONS | {"lr": 0.003}, skip_layers=skipped)
+        found = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return torch.stack(found)
+
+    torch.testing.assert_close(losses(torch.float16), losses(torch.float32), rtol=0.1, atol=0.1)
