@@ -97,8 +97,11 @@ class FunctionalUses(ForwardListener):
             owners: modules with parameters that only functions show; they are looked into also when they run outside
                 a forward of the model: by themselves, or again within backward.
         """
-        before = self._blocks
+        before, heard = self._blocks, {param for block in self._listening for param in block.params}
         self._listening = list(blocks)
+        for param in (param for block in self._listening for param in block.params):
+            if param not in heard:  # nobody has counted out yet what its own module did
+                self._others.pop(param, None)
         self._blocks = {block.params[0]: block for block in self._listening if _is_plain(block)}
         for weight, opposed in list(self._watches):
             if self._blocks.get(weight) is not before[weight]:

@@ -67,7 +67,7 @@ def _updates(
 
 
 def _least_root(dtype: torch.dtype, beta2: float) -> float:
-    """Return the root below which averages of squares vanish in a dtype: 0.008 in float16, elsewhere next to nothing."""
+    """Return the root below which averages of squares vanish in a dtype: 0.008 in float16, elsewhere below `eps`."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return math.sqrt(smallest / (1 - beta2))
 

@@ -1390,3 +1390,26 @@ def test_rows_of_output_gradients_are_no_copy() -> None:
     call = LayerCall(input=None, gradient=gradient)
     statistics = ProductStatistics(LayerSpec("layer", ("weight",), 3, 4), call, torch.float64)
     assert statistics.gradient_rows(gradient).data_ptr() == gradient.data_ptr()
+
+
+@pytest.mark.parametrize("way", ["unfrozen", "added"])
+def test_a_convolution_that_comes_after_a_forward_that_showed_it_is_measured(way: str) -> None:
+    """Nobody had taken what its module did for the module's own, as it was no layer then."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2))
+    late = list(model[0].parameters())
+    for param in late:
+        param.requires_grad_(way == "added")
+    params = list(model.parameters()) if way == "unfrozen" else list(model[3].parameters())
+    optimizer = KFACOptimizer(params, model=model, lr=0.01, factor_update_period=1)
+    x = torch.randn(4, 2, 5)
+    for step in range(6):
+        if step == 3:
+            model(x)
+            for param in late:
+                param.requires_grad_(True)
+            if way == "added":
+                optimizer.add_param_group({"params": late})
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert set(optimizer.factors()) == {"0", "3"}
