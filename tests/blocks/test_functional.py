@@ -1395,11 +1395,11 @@ def test_rows_of_output_gradients_are_no_copy() -> None:
 @pytest.mark.parametrize("way", ["unfrozen", "added"])
 def test_a_convolution_that_comes_after_a_forward_that_showed_it_is_measured(way: str) -> None:
     """Nobody had taken what its module did for the module's own, as it was no layer then."""
-    model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2))
-    late = list(model[0].parameters())
+    model = nn.Sequential(nn.Linear(5, 5), nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 2))
+    late = list(model[1].parameters())
     for param in late:
         param.requires_grad_(way == "added")
-    params = list(model.parameters()) if way == "unfrozen" else list(model[3].parameters())
+    params = list(model.parameters()) if way == "unfrozen" else [*model[0].parameters(), *model[4].parameters()]
     optimizer = KFACOptimizer(params, model=model, lr=0.01, factor_update_period=1)
     x = torch.randn(4, 2, 5)
     for step in range(6):
@@ -1412,4 +1412,4 @@ def test_a_convolution_that_comes_after_a_forward_that_showed_it_is_measured(way
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    assert set(optimizer.factors()) == {"0", "3"}
+    assert set(optimizer.factors()) == {"0", "1", "4"}
