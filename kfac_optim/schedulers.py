@@ -49,8 +49,9 @@ class HyperparameterScheduler:
     rounded and never falls below 1. Of a number that must be above 0, such as `damping`, 0 becomes 2.2e-308, as a decay
     comes there in the end.
 
-    Groups that are added later keep their own values. `kl_clip` is one for the whole model: added groups take that of
-    the first group at the next step, and its base value in a scheduler that is built anew.
+    Groups that are added later keep their own values. `kl_clip` is one for the whole model: groups that are added with
+    the present one take that of the first group from the next `step()` of the scheduler on, and its base value in a
+    scheduler that is built anew.
 
     Args:
         optimizer: whose groups have the number.

@@ -231,10 +231,11 @@ class KFACBlock:
     def join_uses(self) -> None:
         """Make statistics of all uses of the matrix together from now on.
 
-        Where this step has given some already, as an earlier backward does, all of the step are left out.
+        Where this step has given some already, as an earlier backward does, all of the step are left out, if the layer
+        has others to go on with.
         """
         if not self.joins_uses:
-            if self.has_pending():
+            if self.has_pending() and self.clock.folds > 0:
                 self._without = self.clock.step
             self.discard()
             self.revise(replace(self.spec, opposed=False))  # rows of the transpose are turned to those of the matrix
@@ -287,14 +288,14 @@ class KFACBlock:
             step: where the clock stands now; None lets it go on.
         """
         self.clock = Clock(step=self.clock.step if step is None else step)
-        self.silent = 0
+        self.silent, self._without = 0, None
         if self.joint is not None:
             self.joint.clear()
         self.state = self._new_state()
 
     def load(self, clock: Clock, tensors: Mapping[str, Any]) -> None:
         """Go on from the clock and state of a checkpoint; a refresh that is under way here is dropped."""
-        self.clock = clock
+        self.clock, self._without = clock, None
         self.follow()
         self.discard()
         self.state.load(tensors)

@@ -255,6 +255,7 @@ class LossTally:
         root = earlier or known or RootCall(_OUTSIDE)
         if known is not None and known is not root:
             root.of_layers, known.of_layers = max(root.of_layers, known.of_layers), 0
+            root.layers |= known.layers
         self._outside[backward] = root
         return root
 

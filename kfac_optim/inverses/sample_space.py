@@ -203,9 +203,10 @@ class SampleSpace(Inverse[SampleState]):
         for state, grad in zip(states, grads, strict=True):
             if bool(grad.any()):
                 raise RuntimeError(
-                    f"kfac_optim: layer {state.name!r} has a gradient, but SampleSpace has seen no residual of this "
-                    "step, or those of an empty batch. Call the criterion that estimate=ExactGGN(criterion) names in "
-                    "each step, or optimizer.observe(residual), and take no step where the batch is empty."
+                    f"kfac_optim: layer {state.name!r} has a gradient, if only of weight decay (l2_in_curvature), but "
+                    "SampleSpace has seen no residual of this step, or those of an empty batch. Call the criterion "
+                    "that estimate=ExactGGN(criterion) names in each step, or optimizer.observe(residual), and take no "
+                    "step where the batch is empty."
                 )
         for state in states:
             state.direction.mul_(self.momentum)

@@ -18,6 +18,9 @@ _STEPS = 5
 # Elements of a matrix from which on a launch takes no longer than its products, on a CPU.
 _SMALL = 2**18
 
+# Elements of the matrices that go in one batch at most: 256 MiB of float32.
+_TOGETHER = 2**26
+
 # Products of at most so many multiplications take longer in bfloat16 than in float32, because each call costs more, and
 # those of matrices that are no wider take as long (one CPU core with AVX-512, torch 2.13).
 _FEW, _NARROW = 2**20, 64
@@ -94,9 +97,12 @@ def orthogonal_factors(matrices: Sequence[Tensor]) -> list[Tensor]:
     for number, matrix in enumerate(lying):
         alone = number if matrix.is_cpu and matrix.numel() > _SMALL else None
         alike[matrix.shape[-2:], matrix.dtype, matrix.device, alone].append(number)
-    for numbers in alike.values():
-        together = orthogonalised(torch.cat([lying[number] for number in numbers]))
-        parts = torch.split(together, [len(matrices[number]) for number in numbers])
-        for number, part in zip(numbers, parts, strict=True):
-            found[number] = part if lying[number] is matrices[number] else part.mT
+    for equal in alike.values():
+        most = max(1, _TOGETHER // max(1, lying[equal[0]].numel()))
+        for start in range(0, len(equal), most):
+            numbers = equal[start : start + most]
+            together = orthogonalised(torch.cat([lying[number] for number in numbers]))
+            parts = torch.split(together, [len(matrices[number]) for number in numbers])
+            for number, part in zip(numbers, parts, strict=True):
+                found[number] = part if lying[number] is matrices[number] else part.mT
     return found

@@ -86,8 +86,8 @@ class AdaptiveTrustRegion(StepSize):
         own = [*lengths(proposal.products), _added(proposal.products)]
         decrease, quadratic, added, slope, promised, decayed = proposal.executor.stages.sums(own, promises)
         multiplier, slope_before, held, share = scalars_beside(proposal.memory, decrease)
-        # A schedule changes the rates between the steps that are compared, and what is remembered is free of them.
-        rate = _mean_rate(proposal.groups, decrease)
+        # A schedule changes all rates between the steps that are compared, and what is remembered is free of them.
+        rate = _mean_rate([group for group, _ in proposal.products] or proposal.groups, decrease)
         multiplier = follow(multiplier, slope_ratio(quotient(slope, rate), slope_before), held > 0)
         size = exponential(multiplier)
         kl_clip, longest = proposal.kl_clip * size * size, bounded(size, least=1.0)

@@ -65,7 +65,8 @@ class SelectedUpdates(StepSize):
         rms: the root mean square of a layer's update at a rate of 1, above 0; of an orthogonal one where the momentum
             has the full rank of the matrix, and else less.
         beta2: the decay of Adam's average of squared gradients, from 0 to less than 1.
-        eps: what is added to its root, above 0; in float16 at least the root of the smallest square that it can hold.
+        eps: what is added to its root, above 0; in float16 at least 0.008 (with this `beta2`), below which averages of
+            squares vanish there.
 
     Raises:
         TypeError: an argument is no number.

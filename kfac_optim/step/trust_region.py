@@ -63,7 +63,7 @@ def slope_ratio(slope: Scalar, slope_before: Scalar) -> Scalar:
     loss falls at the end as it did at the start, 0 where the step went just far enough, below 0 where it went too far.
 
     Args:
-        slope: `Σ lr bᵀ∇` over every covered parameter, with the gradient of now, over the mean of all `lr`.
+        slope: `Σ lr bᵀ∇` over every covered parameter, with the gradient of now, over the mean `lr` of their groups.
         slope_before: the same with the gradient and the rates that led into the last step; not above 0 where there is
             none.
     """

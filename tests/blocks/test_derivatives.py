@@ -295,7 +295,7 @@ def test_two_backwards_through_one_forward_are_one_of_their_sum() -> None:
 
 @pytest.mark.parametrize("steps", [["penalty"] * 3, ["loss", "loss", "penalty", "loss", "penalty", "penalty"]])
 def test_a_penalty_may_come_in_a_backward_behind_that_of_the_loss(steps: list[str]) -> None:
-    """The first such step is not measured: what the loss gave before is no part of the rows that are joined."""
+    """The first such step has no whole statistics: what the loss gave before is no part of the rows that are joined."""
 
     def factors(split: bool) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -319,6 +319,20 @@ def test_a_penalty_may_come_in_a_backward_behind_that_of_the_loss(steps: list[st
     together = factors(False)
     for name, pair in factors(True).items():
         assert_same(pair, together[name])
+
+
+def test_the_first_step_with_a_penalty_behind_the_loss_is_preconditioned() -> None:
+    model = linear().double()
+    optimizer = KFACOptimizer(model, lr=0.1)
+    for _ in range(2):
+        x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+        optimizer.zero_grad()
+        output = model(x)
+        output.square().mean().backward(retain_graph=True)
+        (derivative,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        derivative.square().mean().backward()
+        optimizer.step()
+        assert optimizer.metrics()["unpreconditioned_blocks"] == 0
 
 
 def test_uses_whose_rows_cannot_be_told_apart_by_examples_are_refused() -> None:

@@ -110,3 +110,19 @@ def test_parts_with_backwards_of_their_own_see_the_terms_of_one_loss() -> None:
             optimizer.step()
         factors.append(optimizer.factors())
     assert_same_factors(*factors)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_keep_their_terms_where_a_later_backward_goes_on_from_an_earlier_one(first: int) -> None:
+    torch.manual_seed(0)
+    encoder, value, policy = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+    model = nn.ModuleList([encoder, value, policy]).to(F64)
+    optimizer = KFACOptimizer(model)
+    x, again = torch.randn(2, 8, 4, dtype=F64)
+    features = encoder(x).tanh()
+    losses = [head(features).square().mean() for head in (value, policy)]
+    losses[first].backward(retain_graph=True)
+    losses[1 - first].backward()
+    policy(encoder(again).detach()).square().mean().backward()
+    with pytest.warns(UserWarning, match="taken to be 16,"):
+        optimizer.step()

@@ -130,6 +130,21 @@ def test_a_region_that_holds_every_step_does_not_look_at_rates_that_jump(as_tens
     torch.testing.assert_close(trained(10.0, 1000.0, 30.0), trained(100.0), rtol=1e-8, atol=1e-12)
 
 
+def test_the_rate_of_parameters_without_a_layer_is_not_looked_at() -> None:
+    def trained(*rates: float) -> list[Tensor]:
+        model, alone = mlp(), nn.Parameter(torch.zeros(3))
+        groups = [{"params": list(model.parameters())}, {"params": [alone]}]
+        optimizer = KFACOptimizer(groups, model=model, lr=0.3, kl_clip=1e-4, **FREQUENT)
+        for i in range(12):
+            optimizer.param_groups[1]["lr"] = rates[i % len(rates)]
+            optimizer.zero_grad()
+            (square_loss(model(batch(i))) + 0 * alone.sum()).backward()
+            optimizer.step()
+        return clones(model.parameters())
+
+    torch.testing.assert_close(trained(1.0, 1e-3), trained(1.0), rtol=1e-10, atol=1e-12)
+
+
 def test_strong_weight_decay_does_not_shrink_the_region() -> None:
     """It makes momentum go uphill step by step, as its slope was at the start: no step went too far."""
     torch.manual_seed(0)
