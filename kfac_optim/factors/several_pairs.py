@@ -159,9 +159,10 @@ class PairPerTerm(SeveralPairs):
         if stats.term >= len(self.of_terms):
             raise ValueError(
                 f"kfac_optim: a gradient of layer {self._layer!r} comes from call {stats.term + 1} of a criterion "
-                f"since the last step, and SumOfTerms keeps factors of {len(self.of_terms)} terms. Join terms in one "
-                "call (cat their residuals, each times the root of its weight), take one backward for each step, or "
-                "choose inverse=Cholesky(), which keeps one pair of factors for all."
+                "(or forward of the model, where the loss holds derivatives and calls no criterion that the estimate "
+                f"names) since the last step, and SumOfTerms keeps factors of {len(self.of_terms)} terms. Join terms "
+                "in one call (cat their residuals, each times the root of its weight), take one backward for each "
+                "step, or choose inverse=Cholesky(), which keeps one pair of factors for all."
             )
         self.of_terms[stats.term].accumulate(stats)
 

@@ -144,9 +144,9 @@ class ExtraBackward:
                 else:
                     residuals = None
         for column, of_layers in enumerate(columns):
-            drawn = Drawn() if self.term is None else self.term.drawn(column, residuals)
             for number, (call, of_layer) in enumerate(zip(passes.calls, of_layers, strict=True)):
                 if of_layer is not None:
+                    drawn = Drawn(call.term, column) if self.term is None else self.term.drawn(column, residuals)
                     call.take(of_layer, None if reach is None else reach[number], drawn)
         self._found.extend(passes.found or ())
         for call in passes.found or ():

@@ -235,6 +235,24 @@ def test_terms_of_a_loss_that_differ_in_size_have_one_pair_of_factors() -> None:
     assert_same((a[0], g[0]), (right / right.trace(), left))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_of_a_named_loss_by_a_function_each_output_of_each_forward_has_a_row_of_its_own(parts: int) -> None:
+    torch.manual_seed(0)
+    model, x = linear().double(), torch.randn(6, 6, dtype=torch.float64)
+    optimizer = KFACOptimizer(model, lr=0.0, inverse=Cholesky(), estimate=ExactGGN(nn.MSELoss()))
+    for some in x.chunk(parts):
+        ((model(some) - 1).square().mean() / parts + 0.1 * slope(model, some).mean()).backward()
+    optimizer.step()
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    rows = jacrev(lambda params: functional_call(model, params, (x,)).flatten())(params)
+    each = (2 / 12) ** 0.5 * rows["2.weight"]
+    left, right = (each @ each.mT).sum(0), (each.mT @ each).sum(0)
+    a, g = optimizer.factors()["2"]
+    assert a is not None
+    assert g is not None
+    assert_same((a[0], g[0]), (right / right.trace(), left))
+
+
 @pytest.mark.parametrize("style", ["reverse", "forward", "directions"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_tables_and_what_is_added_have_the_same_factors_within_torch_func(style: str, tied: bool) -> None:
