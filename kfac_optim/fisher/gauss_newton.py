@@ -23,7 +23,7 @@ from kfac_optim.capture.graph_walk import mark_output, output_behind
 from kfac_optim.capture.loss_terms import RootCall
 from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criterion_term import CriterionTerm
-from kfac_optim.fisher.likelihoods import Likelihood, Outputs
+from kfac_optim.fisher.likelihoods import Categorical, Likelihood, Outputs
 from kfac_optim.fisher.term_curvature import TermCurvature
 from kfac_optim.utils.autograd import on_gradient, reaches
 from kfac_optim.utils.dynamo import uncompiled
@@ -43,6 +43,7 @@ class KeptForward:
         args: it was called with, as `kwargs`; held, not copied.
         random: the generators when it began.
         outputs_of: takes what the loss reads from what the model returns.
+        reading: of the outputs, as `_reading` tells it.
         used: which terms the loss used, for each of the outputs that a backward came to.
         readers: calls of the criterion that read the outputs and nothing else.
     """
@@ -52,6 +53,7 @@ class KeptForward:
     kwargs: Mapping[str, Any]
     random: RandomState
     outputs_of: Callable[[Any], Outputs]
+    reading: tuple[Any, ...]
     used: dict[int, Tensor] = field(default_factory=dict)
     readers: list[CriterionTerm] = field(default_factory=list)
 
@@ -102,6 +104,7 @@ class ForwardRecorder:
 
     Attributes:
         kept: since the last step.
+        again: of these, those that are run again, and the call of the criterion which that is for.
         read: what criteria have read since then that is no output of a forward that is run again.
         is_hooked: whether a backward has come through a criterion since then.
     """
@@ -115,6 +118,7 @@ class ForwardRecorder:
         params: Callable[[], Sequence[nn.Parameter] | None],
     ) -> None:
         self.kept: list[KeptForward] = []
+        self.again: dict[KeptForward, CriterionTerm] = {}
         self.read: list[TermCurvature] = []
         self.is_hooked = False
         self._params = params
@@ -137,7 +141,7 @@ class ForwardRecorder:
         outputs = self._outputs_of(out)
         if len(outputs) != self._likelihood.outputs or not all(output.requires_grad for output in outputs):
             return
-        forward = KeptForward(model, args, kwargs, random, self._outputs_of)
+        forward = KeptForward(model, args, kwargs, random, self._outputs_of, _reading(self._likelihood, outputs))
         terms = self._terms(outputs)
         self._made.add(forward)
         for place, output in enumerate(outputs):
@@ -147,6 +151,8 @@ class ForwardRecorder:
     def note_term(self, term: CriterionTerm, outputs: Outputs) -> None:
         """Note that a criterion has read `outputs`."""
         forward = self._forward_of(outputs)
+        if forward is not None and forward.reading != _reading(term.likelihood, outputs):
+            forward = None
         if forward is not None:
             forward.readers.append(term)
         window = self._window()
@@ -170,17 +176,17 @@ class ForwardRecorder:
         """Drop the forwards: the gradients through them were thrown away, or used."""
         for term in self.read:
             term.release()
-        self.kept, self.read, self.is_hooked = [], [], False
+        self.kept, self.again, self.read, self.is_hooked = [], {}, [], False
 
     @contextmanager
     def set_aside(self) -> Iterator[Sequence[KeptForward]]:
         """Return a context in which nothing is kept at first; all that is kept now, which it gives, comes back."""
-        before = self.kept, self.read, self.is_hooked
-        self.kept, self.read, self.is_hooked = [], [], False
+        before = self.kept, self.again, self.read, self.is_hooked
+        self.kept, self.again, self.read, self.is_hooked = [], {}, [], False
         try:
             yield before[0]
         finally:
-            self.kept, self.read, self.is_hooked = before
+            self.kept, self.again, self.read, self.is_hooked = before
 
     def arrive_at_term(
         self, known: TermCurvature, forward: KeptForward | None, place: int, output_nr: int, gradient: Tensor
@@ -193,8 +199,9 @@ class ForwardRecorder:
         if not any(reaches(param) for param in params):
             return
         self.is_hooked = True
-        if forward is not None and len(forward.readers) == 1:
-            return  # run again
+        if forward is not None and (len(forward.readers) == 1 or self.again.get(forward) is known.term):
+            self.again[forward] = known.term  # also if the criterion reads the outputs once more from now on
+            return
         window.aside = True
         try:
             with window.shards.passing_within_backward():
@@ -248,6 +255,15 @@ def gauss_newton(
                 )
                 forms[i, j] += torch.stack(list(products)).sum()
     return forms + forms.tril(-1).mT
+
+
+def _reading(likelihood: Likelihood, outputs: Outputs) -> tuple[Any, ...]:
+    """Return what is the same wherever a loss reads the same of some outputs, in whatever order and shape.
+
+    Of a likelihood with a term for each element it may read a part of them. A softmax goes over all classes.
+    """
+    kind = type(likelihood)
+    return (kind, outputs[0].numel(), likelihood.terms(outputs)) if isinstance(likelihood, Categorical) else (kind,)
 
 
 def widest_dtype(params: Iterable[Tensor]) -> torch.dtype:

@@ -71,10 +71,10 @@ class Objective:
         like = torch.zeros((), dtype=widest_dtype(at.values()), device=next(iter(at.values())).device)
         total = like.expand(len(directions), len(directions))
         for forward in self._recorder.kept:
-            if len(forward.readers) == 1 and forward.readers[0].factor is not None:
+            if forward in self._recorder.again:
                 names = {param: name for name, param in forward.model.named_parameters() if param in at}
                 forms = self._run_again([forward], names, at, directions)
-                total = total + forms * forward.readers[0].weight(forms)
+                total = total + forms * self._recorder.again[forward].weight(forms)
         for term in self._recorder.read:
             total = total + term.forms(directions, like)
         return total / self.loss_scale

@@ -87,6 +87,14 @@ def tokens_by_head(call: Call) -> Iterator[Read]:
     yield (logits * 2,), classes, 1.0
 
 
+def some_classes(call: Call) -> Iterator[Read]:
+    yield (call(inputs())[:, :2],), torch.arange(6) % 2, 1.0
+
+
+def classes_in_two_sets(call: Call) -> Iterator[Read]:
+    yield (call(inputs()).view(12, 2),), torch.arange(12) % 2, 1.0
+
+
 def mean_and_variance(call: Call) -> Iterator[Read]:
     output = call(inputs())
     yield (output[:, :1], F.softplus(output[:, 1:2]) + 0.1), targets(6, 1), 2.0
@@ -109,6 +117,8 @@ CASES: dict[str, Case] = {
     "head outside": (3, nn.BCEWithLogitsLoss(), head_outside, head_outside),
     "tokens": (3, nn.CrossEntropyLoss(), tokens, tokens),
     "tokens by a head": (3, nn.CrossEntropyLoss(), tokens_by_head, tokens_by_head),
+    "some classes": (4, nn.CrossEntropyLoss(), some_classes, some_classes),
+    "classes in two sets": (4, nn.CrossEntropyLoss(), classes_in_two_sets, classes_in_two_sets),
     "variance": (3, nn.GaussianNLLLoss(), mean_and_variance, mean_and_variance),
     "variance of nobody's": (1, nn.GaussianNLLLoss(), *[variance_of_a_parameter_of_nobody] * 2),
 }
@@ -185,6 +195,38 @@ def test_only_what_is_no_output_of_the_model_is_differentiated_twice() -> None:
     optimizer.step()
     sum(loss_of(criterion, read) for read in tokens_by_head(model)).backward()
     assert len(recorder.read) == 1
+
+
+def test_what_the_criterion_reads_once_more_after_the_backward_takes_no_curvature_away() -> None:
+    model, criterion = network(3), nn.CrossEntropyLoss()
+    optimizer = quadratic(model, criterion)
+    generator = torch.Generator().manual_seed(3)
+    ways = [{p: torch.randn(p.shape, generator=generator) for p in model.parameters()}]
+    expected = dense(model, criterion, tokens, ways)
+    output, classes = model(inputs()), torch.tensor([0, 1, -100, 2, -100, 1])
+    criterion(output, classes).backward()
+    criterion(output, classes.flip(0))
+    assert optimizer._objective is not None
+    at = {param: param.detach() for param in model.parameters()}
+    assert_same(optimizer._objective.curvature(at, ways, optimizer._window.close()), expected, rtol=1e-11)
+
+
+def test_what_is_observed_has_its_own_curvature_and_not_that_of_the_named_loss() -> None:
+    model = network(3)
+    optimizer = quadratic(model, nn.MSELoss())
+    generator = torch.Generator().manual_seed(3)
+    ways = [{p: torch.randn(p.shape, generator=generator) for p in model.parameters()}]
+
+    def bits(call: Call) -> Iterator[Read]:
+        yield (call(inputs()),), targets(6, 3).round(), 1.0
+
+    expected = dense(model, nn.BCEWithLogitsLoss(), bits, ways)
+    distribution = torch.distributions.Bernoulli(logits=model(inputs()))
+    optimizer.observe(distribution)
+    (-distribution.log_prob(targets(6, 3).round())).mean().backward()
+    assert optimizer._objective is not None
+    at = {param: param.detach() for param in model.parameters()}
+    assert_same(optimizer._objective.curvature(at, ways, optimizer._window.close()), expected, rtol=1e-11)
 
 
 def residual_loss(model: nn.Module, criterion: nn.Module) -> Tensor:
