@@ -137,7 +137,8 @@ class CriterionTerms:
     def _of_criterion(self, outputs: Outputs) -> Likelihood:
         """Return the likelihood of what the criterion reads, whose classes are where torch has them."""
         if isinstance(self._likelihood, Categorical):
-            return Categorical(self._likelihood.mean, 1 if outputs[0].dim() > 1 else 0)
+            # Counted from the end, it stays where it is when rows are taken for positions of one example.
+            return Categorical(self._likelihood.mean, 1 - outputs[0].dim() if outputs[0].dim() > 1 else -1)
         return self._likelihood
 
     def observe_residual(self, residual: Any, weight: float) -> None:
@@ -221,7 +222,7 @@ def _observed(residual: Any) -> tuple[Outputs, Likelihood, float]:
         # Its likelihood is a sum over an event, and the mean runs over events.
         return outputs, likelihood, scale * residual.event_shape.numel() / residual.base_dist.event_shape.numel()
     if isinstance(residual, distributions.Categorical):
-        return (residual.logits,), Categorical(mean=True, class_dim=residual.logits.dim() - 1), 1.0
+        return (residual.logits,), Categorical(mean=True, class_dim=-1), 1.0
     if isinstance(residual, distributions.Bernoulli):
         return (residual.logits,), Bernoulli(mean=True), 1.0
     if isinstance(residual, distributions.Normal):

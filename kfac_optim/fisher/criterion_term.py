@@ -39,6 +39,15 @@ class CriterionTerm:
     divisor: float | Tensor
     factor: Tensor | None = None
 
+    def regroup(self, outputs: Outputs, examples: int) -> Outputs:
+        """Take the rows of what the criterion reads for so many examples, several for each; return `outputs` so."""
+        self.examples = examples
+        self.outputs, regrouped = (
+            tuple(output.reshape(examples, -1, *output.shape[1:]) for output in each)
+            for each in (self.outputs, outputs)
+        )
+        return regrouped
+
     def weighed(self, vector: Tensor) -> Tensor:
         """Multiply by `√(f_c/M_c)`; a term that the loss subtracts has no curvature here."""
         return (vector * self.weight(vector).sqrt()).to(vector.dtype)

@@ -86,7 +86,8 @@ class NamedLoss(Estimate):
     Args:
         criterion: `nn.CrossEntropyLoss`, `nn.MSELoss`, `nn.BCEWithLogitsLoss`, `nn.GaussianNLLLoss` (of a model that
             returns means and variances), or a `Likelihood`. It sets the number of loss terms; with ignored targets
-            state it by `set_loss_terms`. Terms whose gradient is exactly zero are left out.
+            state it by `set_loss_terms`. Terms whose gradient is exactly zero are left out. Targets that are
+            probabilities of classes are taken to sum to 1 in each term.
         loss_terms: what the mean runs over, where your loss is not put together as `criterion` says: EXAMPLES for
             squares summed over the outputs of an example and averaged over examples.
         class_dim: of the logits, where they have more than two dimensions: -1 for language models, 1 for segmentation.
@@ -281,7 +282,15 @@ class CurvaturePropagation(NamedLoss):
 class ExactGGN(NamedLoss):
     """Takes the generalised Gauss-Newton matrix without noise: a pass for each element of an output, and one more.
 
-    Use it for small outputs, and to test the others by.
+    Use it for small outputs, and to test the others by. Each pass is made for all examples at once: they are taken to
+    lie along the first dimension of what the loss reads, and not to interact in the model. Where the loop calls the
+    criterion that is named, logits `[examples, positions, classes]` may be flattened for it: a few more passes find out
+    whether positions interact, as by attention, and then one is made for each class of each position, as for logits
+    that are not flattened.
+
+    It is not exact where examples are repeated, or lie along another dimension: in stacked, expanded or transposed
+    outputs (`output.T`), and in time-major ones `[time, examples, …]`. Have the loss read the examples first, as by
+    `output.transpose(0, 1)`; or take `MonteCarlo` or `CurvaturePropagation`, which are right in expectation there too.
     """
 
     several = True

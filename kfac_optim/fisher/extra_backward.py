@@ -24,7 +24,9 @@ from kfac_optim.capture.window import CaptureWindow
 from kfac_optim.fisher.criterion_term import CriterionTerm
 from kfac_optim.fisher.likelihoods import Likelihood, Outputs, Vectors
 from kfac_optim.utils.autograd import GradientEdge, edge, on_gradient, pull_back, running_edge
+from kfac_optim.utils.precision import at_least_float32
 from kfac_optim.utils.random_state import normal_like
+from kfac_optim.utils.sharded_params import is_sharded, whole
 
 
 @dataclass(eq=False)
@@ -130,12 +132,13 @@ class ExtraBackward:
         reach: Sequence[Tensor | None] | None = None
         if self.several:  # by numbers that do not cancel, as signs may
             reach = passes.run(weighed(tuple(normal_like(output, generator) for output in self.outputs)))
+            self._join_positions(place, passes, shape, generator)
         vectors = map(weighed, self.vectors(self.outputs, generator))
         columns: Iterable[list[Tensor | None]] = map(passes.run, vectors)
         residuals = None
         if self.term is not None and self.several:
             residuals = self.term.residuals(self.outputs, place, gradient)
-            kind = self.term.number, shape, len(passes.calls)
+            kind = self.term.number, self.term.examples, shape, len(passes.calls)
             if kind not in self.aligned:
                 known = list(vectors)
                 columns = held = [passes.run(vector) for vector in known]
@@ -151,6 +154,44 @@ class ExtraBackward:
         self._found.extend(passes.found or ())
         for call in passes.found or ():
             call.release()
+
+    def _join_positions(self, place: int, passes: "_Passes", shape: torch.Size, generator: torch.Generator) -> None:
+        """Take rows of what the criterion reads for positions of one example where they interact in the model.
+
+        So it is with logits `[examples, positions, classes]` that were flattened for the criterion: a column of `B` for
+        several positions of an example at once would count products of their gradients. Rows stay examples where they
+        do not interact, as that takes fewer passes, and where those of all batches of the layers interact as well.
+        """
+        output = self.outputs[place]
+        rows = len(output) if output.dim() > 1 else 1
+        batches = {call.batch() or 0 for call in passes.calls}
+        # A batch of one beside others is that of what all examples share.
+        fewer = {
+            batch for batch in batches if 0 < batch < rows and rows % batch == 0 and (batch > 1 or len(batches) == 1)
+        }
+        if self.term is None or not fewer or shape[0] != rows or is_sharded(output):
+            return
+        noise = normal_like(output, generator).reshape(rows, -1)
+        reach = passes.run(noise.reshape(shape))
+        for examples in (rows, *sorted(fewer, reverse=True)):
+            powers = torch.randperm(examples, generator=generator, device=noise.device) % 4
+            scales = (0.5**powers).repeat_interleave(rows // examples).unsqueeze(1)
+            scaled = passes.run((noise * scales.to(noise.dtype)).reshape(shape))
+            if all(map(_comes_of_one_each, reach, scaled)):
+                if examples < rows:
+                    self.outputs = self.term.regroup(self.outputs, examples)
+                return
+
+
+def _comes_of_one_each(gradient: Tensor | None, scaled: Tensor | None) -> bool:
+    """Return whether one example alone makes each element: with all examples scaled by powers of two, so is that."""
+    if gradient is None or scaled is None or gradient.numel() == 0:
+        return True
+    dtype = at_least_float32(gradient.dtype)
+    one, other = whole(gradient).to(dtype), whole(scaled).to(dtype)
+    clear = one.abs() > 1e-3 * one.abs().amax()  # the rest may be rounding
+    powers = (other[clear] / one[clear]).log2()
+    return bool(((powers - powers.round()).abs() < 1e-3).all())  # NaN where the sign has changed
 
 
 class _Passes:

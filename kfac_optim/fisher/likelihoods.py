@@ -139,7 +139,8 @@ class Categorical(Likelihood):
             raise ValueError(
                 f"kfac_optim: the model's output is {list(logits.shape)}, and the loss does not say which of its "
                 "dimensions are the classes. Pass class_dim=-1 (language models) or class_dim=1 (segmentation) with "
-                "the loss."
+                "the loss; either will do where the loop calls the criterion that the estimate names on other logits, "
+                "as those of a head outside of the model."
             )
         return logits.dim() - 1
 

@@ -145,6 +145,21 @@ def test_a_criterion_that_is_only_logged_changes_nothing() -> None:
     assert_same(factors(True), factors(False))
 
 
+def test_a_head_outside_of_a_model_whose_features_have_positions_needs_some_class_dim() -> None:
+    criterion, model, x = nn.CrossEntropyLoss(), mlp(), batch(size=6).view(2, 3, 4)
+    features = model[:-1]
+    optimizer = KFACOptimizer(features, lr=0.0, estimate=ExactGGN(criterion))
+    with pytest.raises(ValueError, match=r"either will do where the loop calls the criterion.*a head outside"):
+        criterion(model[-1](features(x).mean(1)), torch.tensor([0, 2]))
+    found = []
+    for class_dim in (-1, 1):
+        optimizer = KFACOptimizer(features, lr=0.0, estimate=ExactGGN(criterion, class_dim=class_dim))
+        criterion(model[-1](features(x).mean(1)), torch.tensor([0, 2])).backward()
+        optimizer.step()
+        found.append(optimizer.factors()["0"])
+    assert_same(*found)
+
+
 def test_a_loss_of_which_the_criterion_computes_a_part_is_warned_of_once() -> None:
     criterion, model, x = nn.MSELoss(), mlp(), batch()
     optimizer = KFACOptimizer(model, lr=0.1, estimate=ExactGGN(criterion))

@@ -11,6 +11,7 @@ position acts on the mean otherwise than in the middle, and the case is not exac
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from kfac_optim import Empirical, ExactGGN, KFACOptimizer, LossTerms, WeightSharing
+from kfac_optim.fisher.extra_backward import _Passes
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -142,6 +144,69 @@ def test_the_exact_estimate_is_the_gauss_newton_matrix_of_each_layer(case: Case,
     for name, (a, g) in optimizer.factors().items():
         expected = dense(model, name, x, lambda output: case.criterion(output, target))
         assert_same(oracles.kronecker(a, g)[0], expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize(("criterion", "examples"), [(nn.MSELoss(), 1), (nn.MSELoss(), 4), (nn.CrossEntropyLoss(), 1)])
+def test_positions_that_interact_are_measured_as_those_of_an_example_where_they_are_flattened(
+    criterion: nn.Module, examples: int
+) -> None:
+    """They are outputs of one row here. Under cross entropy one example is exact, under squares all are."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6)), torch.randn(examples, 3)
+
+    def loss(output: Tensor) -> Tensor:
+        rows = output.view(-1, 2)
+        target = torch.arange(len(rows)) % 2
+        return criterion(rows, target if isinstance(criterion, nn.CrossEntropyLoss) else torch.ones_like(rows))
+
+    optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(criterion))
+    loss(model(x)).backward()
+    optimizer.step()
+    for name, (a, g) in optimizer.factors().items():
+        assert_same(oracles.kronecker(a, g)[0], dense(model, name, x, loss), rtol=1e-11)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = (x @ x.mT).softmax(-1) @ self.values(x)
+        return self.head((x + mixed).tanh())
+
+
+def each_position() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "flattens_input", "expected"),
+    # A pass for each class and two more in the first step; to tell positions apart two, or three where they interact.
+    [(each_position, True, 3 + 2), (each_position, False, 3 + 2 + 2), (Attending, False, 5 * 3 + 2 + 3)],
+)
+def test_flattened_logits_cost_a_pass_for_each_position_where_these_interact_alone(
+    build: Callable[[], nn.Module], flattens_input: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[Any] = []
+    run = _Passes.run
+
+    def counted(self: _Passes, vector: Tensor | None) -> list[Tensor | None]:
+        passes.append(vector)
+        return run(self, vector)
+
+    monkeypatch.setattr(_Passes, "run", counted)
+    torch.manual_seed(0)
+    model, x, criterion, classes = build(), torch.randn(2, 5, 4), nn.CrossEntropyLoss(), torch.arange(10) % 3
+    twin, theirs = copy.deepcopy(model), copy.deepcopy(criterion)
+    optimizer = KFACOptimizer(model, lr=0.0, estimate=ExactGGN(criterion, class_dim=-1))
+    criterion(model(x.flatten(0, 1) if flattens_input else x).view(-1, 3), classes).backward()
+    optimizer.step()
+    assert len(passes) == expected
+    reference = KFACOptimizer(twin, lr=0.0, estimate=ExactGGN(theirs, class_dim=-1))
+    theirs(twin(x).mT, classes.view(2, 5)).backward()
+    reference.step()
+    for name, (_, g) in reference.factors().items():
+        assert_same(optimizer.factors()[name][1], g, rtol=1e-11)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
